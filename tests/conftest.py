@@ -1,0 +1,19 @@
+"""What all tests share."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from ranks import Ranks
+
+# A busy machine is slow now and then: how long one example takes says nothing about the code.
+hypothesis.settings.register_profile("shardwise", deadline=None)
+hypothesis.settings.load_profile("shardwise")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Up to 8 rank processes, started on first use: `ranks.run(world_size, function, *args)`, see `ranks.py`."""
+    with Ranks() as pool:
+        yield pool
