@@ -1,0 +1,233 @@
+"""How one model is cut over many devices: the single value that is planned, trained, checkpointed, tested and served.
+
+Ranks are numbered with tensor parallel fastest, then context, data, and pipeline parallel slowest, so that the ranks
+that talk most sit on the fastest links.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, get_args
+
+if TYPE_CHECKING:
+    from shardwise.config import ModelConfig
+
+Shard = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto"]
+Recompute = Literal["none", "selective", "full"]
+AxisName = Literal["dp", "tp", "pp", "cp", "data", "shard", "replicate", "world"]
+
+SHARD_WORDS: dict[str, Shard] = {"z1": "zero1", "z2": "zero2", "z3": "zero3", "fsdp": "fsdp"}
+PART = re.compile(
+    r"(?P<size>dp|tp|pp|cp|s|v|m)(?P<number>\d+)|(?P<shard>z1|z2|z3|fsdp)"
+    r"|(?P<schedule>gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-auto)(@(?P<limit>\d+(\.\d+)?(e[+-]?\d+)?))?"
+    r"|(?P<flag>sp|a2a|keep)|rc-(?P<recompute>selective|full)"
+)
+SIZES = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "s": "shard_group", "v": "chunks", "m": "microbatches"}
+FLAGS = {"sp": "sequence_parallel", "a2a": "all_to_all", "keep": "keep"}
+
+
+class Coord(NamedTuple):
+    """A rank's place along each of the four axes that multiply to the world."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes, what is cut over the data ranks, and how a step is split in time.
+
+    `shard_group` cuts states in groups of that many data ranks and replicates them across groups (None: one group of
+    all). `memory_limit` belongs to `zb-auto` and counts forwards per stage. `keep` lets stage 3 hold what it gathered
+    until the backward. Raises ValueError for a value that no model could use; what depends on the model, and
+    what fits no other part of the layout, is told by `problems`.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    shard: Shard = "none"
+    shard_group: int | None = None
+    schedule: Schedule | None = None
+    memory_limit: float | None = None
+    chunks: int = 1
+    microbatches: int = 1
+    sequence_parallel: bool = False
+    all_to_all: bool = False
+    keep: bool = False
+    recompute: Recompute = "none"
+
+    def __post_init__(self) -> None:
+        for name in SIZES.values():
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"layout: {name} must be a whole number of at least 1, not {size!r}")
+        if self.memory_limit is not None and not 0 < self.memory_limit < math.inf:
+            raise ValueError(f"layout: memory_limit must be above 0, not {self.memory_limit}")
+        for name, known in (("shard", Shard), ("schedule", Schedule), ("recompute", Recompute)):
+            word = getattr(self, name)
+            if word is not None and word not in get_args(known):
+                raise ValueError(f"layout: {name} must be one of {', '.join(get_args(known))}, not {word!r}")
+        if self.pp > 1 and self.schedule is None:
+            object.__setattr__(self, "schedule", "1f1b")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the short form, its parts in any order: `dp2.tp2.pp2.z1.1f1b.m8`."""
+        given: dict[str, object] = {}
+        for name, value in parts(text):
+            if name in given:
+                raise ValueError(f"layout {text!r} says {name} twice; say it once")
+            given[name] = value
+        return cls(**given)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        words = [f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(self, axis) > 1]
+        words += [word for word, shard in SHARD_WORDS.items() if shard == self.shard]
+        words += [f"s{self.shard_group}"] if self.shard_group else []
+        limit = f"@{float(self.memory_limit)!r}".removesuffix(".0") if self.memory_limit is not None else ""
+        words += [f"{self.schedule}{limit}"] if self.schedule else []
+        words += [f"v{self.chunks}"] if self.chunks > 1 else []
+        words += [f"m{self.microbatches}"] if self.microbatches > 1 else []
+        words += [word for word, name in FLAGS.items() if getattr(self, name)]
+        words += [f"rc-{self.recompute}"] if self.recompute != "none" else []
+        return ".".join(words) if words and words[0][:2] in ("dp", "tp", "pp", "cp") else ".".join(["dp1", *words])
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that see different tokens: ZeRO cuts over them."""
+        return self.dp * self.cp
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which a unit of state is cut. No ZeRO is hybrid sharding in groups of one."""
+        return 1 if self.shard == "none" else (self.shard_group or self.data_size)
+
+    def coord(self, rank: int) -> Coord:
+        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        pp, dp = divmod(rank, self.dp)
+        return Coord(dp, tp, pp, cp)
+
+    def rank(self, coord: Coord) -> int:
+        return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
+
+    def ranks(self, axis: AxisName, coord: Coord) -> tuple[int, ...]:
+        """The ranks that `coord` shares `axis` with, in order along it; `coord`'s own is among them."""
+        if axis == "world":
+            return tuple(range(self.world_size))
+        if axis in ("dp", "tp", "pp", "cp"):
+            return tuple(self.rank(coord._replace(**{axis: i})) for i in range(getattr(self, axis)))
+        data = [self.rank(coord._replace(dp=d, cp=c)) for d in range(self.dp) for c in range(self.cp)]
+        here, size = data.index(self.rank(coord)), self.shard_size
+        if axis == "shard":
+            return tuple(data[here - here % size :][:size])
+        if axis == "replicate":
+            return tuple(data[here % size :: size])
+        return tuple(data)
+
+    def stage_layers(self, num_layers: int) -> tuple[range, ...]:
+        """The blocks of each virtual stage, in order; the first stages take what does not divide."""
+        stages = self.pp * self.chunks
+        size, rest = divmod(num_layers, stages)
+        starts = [i * size + min(i, rest) for i in range(stages + 1)]
+        return tuple(range(a, b) for a, b in pairwise(starts))
+
+    def problems(self, model: "ModelConfig | None" = None) -> list[str]:
+        """Every reason why this layout cannot work (for `model`), each a sentence with the nearest that can."""
+        return [*self._inner_problems(), *(self._model_problems(model) if model else [])]
+
+    def _inner_problems(self) -> Iterator[str]:
+        p, m, v = self.pp, self.microbatches, self.chunks
+        if p == 1 and self.schedule:
+            yield f"schedule {self.schedule} needs pp of at least 2; leave it out, or add pp2"
+        if self.memory_limit is not None and self.schedule != "zb-auto":
+            yield "a memory limit (@X) belongs to zb-auto; leave it out, or choose zb-auto@X"
+        if (v > 1) != (self.schedule == "interleaved"):
+            yield f"interleaved and chunks go together; write interleaved.v{max(v, 2)}, or leave both out"
+        if self.schedule == "interleaved" and m % p:
+            yield f"interleaved needs micro-batches divisible by pp{p}, not m{m}; m{nearest_multiple(m, p)} works"
+        if self.schedule == "zb-h2" and m < 2 * p - 1:
+            yield f"zb-h2 needs at least 2p - 1 micro-batches, not m{m}; m{2 * p - 1} works, or zb-h1"
+        if self.shard == "fsdp" and p > 1:
+            yield "fsdp with pp is not supported; z3 in its place works"
+        if self.shard_group and self.shard == "none":
+            yield f"s{self.shard_group} needs something to cut; add z1, z2 or z3, or leave it out"
+        if self.shard_group and self.data_size % self.shard_group:
+            divides = nearest_divisor(self.data_size, self.shard_group)
+            yield f"groups of s{self.shard_group} do not divide {self.data_size} data ranks; s{divides} works"
+        if self.sequence_parallel and self.tp == 1:
+            yield "sp cuts the sequence over tp; add tp2, or leave sp out"
+        if self.all_to_all and self.cp == 1:
+            yield "a2a is a way to do context parallel; add cp2, or leave a2a out"
+        if self.keep and self.shard not in ("zero3", "fsdp"):
+            yield "keep is for gathered parameters; add z3, or leave keep out"
+
+    def _model_problems(self, model: "ModelConfig") -> Iterator[str]:
+        heads, kv_heads, stages = model.num_heads, model.num_kv_heads, self.pp * self.chunks
+        works = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+        if self.tp not in works:
+            best = min(works, key=lambda t: (abs(t - self.tp), t))
+            yield (
+                f"tp{self.tp} does not divide {heads} heads with {kv_heads} kv heads evenly; "
+                f"tp{best} works ({', '.join(map(str, works))} do)"
+            )
+        if self.all_to_all and (heads % (self.tp * self.cp) or kv_heads % (self.tp * self.cp)):
+            cut = f"tp x cp = {self.tp * self.cp}"
+            yield f"a2a cuts heads over {cut}, which {kv_heads} kv heads do not allow; the ring (no a2a) works"
+        if stages > model.num_layers:
+            best_v, best_pp = model.num_layers // self.pp, min(self.pp, model.num_layers)
+            change = f"v{best_v}" if best_v > 1 else f"pp{best_pp}" + (" without chunks" if self.chunks > 1 else "")
+            yield f"{stages} stages are more than {model.num_layers} layers; {change} works"
+
+
+def parts(text: str) -> Iterator[tuple[str, object]]:
+    """The fields that a short form sets; a dot inside a memory limit (`zb-auto@1.5`) is not a joint."""
+    at = 0
+    while True:
+        match = PART.match(text, at)
+        end = match.end() if match else at
+        if match is None or (end < len(text) and text[end] != "."):
+            word = text[at:].split(".")[0]
+            raise ValueError(
+                f"layout {text!r}: {word!r} is not a part of a layout; parts are dpN tpN ppN cpN, z1 z2 z3 fsdp, sN, "
+                "gpipe 1f1b interleaved zb-h1 zb-h2 zb-auto@X, vN, mN, sp, a2a, keep, rc-selective, rc-full, "
+                "joined by dots as in dp2.tp2.z1"
+            )
+        if match["size"]:
+            yield SIZES[match["size"]], int(match["number"])
+        elif match["shard"]:
+            yield "shard", SHARD_WORDS[match["shard"]]
+        elif match["schedule"]:
+            yield "schedule", match["schedule"]
+            if match["limit"]:
+                yield "memory_limit", float(match["limit"])
+        elif match["flag"]:
+            yield FLAGS[match["flag"]], True
+        else:
+            yield "recompute", match["recompute"]
+        if end == len(text):
+            return
+        at = end + 1
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    return max(of, round(number / of) * of)
+
+
+def nearest_divisor(of: int, number: int) -> int:
+    return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - number), d))
+
+
+assert {*SIZES.values(), *FLAGS.values()} <= {field.name for field in fields(Layout)}

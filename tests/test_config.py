@@ -1,0 +1,202 @@
+"""Configs read and written as Hugging Face spells them, shapes drawn from a count, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.catalogue import CATALOGUE
+from shardwise.config import (
+    ARCHITECTURES,
+    ModelConfig,
+    RopeScaling,
+    from_count,
+    from_gguf,
+    from_hugging_face,
+    parse_count,
+    read_folder_config,
+    to_hugging_face,
+)
+from shardwise.gguf import Gguf
+from shardwise.params import model_specs, num_params
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@st.composite
+def configs(draw: st.DrawFn, family: str) -> ModelConfig:
+    """Any config of `family` that a config.json can say."""
+    kv_heads, head_dim = draw(st.integers(1, 4)), 2 * draw(st.integers(1, 8))
+    heads, layers = kv_heads * draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    shape: dict[str, Any] = {
+        "num_layers": layers, "hidden_size": draw(st.integers(1, 99)), "ffn_size": draw(st.integers(1, 99)),
+        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "vocab_size": draw(st.integers(1, 99)),
+        "max_positions": draw(st.integers(1, 999)), "tied": draw(st.booleans()),
+        "norm_eps": draw(st.sampled_from([1e-5, 1e-6])), "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
+    }  # fmt: skip
+    if family == "gpt2":
+        shape |= {"hidden_size": heads * head_dim, "num_kv_heads": heads, "norm": "layer", "gated": False,
+                  "positions": "learned", "qkv_bias": True, "out_bias": True, "mlp_bias": True}  # fmt: skip
+        return ModelConfig("gpt2", **shape)
+    factor = draw(st.floats(1, 64))
+    scalings = [None, RopeScaling("linear", factor), RopeScaling("llama3", factor, 1.0, 4.0, 8192)]
+    shape |= {"rope_theta": draw(st.floats(1e3, 1e6)), "rope_scaling": draw(st.sampled_from(scalings))}
+    bias = draw(st.booleans())
+    window = draw(st.none() | st.integers(1, 64))
+    if family in ("llama", "qwen3"):
+        shape |= {"qkv_bias": bias, "out_bias": bias}
+    if family == "llama":
+        shape["mlp_bias"] = draw(st.booleans())
+    if family == "qwen2":
+        shape["qkv_bias"] = True
+    shape["qk_norm"] = family == "qwen3"
+    if window and family != "llama":
+        first = 0 if family == "mistral" else draw(st.integers(0, layers - 1))
+        shape |= {"sliding_window": window, "windowed_layers": frozenset(range(first, layers))}
+    return ModelConfig(family, **shape)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@given(st.data())
+def test_round_trip(family: str, data: st.DataObject) -> None:
+    config = data.draw(configs(family))
+    written = json.loads(json.dumps(to_hugging_face(config)))
+    assert from_hugging_face(written) == config
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_round_trip_of_published_shapes(name: str) -> None:
+    assert from_hugging_face(to_hugging_face(CATALOGUE[name])) == CATALOGUE[name]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "smollm2-135m"])
+def test_transformers_reads_what_we_write_and_we_read_what_it_writes(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = CATALOGUE[name]
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(config)))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert theirs.architectures == [ARCHITECTURES[config.family]]
+    theirs.save_pretrained(tmp_path / "saved")
+    assert read_folder_config(tmp_path / "saved") == config
+
+
+def test_transformers_windows_the_same_layers(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = replace(CATALOGUE["qwen2.5-0.5b"], sliding_window=64, windowed_layers=frozenset(range(20, 24)))
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(config)))
+    kinds = AutoConfig.from_pretrained(tmp_path).layer_types
+    assert {i for i, kind in enumerate(kinds) if kind == "sliding_attention"} == config.windowed_layers
+
+
+def test_both_spellings_of_rope_mean_the_same() -> None:
+    """transformers 4: rope_theta and rope_scaling apart; 5: one rope_parameters."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
+    assert from_hugging_face(old) == from_hugging_face(new)
+    assert from_hugging_face(old).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    assert from_hugging_face(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}).rope_scaling == RopeScaling(
+        "linear", 2.0
+    )
+    assert from_hugging_face(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}).rope_theta == 1e4
+
+
+def test_windows_are_those_of_the_family() -> None:
+    mistral = LLAMA | {"model_type": "mistral", "sliding_window": 16}
+    assert from_hugging_face(mistral).windowed_layers == {0, 1}
+    assert from_hugging_face(mistral | {"sliding_window": None}).sliding_window is None
+    qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 16, "max_window_layers": 1}
+    assert from_hugging_face(qwen | {"use_sliding_window": False}).sliding_window is None
+    assert from_hugging_face(qwen | {"use_sliding_window": True}).windowed_layers == {1}
+    assert from_hugging_face(LLAMA | {"sliding_window": 16}).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mamba"}, "'mamba' is not known; known are llama, mistral, qwen2, qwen3, gpt2"),
+        ({"model_type": None}, "None is not known"),
+        ({"quantization_config": {"bits": 4}}, "use the unquantized model"),
+        ({"hidden_act": "relu6"}, "activation 'relu6' is not known"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope scaling 'yarn' is not known"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"num_key_value_heads": 3}, "3 kv heads do not divide 4 heads; [1, 2, 4] do"),
+        ({"num_hidden_layers": 0}, "num_layers must be a whole number of at least 1, not 0"),
+        ({"vocab_size": "many"}, "vocab_size must be a whole number"),
+        ({"num_hidden_layers": True}, "num_layers must be a whole number"),
+        ({"hidden_size": "wide"}, "not a whole number above 0"),
+        ({"num_attention_heads": 0}, "not a whole number above 0"),
+        ({"head_dim": 15}, "even head size, not 15"),
+    ],
+)
+def test_bad_configs_are_refused_in_a_sentence(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        from_hugging_face(LLAMA | change)
+    assert said in str(caught.value)
+
+
+def test_a_missing_size_is_named() -> None:
+    for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        with pytest.raises(ValueError, match=f"{key} is missing"):
+            from_hugging_face({k: v for k, v in LLAMA.items() if k != key})
+
+
+def test_gpt2_with_another_attention_scale_is_refused() -> None:
+    raw = to_hugging_face(CATALOGUE["gpt2"])
+    for change in ({"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}):
+        with pytest.raises(ValueError, match="scale of attention"):
+            from_hugging_face(raw | change)
+
+
+def test_a_gguf_header_that_describes_no_model_is_refused() -> None:
+    path = Path("model.gguf")
+    sizes = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "context_length": 128,
+             "attention.layer_norm_rms_epsilon": 1e-5}  # fmt: skip
+    for heads, said in ((0, "not a whole number"), ([4, 4], "not a whole number"), (None, "head_count is missing")):
+        keys = {f"llama.{key}": value for key, value in (sizes | {"attention.head_count": heads}).items()}
+        with pytest.raises(ValueError, match=said):
+            from_gguf(Gguf(path, {"general.architecture": "llama", **keys}, {}, ()), str(path))
+    with pytest.raises(ValueError, match="'bert' is not known"):
+        from_gguf(Gguf(path, {"general.architecture": "bert"}, {}, ()), str(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
+def test_a_broken_config_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_folder_config(tmp_path)
+
+
+@given(st.floats(6, 13))
+def test_a_count_is_met_within_a_twentieth_of_a_percent(exponent: float) -> None:
+    count = round(10**exponent)
+    assert abs(num_params(model_specs(from_count(count))) - count) <= 0.0005 * count
+
+
+@pytest.mark.parametrize("count", [0, 1, 5000, 10**15])
+def test_a_count_out_of_range_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="1M to 10T work"):
+        from_count(count)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("70B", 70 * 10**9), ("7.5b", 7_500_000_000), ("1T", 10**12), ("135M", 135_000_000), ("900k", 900_000)],
+)
+def test_counts_are_read(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "B", "70", "-7B", "7.B", "7BB", "7 B", "llama-7b", "1e9B", "seven"])
+def test_other_words_are_no_counts(text: str) -> None:
+    assert parse_count(text) is None
