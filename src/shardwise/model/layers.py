@@ -1,0 +1,113 @@
+"""The operations a decoder block is made of. Shapes: B batch, T tokens, D model, H heads, K kv heads, C head dim;
+leading dims are free where only the last matter, so that training passes [B, T, D] and serving a flat [tokens, D]."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.config import ModelConfig, RopeScaling
+
+
+class AppliedWeight(Protocol):
+    """What stands in for a weight matrix that is not a plain tensor: quantized, low-rank or deferred."""
+
+    def apply(self, x: Tensor) -> Tensor: ...
+
+
+def linear(x: Tensor, weight: Tensor | AppliedWeight, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] times weight [out, in], plus bias [out]: the one door for every kind of weight."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    y = weight.apply(x)
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x over its root mean square, in fp32, times weight (Zhang & Sennrich 2019)."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of every angle, [..., T, 1, C/2], in the dtype of what they rotate."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Angle per position of each pair of elements, [C/2] in fp32 (Su et al. 2021), stretched for long contexts."""
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # of each pair over the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: many turns, as it was; 0: less than one, stretched
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+    angles = positions[..., None, None].float() * frequencies
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotary embedding of x [..., heads, C]: element i pairs with i + C/2, as in Hugging Face checkpoints."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * by.cos - b * by.sin, b * by.cos + a * by.sin), -1)
+
+
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, q [..., H, C], k [..., K, C], v [..., K, C]) -> [..., H, C]. It alone knows which tokens see which."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Attention within the given tokens: each sees itself and what came before it, inside its document and window.
+
+    Called with q [B, T, H, C] and k, v [B, T, K, C]. `documents` [B, T] numbers the document of each token, so that
+    packed ones do not see each other.
+    """
+
+    config: ModelConfig
+    documents: Tensor | None = None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        window = self.config.sliding_window if layer in self.config.windowed_layers else None
+        mask = self.mask(q.shape[1], window, q.device)
+        grouped = q.shape[2] != k.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    def mask(self, num_tokens: int, window: int | None, device: torch.device) -> Tensor | None:
+        """[B or 1, 1, T, T], true where a query (row) sees a key (column); None when plain causal says it all."""
+        if window is not None and window >= num_tokens:
+            window = None
+        if self.documents is None and window is None:
+            return None
+        at = torch.arange(num_tokens, device=device)
+        behind = at[:, None] - at[None, :]
+        seen = behind >= 0
+        if window is not None:
+            seen = seen & (behind < window)
+        if self.documents is None:
+            return seen[None, None]
+        return seen[None, None] & (self.documents[:, None, :, None] == self.documents[:, None, None, :])

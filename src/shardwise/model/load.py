@@ -1,0 +1,182 @@
+"""Weights of one rank, from whatever holds a model: each source is a small reader, chosen by its path.
+
+Tensors arrive one after the other, in strips of a few megabytes, so that a rank needs no more memory than for what it
+holds itself.
+"""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelConfig, from_gguf, read_folder_config
+from shardwise.gguf import BLOCKS, Gguf, read_gguf
+from shardwise.layout import Coord, Layout
+from shardwise.model.checkpoint import newest
+from shardwise.model.families import GGUF_NAMES, check_stored, sources
+from shardwise.model.folder import DTYPES, FolderReader
+from shardwise.params import Box, ParamSpec, boxes, local_shape, model_specs
+from shardwise.quant.gguf import dequantize, read_tensor
+
+STRIP_ELEMENTS = 1 << 20
+
+
+class Reader(Protocol):
+    """An open source of weights. `dtype` is what it stores most elements in, or bf16 where that is no plain number."""
+
+    dtype: torch.dtype
+
+    def read(self, spec: ParamSpec, box: Box) -> Tensor:
+        """A box of a parameter on the CPU, in any floating dtype, perhaps read-only."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_weights(path: str | Path, config: ModelConfig) -> Reader:
+    """The reader for what is at `path`. Raises ValueError if it is not the model of `config`."""
+    path = Path(path)
+    readers: dict[str, type[FolderReader] | type[GgufReader] | type[RunReader]]
+    readers = {"folder": FolderReader, "gguf": GgufReader, "run": RunReader}
+    return readers[kind_of(path)](path, config)
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The config of the model at `path`."""
+    path = Path(path)
+    kind = kind_of(path)
+    if kind == "gguf":
+        return from_gguf(read_gguf(path), str(path))
+    return read_folder_config(path / "model" if kind == "run" else path)
+
+
+def kind_of(path: Path) -> Literal["folder", "gguf", "run"]:
+    """What a path with weights is: a Hugging Face folder, a `.gguf` file, or the folder of a training run."""
+    if path.is_dir():
+        return "run" if (path / "model" / "config.json").is_file() else "folder"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; a model is a Hugging Face folder, a .gguf file or a run")
+    if path.suffix != ".gguf":
+        raise ValueError(f"{path} is not a model; a model is a Hugging Face folder, a .gguf file or a run")
+    return "gguf"
+
+
+def load_weights(
+    path: str | Path,
+    config: ModelConfig,
+    specs: Iterable[ParamSpec],
+    layout: Layout,
+    coord: Coord,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """The local tensors, by name, of the parameters `specs` on the rank at `coord`; a tied one has no entry.
+
+    Reads only what that rank holds; padding is zero. `specs` may be part of the model, as on a pipeline stage. Raises
+    ValueError for a file that does not hold exactly the model of `config`.
+    """
+    with closing(open_weights(path, config)) as reader:
+        held = (spec for spec in specs if spec.tied_to is None)
+        return {spec.name: read_param(reader, spec, layout, coord, dtype, device) for spec in held}
+
+
+def read_param(
+    reader: Reader,
+    spec: ParamSpec,
+    layout: Layout,
+    coord: Coord,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """One parameter as the rank at `coord` holds it."""
+    shape, held = local_shape(spec, layout, coord), boxes(spec, layout, coord)
+    padded = sum(math.prod(box.shape) for box in held) < math.prod(shape)
+    local = (torch.zeros if padded else torch.empty)(shape, dtype=dtype, device=device)
+    for box in held:
+        for strip in strips(box, spec.head_dim):
+            local[strip.local_slices].copy_(reader.read(spec, strip))
+    return local
+
+
+def strips(box: Box, block: int) -> Iterator[Box]:
+    """A box in pieces of about STRIP_ELEMENTS, each of whole rows and whole blocks of `block` rows."""
+    num_rows, *columns = box.shape
+    row_elements = math.prod(columns)
+    step = max(1, STRIP_ELEMENTS // max(1, row_elements) // block) * block
+    for row in range(0, num_rows if row_elements else 0, step):
+        yield replace(
+            box,
+            start=(box.start[0] + row, *box.start[1:]),
+            local=(box.local[0] + row, *box.local[1:]),
+            shape=(min(step, num_rows - row), *columns),
+        )
+
+
+class RunReader:
+    """The weights of a training run: the fp32 masters of its newest whole checkpoint."""
+
+    def __init__(self, path: str | Path, config: ModelConfig) -> None:
+        self._checkpoint = newest(Path(path), warnings.warn)
+        self._checkpoint.check_names(model_specs(config))
+        self.dtype = torch.float32
+
+    def read(self, spec: ParamSpec, box: Box) -> Tensor:
+        return self._checkpoint.read(spec, "master", box)
+
+    def close(self) -> None:
+        """Nothing to do: the maps close with the reader."""
+
+
+class GgufReader:
+    """The weights of a GGUF file, decoded as far as they are asked for."""
+
+    def __init__(self, path: str | Path, config: ModelConfig) -> None:
+        self._gguf = read_gguf(path)
+        self._names = GGUF_NAMES[config.family]
+        shapes = {name: tensor.shape for name, tensor in self._gguf.tensors.items()}
+        check_stored(shapes, model_specs(config), self._names, path)
+        self.dtype = common_dtype(self._gguf)
+
+    def read(self, spec: ParamSpec, box: Box) -> Tensor:
+        """A box of a parameter in fp32; of a parameter cut over heads, of whole heads."""
+        source = sources(spec, self._names)[box.part]
+        rows, *columns = source.slices(box)
+        if columns and columns[0] != slice(0, source.shape[1]):
+            tensor = read_columns(self._gguf, source.name, rows, columns[0])
+        else:
+            tensor = read_tensor(self._gguf, source.name, rows.start, rows.stop)
+        return halves_apart(tensor, spec.head_dim) if source.interleaved else tensor
+
+    def close(self) -> None:
+        """Nothing to do: the map closes with its last view."""
+
+
+def common_dtype(gguf: Gguf) -> torch.dtype:
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in gguf.tensors.values():
+        elements[DTYPES.get(tensor.kind, torch.bfloat16)] += math.prod(tensor.shape)
+    return elements.most_common(1)[0][0]
+
+
+def read_columns(gguf: Gguf, name: str, rows: slice, columns: slice) -> Tensor:
+    """A rectangle of a stored matrix, decoding only the blocks that it touches."""
+    kind = gguf.tensor(name).kind
+    block = BLOCKS[kind]
+    first, last = columns.start // block.num_elements, -(-columns.stop // block.num_elements)
+    num_rows = rows.stop - rows.start
+    raw = gguf.raw_rows(name, rows.start, rows.stop).reshape(num_rows, -1, block.num_bytes)[:, first:last]
+    decoded = dequantize(torch.from_numpy(raw.copy()), kind, (num_rows, (last - first) * block.num_elements))
+    return decoded[:, columns.start - first * block.num_elements : columns.stop - first * block.num_elements]
+
+
+def halves_apart(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo the order in which llama.cpp keeps the rows of q and k: the two that rotate together, i and i + C/2 of a
+    head here, side by side there. [heads C, ...] -> [heads C, ...] (LlamaModel.permute in convert_hf_to_gguf.py)."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,87 @@
+"""Cross entropy of the head without ever holding its logits: they are the largest tensor of a training step (one row
+is the vocabulary), so they live a few rows at a time, while the cache still holds them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+"""Target of a token that has none: it takes no part in the loss."""
+
+SOFTMAX_BYTES = 24 << 20
+PRODUCT_BYTES = 64 << 20
+
+
+def cross_entropy_naive(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The definition: the sum of -log softmax(x weight^T)[target] over tokens with a target, in fp32."""
+    logits = F.linear(x, weight).float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same sum over x [..., D], weight [V, D], targets [...], with both gradients worked out on the way forward.
+
+    The gradient of the logits, softmax less one at the target, needs nothing that comes later but a scale. So each
+    chunk of rows goes through product, softmax and its two gradient products and is forgotten (Liger kernels do the
+    same). Holds at most SOFTMAX_BYTES of fp32 and PRODUCT_BYTES of logits in the dtype of x.
+    """
+    if not torch.is_grad_enabled():  # a Function is told that its inputs require gradients even then
+        x, weight = x.detach(), weight.detach()
+    total: Tensor = LinearCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten())
+    return total
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        wants_dx, wants_dw, _ = ctx.needs_input_grad
+        dx = torch.empty_like(x) if wants_dx else None
+        dw = torch.zeros_like(weight) if wants_dw else None
+        total = x.new_zeros((), dtype=torch.float32)
+        vocab = weight.shape[0]
+        for rows in chunks(len(x), PRODUCT_BYTES // (vocab * x.element_size())):
+            logits = torch.empty(rows.stop - rows.start, vocab, dtype=x.dtype, device=x.device)
+            for inner in chunks(len(logits), SOFTMAX_BYTES // (vocab * 4)):
+                part, wanted = logits[inner], targets[rows][inner]
+                torch.mm(x[rows][inner], weight.t(), out=part)
+                total += softmax_less_one_(part, wanted, wants_dx or wants_dw)
+            if dx is not None:
+                torch.mm(logits, weight, out=dx[rows])
+            if dw is not None:
+                dw.addmm_(logits.t(), x[rows])
+        ctx.save_for_backward(dx, dw)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        dx, dw = ctx.saved_tensors
+        (scale,) = scales
+        return None if dx is None else dx * scale, None if dw is None else dw * scale, None
+
+
+def softmax_less_one_(logits: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:
+    """Return the summed loss of logits [rows, V] and turn them, in place, into their gradient."""
+    has_target = targets != IGNORED
+    at = targets.where(has_target, 0)[:, None]
+    wide = logits.float()
+    highest = wide.amax(-1, keepdim=True)
+    aimed = wide.gather(1, at) - highest
+    exponentials = wide.sub_(highest).exp_()
+    sums = exponentials.sum(-1, keepdim=True)
+    if with_gradient:
+        share = has_target[:, None] / sums
+        torch.mul(exponentials, share, out=logits)
+        # at the target worked out in fp32: 1 - p of a token that is all but certain is lost in bf16
+        logits.scatter_(1, at, ((aimed.exp() - sums) * share).to(logits.dtype))
+    return ((sums.log() - aimed)[:, 0] * has_target).sum()
+
+
+def chunks(num_rows: int, most: int) -> Iterator[slice]:
+    """Even slices of at most `most` rows."""
+    number = -(-num_rows // max(1, most))
+    size = -(-num_rows // max(1, number))
+    return (slice(a, min(a + size, num_rows)) for a in range(0, num_rows, max(1, size)))

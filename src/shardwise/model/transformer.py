@@ -1,0 +1,132 @@
+"""One decoder for every family: GPT-2 and the Llama line differ by flags of its config.
+
+How it is cut, quantized, paged or pipelined stands outside: cuts enter through `Seams`, other weights through
+`linear`, the cache through `attend`. The weights are an argument, by the names of `params.model_specs`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.config import ModelConfig
+from shardwise.model import layers
+from shardwise.model.layers import ACTIVATE, Attend, Rotation, linear, rotate
+
+
+class Seams:
+    """Where tensor parallelism meets the model; uncut, each is the identity."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Before weights that are cut by columns."""
+        return x
+
+    def leave(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """After weights that are cut by rows: the sum over ranks, then the bias, once."""
+        return x if bias is None else x + bias
+
+
+UNCUT = Seams()
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """The parameters of one block: [out, in] matrices; qkv holds q|k|v, gate_up holds gate|up by rows."""
+
+    norm1: Tensor
+    qkv: Tensor
+    out: Tensor
+    norm2: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm1_bias: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    out_bias: Tensor | None = None
+    norm2_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], layer: int) -> "BlockWeights":
+        found = ((field.name, weights.get(f"blocks.{layer}.{field.name}")) for field in fields(cls))
+        return cls(**{name: weight for name, weight in found if weight is not None})
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The decoder. `forward` is the whole of it; its pieces (`embed`, `block`, `final`) are what a pipeline runs."""
+
+    config: ModelConfig
+    seams: Seams = UNCUT
+
+    def forward(self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Logits [..., V] of tokens [...] at positions [...]."""
+        return self.logits(weights, self.hidden(weights, tokens, positions, attend))
+
+    def hidden(self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The normalised last hidden state [..., D]."""
+        x = self.embed(weights, tokens, positions)
+        turned = self.rotation(positions, x.dtype)
+        for layer in range(self.config.num_layers):
+            x = self.block(x, layer, BlockWeights.of(weights, layer), turned, attend)
+        return self.final(weights, x)
+
+    def embed(self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
+        x = F.embedding(tokens, weights["embed"])
+        return x + F.embedding(positions, weights["positions"]) if self.config.positions == "learned" else x
+
+    def block(self, x: Tensor, layer: int, w: BlockWeights, turned: Rotation | None, attend: Attend) -> Tensor:
+        """Attention, then MLP, each added to the residual x [..., D]."""
+        q, k, v = self.split_heads(linear(self.seams.enter(self.norm(x, w.norm1, w.norm1_bias)), w.qkv, w.qkv_bias))
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = self.norm(q, w.q_norm), self.norm(k, w.k_norm)
+        if turned is not None:
+            q, k = rotate(q, turned), rotate(k, turned)
+        seen = attend(layer, q, k, v).flatten(-2)
+        x = x + self.seams.leave(linear(seen, w.out), w.out_bias)
+        inner = linear(self.seams.enter(self.norm(x, w.norm2, w.norm2_bias)), w.gate_up, w.gate_up_bias)
+        return x + self.seams.leave(linear(self.activate(inner), w.down), w.down_bias)
+
+    def final(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return self.norm(x, weights["norm"], weights.get("norm_bias"))
+
+    def logits(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return linear(x, weights[self.head_name])
+
+    @property
+    def head_name(self) -> str:
+        return "embed" if self.config.tied else "head"
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., q|k|v] -> [..., heads, C] each. A rank's share of heads follows from the width it sees."""
+        config = self.config
+        heads = qkv.unflatten(-1, (-1, config.head_dim))
+        kv = max(1, heads.shape[-2] * config.num_kv_heads // (config.num_heads + 2 * config.num_kv_heads))
+        q, k, v = heads.split((heads.shape[-2] - 2 * kv, kv, kv), -2)
+        return q, k, v
+
+    def activate(self, inner: Tensor) -> Tensor:
+        if not self.config.gated:
+            return ACTIVATE[self.config.activation](inner)
+        gate, up = inner.chunk(2, -1)
+        return ACTIVATE[self.config.activation](gate) * up
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.config.norm == "layer":
+            return layers.layer_norm(x, weight, bias, self.config.norm_eps)
+        return layers.rms_norm(x, weight, self.config.norm_eps)
+
+    @cached_property
+    def frequencies(self) -> Tensor:
+        return layers.rotary_frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
+        """The angles of `positions`, worked out once for all blocks; None with learned positions."""
+        if self.config.positions == "learned":
+            return None
+        return layers.rotation(positions, self.frequencies.to(positions.device), dtype)

@@ -1,0 +1,536 @@
+"""Tokenizers against transformers and sentencepiece, on the real SmolLM2 vocabulary and on trained ones."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, pre_tokenizers
+
+from shardwise.gguf import read_gguf
+from shardwise.model.tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    check_vocabulary,
+    from_folder,
+    from_gguf,
+    load_tokenizer,
+    train_bpe,
+)
+from shardwise.model.vocabulary import BYTE_TO_CHAR, WORDS, TokenType
+from smollm2 import smollm2_gguf
+
+CORPUS = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+PIECES = [
+    "é",
+    "e\u0301",
+    "👩‍👩‍👧",
+    "🇫🇷",
+    "漢字",
+    "한글",
+    "नमस्ते",
+    "\r\n",
+    "\t",
+    "\x00",
+    "\u200b",
+    "  ",
+    "don't",
+    "I'LL",
+    "2024",
+    "½",
+    "½²",
+]
+TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=12))).map("".join)
+
+
+@dataclass
+class Metadata:
+    """A GGUF file of which only the metadata is wanted."""
+
+    metadata: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return load_tokenizer(smollm2_gguf())
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return train_bpe(CORPUS, 600)
+
+
+@pytest.fixture(scope="module")
+def saved(smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    smollm2.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(saved: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(saved)
+
+
+@pytest.fixture(scope="module")
+def gguf_reference() -> Any:
+    """What transformers makes of the same file; it does not know that SmolLM2 takes digits one by one, so it is told.
+
+    (The pre-tokenizer is that of HuggingFaceTB/SmolLM2-135M-Instruct/tokenizer.json.)
+    """
+    path = smollm2_gguf()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return tokenizer
+
+
+@given(text=TEXTS)
+@settings(max_examples=150)
+def test_same_ids_and_text_as_transformers_reads_from_the_gguf(
+    smollm2: Tokenizer, gguf_reference: Any, text: str
+) -> None:
+    ids = smollm2.encode(text)
+    assert ids == gguf_reference.encode(text, add_special_tokens=False)
+    assert smollm2.decode(ids) == gguf_reference.decode(ids)
+    vocab = smollm2.backend.get_vocab()
+    if all(BYTE_TO_CHAR[byte] in vocab for byte in text.encode()):  # a few control characters and planes have no token
+        assert smollm2.decode(ids) == text
+
+
+@given(text=TEXTS, special_tokens=st.booleans())
+@settings(max_examples=150)
+def test_saved_folder_is_the_same_tokenizer_in_transformers(
+    smollm2: Tokenizer, reference: Any, text: str, special_tokens: bool
+) -> None:
+    text = f"<|im_start|>{text}<|im_end|>"
+    ids = smollm2.encode(text, special_tokens)
+    assert ids == reference.encode(text, add_special_tokens=special_tokens)
+    for skip_special in (False, True):
+        assert smollm2.decode(ids, skip_special) == reference.decode(ids, skip_special_tokens=skip_special)
+
+
+@given(ids=st.lists(st.integers(0, 49151)))
+def test_any_ids_decode_as_in_transformers(smollm2: Tokenizer, reference: Any, ids: list[int]) -> None:
+    assert smollm2.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert b"".join(map(smollm2.token_bytes, ids)).decode("utf-8", "replace") == smollm2.decode(ids, skip_special=False)
+
+
+def test_special_tokens_survive_saving(smollm2: Tokenizer, saved: Path, reference: Any) -> None:
+    again = load_tokenizer(saved)
+    assert (smollm2.bos_id, smollm2.eos_id, smollm2.eos_ids, smollm2.vocab_size) == (1, 2, {0, 2}, 49152)
+    assert (again.bos_id, again.eos_id, again.eos_ids, again.vocab_size) == (1, 2, {0, 2}, 49152)
+    assert (reference.bos_token_id, reference.eos_token_id, len(reference)) == (1, 2, 49152)
+    assert again.special == smollm2.special and again.special_ids == smollm2.special_ids
+    assert again.chat_template == smollm2.chat_template == reference.chat_template
+    assert transformers.GenerationConfig.from_pretrained(saved).eos_token_id == [2, 0]
+
+
+def test_saving_keeps_other_generation_settings(smollm2: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "eos_token_id": 7}')
+    smollm2.save(tmp_path)
+    kept = json.loads((tmp_path / "generation_config.json").read_text())
+    assert kept == {"temperature": 0.2, "eos_token_id": [2, 0], "bos_token_id": 1}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "mistral"])
+def test_transformers_keeps_to_the_saved_files_beside_any_model(
+    smollm2: Tokenizer, saved: Path, tmp_path: Path, model_type: str
+) -> None:
+    smollm2.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "eos_token_id": 2}))
+    text = " don't split 2024 here,\n\n  or é there"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text) == smollm2.encode(text, True)
+
+
+def test_a_run_keeps_its_tokenizer_in_model(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "model")
+    assert load_tokenizer(tmp_path).backend.to_str() == trained.backend.to_str()
+
+
+def test_batch_is_each_alone(trained: Tokenizer) -> None:
+    assert trained.encode_batch(CORPUS) == [trained.encode(text) for text in CORPUS]
+
+
+# Chat templates
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief & <kind>."},
+    {"role": "user", "content": "Say 'hé' 漢字\n  twice "},
+    {"role": "assistant", "content": "hé hé", "calls": [{"name": "f", "arguments": {"x": "<b>&é", "a": None}}]},
+    {"role": "user", "content": "Once more"},
+]
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "white space": "{{ bos_token }}\n  {% for m in messages %}\n    {%- if loop.first %}first {% endif %}\n"
+    "    {{ m['content'] | trim }}\n  {% endfor %}\n{{ eos_token }}",
+    "tojson": "{% for m in messages %}{{ m | tojson }}{{ m | tojson(indent=2) }}{% endfor %}{{ tools is none }}",
+    "loop controls": "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}"
+    "{% if loop.index0 == 2 %}{% break %}{% endif %}{% endfor %}",
+    "date": "{{ strftime_now('%Y') }} {% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("name", ["its own", *TEMPLATES])
+def test_templates_render_as_in_transformers(
+    smollm2: Tokenizer, reference: Any, name: str, add_generation_prompt: bool
+) -> None:
+    template = TEMPLATES.get(name, smollm2.chat_template)
+    ours = Tokenizer(smollm2.backend, smollm2.special, smollm2.eos_ids, template)
+    expected = reference.apply_chat_template(
+        MESSAGES, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    assert ours.chat(MESSAGES, add_generation_prompt) == expected
+    assert expected
+
+
+def test_chat_prompt_has_special_ids(smollm2: Tokenizer, reference: Any) -> None:
+    prompt = smollm2.encode(smollm2.chat(MESSAGES))
+    assert prompt == reference.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert prompt.count(1) == len(MESSAGES) + 1
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "does not accept these messages: roles must alternate"),
+        ("{{ messages[0].content.x.y }}", "does not accept these messages"),
+        ("{{ messages[0].content + 1 }}", "does not accept these messages"),
+        ("{{ ().__class__.__base__.__subclasses__() }}", "does not accept these messages"),
+        ("{{ messages.append(1) }}", "does not accept these messages"),
+        ("{% for m in %}", r"not valid Jinja \(line 1\)"),
+    ],
+)
+def test_template_faults_are_sentences(trained: Tokenizer, template: str | None, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Tokenizer(trained.backend, trained.special, trained.eos_ids, template).chat(MESSAGES)
+
+
+# Hugging Face folders
+
+
+def write_merges(tokenizer: Tokenizer, folder: Path, **config: Any) -> None:
+    """GPT-2's own files, vocab.json and merges.txt."""
+    model = json.loads(tokenizer.backend.to_str())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (folder / "merges.txt").write_text("#version: 0.2\n" + merges + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0}')
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_vocab_and_merges_read_as_in_transformers(trained: Tokenizer, tmp_path: Path, kind: str) -> None:
+    write_merges(trained, tmp_path, tokenizer_class=kind)
+    ours, theirs = from_folder(tmp_path), getattr(transformers, kind).from_pretrained(tmp_path)
+    assert (ours.bos_id, ours.eos_ids) == (0, {0})
+
+    @given(text=TEXTS)
+    @example("x = 12345 and  I'LL don't\r\n\r\n  e\u0301")
+    def same(text: str) -> None:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert ours.encode("<|endoftext|>" + text) == theirs.encode("<|endoftext|>" + text)
+
+    same()
+
+
+def test_added_tokens_of_an_old_folder(trained: Tokenizer, tmp_path: Path) -> None:
+    size = trained.vocab_size
+    added = {
+        str(size): {"content": "<|im_start|>", "special": True},
+        str(size + 1): {"content": "<think>", "special": False},
+    }
+    write_merges(trained, tmp_path, tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=added)
+    ours, theirs = from_folder(tmp_path), transformers.Qwen2Tokenizer.from_pretrained(tmp_path)
+    text = "<|im_start|>a<think>b<|endoftext|>"
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text) and {size, size + 1, 0} < set(ids)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a<think>b"
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "expected"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 9}, {0, 5, 6}),
+        ({"eos_token_id": 5}, {}, {0, 5}),
+        ({}, {"eos_token_id": [9]}, {0, 9}),
+        (None, None, {0}),
+    ],
+)
+def test_end_tokens_of_a_folder(
+    trained: Tokenizer, tmp_path: Path, generation: Any, model: Any, expected: set[int]
+) -> None:
+    trained.save(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    for name, content in (("generation_config.json", generation), ("config.json", model)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert from_folder(tmp_path).eos_ids == expected
+
+
+def test_config_decides_about_bos_where_no_tokenizer_json_does(trained: Tokenizer, tmp_path: Path) -> None:
+    bos = {"__type": "AddedToken", "content": "<|endoftext|>", "special": True}
+    write_merges(trained, tmp_path, add_bos_token=True, bos_token=bos, tokenizer_class="GPT2Tokenizer")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.encode("a b", special_tokens=True) == theirs.encode("a b") == [0, *ours.encode("a b")]
+    assert (ours.bos_id, ours.eos_ids) == (0, {0})
+    ours.save(tmp_path)
+    assert from_folder(tmp_path).encode("a b", special_tokens=True) == ours.encode("a b", special_tokens=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "bos_token": bos}))
+    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.encode("a b", special_tokens=True) == theirs.encode("a b") == [0, *ours.encode("a b")]
+
+
+def test_templates_of_a_folder(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    for template, expected in ((named, "D"), (named[:1], "T"), ("S", "S"), (None, None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+        assert from_folder(tmp_path).chat_template == expected
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert from_folder(tmp_path).chat_template == "J"
+
+
+def test_lengths_in_a_file_do_not_cut_text(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert from_folder(tmp_path).encode(CORPUS[0]) == trained.encode(CORPUS[0])
+
+
+# GGUF vocabularies
+
+
+def test_known_pre_tokenizers() -> None:
+    """How each kind cuts `text` into words; smollm and default agree with what llama.cpp's rules say."""
+    text = "Don't  add 12345²\n\n ok!="
+    expected = {
+        "default": ["Don", "'", "t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
+        "gpt-2": ["Don", "'t", " ", " add", " 12345²", "\n\n", " ok", "!="],
+        "smollm": ["Don", "'t", " ", " add", " ", "1", "2", "3", "4", "5", "²", "\n\n", " ok", "!="],
+        "llama-bpe": ["Don", "'t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
+        "qwen2": ["Don", "'t", " ", " add", " ", "1", "2", "3", "4", "5", "²", "\n\n", " ok", "!="],
+        "tekken": ["Don", "'t", " ", " add", " ", "1", "2", "3", "4", "5", "²", "\n\n", " ok", "!="],
+    }
+    expected["starcoder"], expected["deepseek-r1-qwen"] = expected["smollm"], expected["qwen2"]
+    for pre in WORDS:
+        cut = byte_level_from(pre).backend.pre_tokenizer
+        words = [decoders.ByteLevel().decode([word]) for word, _ in cut.pre_tokenize_str(text)]
+        assert words == expected[pre], pre
+
+
+def byte_level_from(pre: str | None, **more: Any) -> Tokenizer:
+    tokens = [*BYTE_TO_CHAR, "Ġt", "th", "the", "<s>", "</s>", "<think>"]
+    types = [TokenType.NORMAL] * 259 + [TokenType.CONTROL] * 2 + [TokenType.USER_DEFINED]
+    keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": ["Ġ t", "t h", "th e"]}
+    keys |= {"bos_token_id": 259, "eos_token_id": 260, **more}
+    return from_gguf(Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}))
+
+
+def test_bos_is_added_where_the_kind_or_the_file_says_so() -> None:
+    plain = [ord("h"), ord("i")]
+    assert byte_level_from("gpt-2").encode("hi", special_tokens=True) == plain
+    assert byte_level_from(None).encode("hi", special_tokens=True) == plain
+    assert byte_level_from("llama-bpe").encode("hi", special_tokens=True) == [259, *plain]
+    assert byte_level_from("llama-bpe", add_bos_token=False).encode("hi", special_tokens=True) == plain
+    assert byte_level_from("qwen2", add_bos_token=True, add_eos_token=True).encode("hi", True) == [259, *plain, 260]
+    assert byte_level_from("llama-bpe").encode("hi") == plain
+
+
+def test_end_tokens_of_a_gguf_file() -> None:
+    assert byte_level_from("gpt-2").eos_ids == {260}
+    assert byte_level_from("gpt-2", eos_token_id=259).eos_ids == {259, 260}  # `</s>` is a control token
+    assert byte_level_from("gpt-2", eot_token_id=261).eos_ids == {260, 261}
+
+
+def test_user_defined_tokens_are_whole_and_shown() -> None:
+    tokenizer = byte_level_from("gpt-2")
+    assert tokenizer.encode("<think>the</s>") == [261, 258, 260]
+    assert tokenizer.decode([261, 258, 260]) == "<think>the"
+
+
+def test_qwen2_saved_is_qwen2_in_transformers(tmp_path: Path) -> None:
+    """Beside a config of model type qwen2 transformers builds its own class, whatever tokenizer.json says."""
+    ours = byte_level_from("qwen2")
+    ours.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "the<think>I'LL  e\u0301 2024\n\n the</s>"
+    assert theirs.encode(text) == ours.encode(text, special_tokens=True)
+
+
+def test_unicode_is_composed_for_qwen2_only() -> None:
+    assert byte_level_from("qwen2").encode("e\u0301") == list("é".encode())
+    assert byte_level_from("llama-bpe").encode("e\u0301") == list("e\u0301".encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model": "wordlevel"}, "unknown GGUF tokenizer 'wordlevel'; the known ones are gpt2, llama"),
+        ({"model": None}, "holds no tokenizer"),
+        ({"pre": "mystery"}, "unknown pre-tokenizer 'mystery'; the known ones are .*llama-bpe, qwen2, smollm"),
+        ({"merges": None}, "has no merges"),
+        ({"merges": ["ab"]}, "'ab' is not a merge"),
+        ({"merges": ["zz zz"]}, "merges do not fit"),
+        ({"bos_token_id": 999}, "bos token is id 999, but its vocabulary has 262 tokens"),
+        ({"tokens": ["a", "a"]}, "lists 1 tokens twice"),
+        ({"model": "llama"}, "262 tokens but 0 scores"),
+    ],
+)
+def test_gguf_faults_are_sentences(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        byte_level_from(change.pop("pre", "gpt-2"), **change)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> tuple[Tokenizer, Any]:
+    """A small SentencePiece model and our tokenizer from the GGUF metadata that llama.cpp writes for such a model."""
+    package = pytest.importorskip("sentencepiece")
+    model = bytearray()
+
+    class Sink:
+        write = staticmethod(model.extend)
+
+    package.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in CORPUS for line in text.splitlines() if line.strip()),
+        model_writer=Sink(), model_type="bpe", vocab_size=800, byte_fallback=True, minloglevel=2, num_threads=1,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, user_defined_symbols=["<think>"],
+    )  # fmt: skip
+    processor = package.SentencePieceProcessor(model_proto=bytes(model))
+    ids = range(processor.vocab_size())
+    kinds = {TokenType.UNKNOWN: processor.is_unknown, TokenType.CONTROL: processor.is_control,
+             TokenType.BYTE: processor.is_byte, TokenType.UNUSED: processor.is_unused}  # fmt: skip
+    types = [next((kind for kind, holds in kinds.items() if holds(index)), TokenType.NORMAL) for index in ids]
+    types[processor.piece_to_id("<think>")] = TokenType.USER_DEFINED
+    keys = {"model": "llama", "tokens": processor.id_to_piece(list(ids)), "token_type": types,
+            "scores": [processor.get_score(index) for index in ids], "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+    return from_gguf(Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items()})), processor
+
+
+@given(text=TEXTS, source=st.sampled_from(CORPUS), start=st.integers(0, 1000))
+@settings(max_examples=150)
+def test_sentencepiece_ids(sentencepiece: tuple[Tokenizer, Any], text: str, source: str, start: int) -> None:
+    ours, processor = sentencepiece
+    text = (source[start : start + 60] + text).replace("\x00", "").replace("▁", "")  # characters that it changes itself
+    ids = ours.encode(text)
+    assert ids == processor.encode(text)
+    assert ours.decode(ids) == processor.decode(ids) == text
+    assert ours.encode(text, special_tokens=True) == [1, *ids]
+
+
+def test_sentencepiece_scores_decide() -> None:
+    """Naive reading of the definition, by hand: join the neighbours whose union scores highest."""
+    tokens = ["<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>", "▁", "a", "b", "c", "ab", "bc", "abc", "▁a"]
+    scores = [0.0] * 5 + [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -4.0]
+    types = [TokenType.UNKNOWN] + [TokenType.CONTROL] * 2 + [TokenType.BYTE] * 2 + [TokenType.NORMAL] * 8
+    keys = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": types, "unknown_token_id": 0}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    tokenizer = from_gguf(Metadata(metadata))
+    assert tokenizer.encode("abc") == [5, 11]  # ▁ abc: bc (-1) is joined before ab (-2), then a+bc (-3) before ▁a (-4)
+    assert tokenizer.encode("aé d") == [12, 3, 4, 5, 0]  # é in bytes, d in none
+    assert tokenizer.decode([12, 3, 4, 5, 6]) == "aé a"
+    bare = from_gguf(Metadata({**metadata, "tokenizer.ggml.add_space_prefix": False}))
+    assert bare.encode("abc") == [11] and bare.decode([5, 6]) == " a"
+
+
+# Made here
+
+
+@given(data=st.binary(max_size=40), text=TEXTS)
+def test_byte_tokenizer_ids_are_bytes(data: bytes, text: str) -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(list(data)) == data.decode("utf-8", "replace")
+    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.bos_id) == (257, {256}, 256)
+    assert tokenizer.encode("a<|endoftext|>") == [97, 256] and tokenizer.decode([97, 256]) == "a"
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, lambda: train_bpe(CORPUS, 400)])
+def test_made_tokenizers_load_in_transformers(make: Any, tmp_path: Path) -> None:
+    tokenizer = make()
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "def f():\n    return 'é漢' <|endoftext|>"
+    assert theirs.encode(text) == tokenizer.encode(text)
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eos_id
+    assert load_tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
+
+
+@given(text=TEXTS)
+def test_trained_text_comes_back(trained: Tokenizer, text: str) -> None:
+    assert trained.decode(trained.encode(text)) == text
+
+
+def test_training_learns_and_repeats_itself(trained: Tokenizer) -> None:
+    assert train_bpe(iter(CORPUS), 600).backend.to_str() == trained.backend.to_str()
+    assert trained.vocab_size == 600
+    num_bytes = sum(len(text.encode()) for text in CORPUS)
+    assert sum(map(len, trained.encode_batch(CORPUS))) < 0.5 * num_bytes
+    assert train_bpe(["aaaa"], 600).vocab_size < 270
+    with pytest.raises(ValueError, match="need at least 257"):
+        train_bpe(CORPUS, 256)
+
+
+# Bad input
+
+
+def test_vocabulary_must_fit_the_model(trained: Tokenizer) -> None:
+    check_vocabulary(trained, 600)
+    check_vocabulary(trained, 640)
+    with pytest.raises(ValueError, match="ids up to 599 but the model's vocabulary only 512 rows"):
+        check_vocabulary(trained, 512)
+
+
+def test_half_a_surrogate_pair_is_refused(trained: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="not valid Unicode"):
+        trained.encode("a\ud800b")
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({}, "holds no tokenizer: expected tokenizer.json"),
+        ({"tokenizer.model": "x"}, "only as tokenizer.model.*save_pretrained"),
+        ({"tokenizer.json": "{"}, "is not a tokenizer that can be read"),
+        ({"tokenizer.json": "{}"}, "is not a tokenizer that can be read"),
+        ({"vocab.json": "{", "merges.txt": ""}, "is not valid JSON"),
+        ({"vocab.json": "[]", "merges.txt": ""}, "should hold one JSON object, but it holds a list"),
+        ({"vocab.json": '{"a": 0}', "merges.txt": "b c"}, "merges do not fit"),
+        (
+            {
+                "vocab.json": '{"a": 0}',
+                "merges.txt": "",
+                "tokenizer_config.json": '{"tokenizer_class": "RobertaTokenizer"}',
+            },
+            "understood only for GPT2Tokenizer and Qwen2Tokenizer, not for RobertaTokenizer",
+        ),
+    ],
+)
+def test_folder_faults_are_sentences(tmp_path: Path, files: dict[str, str], sentence: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=sentence):
+        load_tokenizer(tmp_path)
+
+
+def test_path_faults_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        load_tokenizer(tmp_path / "nothing")
+    (tmp_path / "file.bin").write_text("x")
+    with pytest.raises(ValueError, match=r"neither a folder nor a \.gguf file"):
+        load_tokenizer(tmp_path / "file.bin")
+    assert from_gguf(read_gguf(smollm2_gguf())).vocab_size == load_tokenizer(smollm2_gguf()).vocab_size
