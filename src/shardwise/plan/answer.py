@@ -1,0 +1,158 @@
+"""`plan`: from a model, a kind of GPU and a number of them to what fits, why not, and what would."""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from shardwise.catalogue import FoundModel, find_model
+from shardwise.config import ModelConfig
+from shardwise.hardware import Device, find_device
+from shardwise.layout import Layout
+from shardwise.params import model_specs, num_params
+from shardwise.plan.memory import NOT_COUNTED, PRECISIONS, Precision
+from shardwise.plan.search import Candidate, Job, Mode
+from shardwise.plan.why import smallest_change, why_one_is_not_enough
+
+DEFAULT_SEQ_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What training, or serving, comes to. `candidates` are sorted, those that fit first; `reasons` say sentence by
+    sentence why one GPU is not enough, and are empty where it is."""
+
+    job: Job
+    candidates: tuple[Candidate, ...]
+    reasons: tuple[str, ...]
+    smallest_change: str | None
+
+    @property
+    def why_not(self) -> str | None:
+        return " ".join(self.reasons) or None
+
+    @property
+    def fits(self) -> bool:
+        return self.candidates[0].fits
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "mode": self.job.mode,
+            "candidates": [each.to_json() for each in self.candidates],
+            "one_gpu": self.job.on_one_gpu.to_json(),
+            "why_not": self.why_not,
+            "smallest_change": self.smallest_change,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer to training, to serving, or to both, for one model on `num_gpus` of one device."""
+
+    model: FoundModel
+    device: Device
+    num_gpus: int
+    precision: Precision
+    seq_tokens: int
+    answers: tuple[Answer, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the first candidate of what was asked for first fits."""
+        return self.answers[0].fits
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that the command line prints: the first answer at the top, a second one under its mode."""
+        params = num_params(model_specs(self.model.config))
+        model = {
+            "name": self.model.name,
+            "params": params,
+            "active_params": params,
+            "kv_bytes_per_token": self.model.config.kv_bytes_per_token(),
+        }
+        first, *others = (answer.to_json() for answer in self.answers)
+        return {
+            "model": model,
+            "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes},
+            "gpus": self.num_gpus,
+            "precision": self.precision,
+            "seq": self.seq_tokens,
+            "not_counted": list(NOT_COUNTED),
+            **first,
+            **{answer["mode"]: answer for answer in others},
+        }
+
+
+def plan(
+    model: str | ModelConfig | FoundModel,
+    gpu: str | Device,
+    gpus: int | None = None,
+    mode: Mode | None = None,
+    layout: str | Layout | None = None,
+    seq: int | None = None,
+    precision: Precision = "bf16",
+) -> Plan:
+    """What a model needs on `gpus` GPUs (1, or as many as `layout` has ranks), before anything is started.
+
+    Without `mode`, training first, then serving. With `layout` the first candidate is that one, whether it fits or not.
+    `seq` is the length of a served request in tokens; by default 8192, or the model's positions where they are fewer.
+    Raises ValueError for what is not known and for a layout that cannot work.
+    """
+    found = as_model(model)
+    device = find_device(gpu) if isinstance(gpu, str) else gpu
+    wanted = Layout.parse(layout) if isinstance(layout, str) else layout
+    num_gpus = gpus if gpus is not None else wanted.world_size if wanted else 1
+    check_choices(mode, precision, num_gpus)
+    if wanted:
+        check_layout(wanted, found.config, num_gpus, mode)
+    seq_tokens = choose_seq(found.config, seq)
+    modes: tuple[Mode, ...] = (mode,) if mode else ("train", "serve")
+    jobs = [Job(each, found.name, found.config, device, precision, seq_tokens) for each in modes]
+    return Plan(found, device, num_gpus, precision, seq_tokens, tuple(answer(job, num_gpus, wanted) for job in jobs))
+
+
+def answer(job: Job, num_gpus: int, wanted: Layout | None) -> Answer:
+    """A layout that only training can use is left out of serving, where candidates are searched instead."""
+    if wanted and (job.mode == "train" or serves(wanted)):
+        candidates: tuple[Candidate, ...] = (job.candidate(wanted),)
+        start = candidates[0]
+    else:
+        candidates = job.candidates(num_gpus)
+        start = candidates[0] if candidates[0].fits else job.candidate(Layout(dp=num_gpus))
+    return Answer(job, candidates, why_one_is_not_enough(job), smallest_change(job, start))
+
+
+def as_model(model: str | ModelConfig | FoundModel) -> FoundModel:
+    if isinstance(model, str):
+        return find_model(model)
+    return FoundModel(model.family, model, "catalogue") if isinstance(model, ModelConfig) else model
+
+
+def serves(layout: Layout) -> bool:
+    return layout == Layout(dp=layout.dp, tp=layout.tp)
+
+
+def check_choices(mode: str | None, precision: str, num_gpus: int) -> None:
+    if mode is not None and mode not in get_args(Mode):
+        raise ValueError(f"mode {mode!r} is not known; train and serve are")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r} is not known; {' and '.join(PRECISIONS)} are")
+    if num_gpus < 1:
+        raise ValueError(f"the number of GPUs must be at least 1, not {num_gpus}")
+
+
+def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode | None) -> None:
+    if problems := layout.problems(config):
+        raise ValueError(f"layout {layout} cannot work: {'; '.join(problems)}")
+    if layout.world_size != num_gpus:
+        size = layout.world_size
+        raise ValueError(f"layout {layout} is for {size} GPUs, not {num_gpus}; --gpus {size} works")
+    if mode == "serve" and not serves(layout):
+        works = Layout(dp=num_gpus // layout.tp, tp=layout.tp)
+        raise ValueError(f"layout {layout} is for training; serving takes tp, and dp for replicas: {works} works")
+
+
+def choose_seq(config: ModelConfig, seq: int | None) -> int:
+    if seq is None:
+        return min(config.max_positions, DEFAULT_SEQ_TOKENS)
+    if not 1 <= seq <= config.max_positions:
+        raise ValueError(f"the model has no positions for {seq} tokens; a --seq of 1 to {config.max_positions} works")
+    return seq

@@ -1,0 +1,91 @@
+"""A plan for people: tables of GB (1e9) with a bar of the limit, then the reasons in sentences."""
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.params import model_specs, num_params
+from shardwise.plan.answer import Answer, Plan
+from shardwise.plan.memory import NOT_COUNTED, PRECISIONS, Ledger
+from shardwise.plan.search import Candidate, Mode
+from shardwise.plan.why import count, gb
+
+BAR_CELLS = 12
+ROWS: dict[Mode, tuple[str, ...]] = {
+    "train": ("parameters", "gradients", "optimizer"),
+    "serve": ("parameters", "kv"),
+}
+TITLES: dict[Mode, str] = {"train": "Training", "serve": "Serving"}
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    config, device = plan.model.config, plan.device
+    params = count(num_params(model_specs(config)))
+    console.print(
+        f"[bold]{plan.model.name}[/bold]: {params} parameters, {config.num_layers} layers x {config.hidden_size}, "
+        f"{config.num_heads} heads, {config.num_kv_heads} kv heads, vocabulary {config.vocab_size}",
+        highlight=False,
+    )
+    console.print(f"{plan.num_gpus} x {device.name}, {gb(device.memory_bytes)} each to use", highlight=False)
+    for answer in plan.answers:
+        console.print(answer_text(plan, answer))
+    console.print(
+        f"[dim]GB are 1e9 bytes, on the fullest GPU. Not counted yet: {', '.join(NOT_COUNTED)}.[/dim]", highlight=False
+    )
+
+
+def answer_text(plan: Plan, answer: Answer) -> RenderableType:
+    parts: list[RenderableType] = [Text(f"\n{title(plan, answer)}", style="bold"), table(answer)]
+    if answer.reasons:
+        parts += [Text("Why one GPU is not enough"), *map(indented, answer.reasons)]
+    if answer.smallest_change:
+        parts += [Text("The smallest change that fits"), indented(answer.smallest_change)]
+    return Group(*parts)
+
+
+def title(plan: Plan, answer: Answer) -> str:
+    each = PRECISIONS[plan.precision]
+    if answer.job.mode == "train":
+        return f"{TITLES['train']} in {plan.precision}, {each.total} bytes a parameter before cutting"
+    return f"{TITLES['serve']} in {plan.precision}, one request of {plan.seq_tokens:,} tokens on each replica"
+
+
+def indented(sentence: str) -> Padding:
+    return Padding(Text(sentence), (0, 0, 0, 2))
+
+
+def table(answer: Answer) -> Table:
+    rows = ROWS[answer.job.mode]
+    staged = any(candidate.layout.pp > 1 for candidate in answer.candidates)
+    decimals = 2 if max(candidate.peak_bytes for candidate in answer.candidates) >= 10e9 else 4
+    found = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    found.add_column("layout", no_wrap=True)
+    for name in (["stage"] if staged else []) + [*rows, "total"]:
+        found.add_column(name, justify="right", no_wrap=True)
+    found.add_column(f"of {gb(answer.job.device.memory_bytes)}", no_wrap=True)
+    found.add_column("", no_wrap=True)
+    for candidate in answer.candidates:
+        for stage in candidate.ledger:
+            name = str(candidate.layout) if stage.stage == 0 else ""
+            sizes = [*(stage.rows[row] for row in rows), stage.total_bytes]
+            numbers = [f"{size / 1e9:,.{decimals}f}" for size in sizes]
+            before = [name, str(stage.stage)] if staged else [name]
+            found.add_row(*before, *numbers, bar(stage.total_bytes / candidate.limit_bytes), verdict(candidate, stage))
+    return found
+
+
+def verdict(candidate: Candidate, stage: Ledger) -> Text:
+    over = stage.total_bytes - candidate.limit_bytes
+    if over > 0:
+        return Text(f"{gb(over)} too much", style="red")
+    return Text(f"{stage.total_bytes / candidate.limit_bytes:.0%}, fits", style="green")
+
+
+def bar(share: float) -> Text:
+    """How much of the limit is used; an arrow says that it goes on."""
+    if share > 1:
+        return Text("█" * (BAR_CELLS - 1) + "▶", style="red")
+    cells = max(1, round(share * BAR_CELLS))
+    return Text("█" * cells + "·" * (BAR_CELLS - cells), style="green")

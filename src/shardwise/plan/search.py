@@ -1,0 +1,134 @@
+"""Which layouts fit, and the nearest one that does where those asked for do not.
+
+One `Job` says what is to run on which GPU; `Job.candidate` prices a layout of it. So far only memory is priced: states
+of training, weights and KV cache of serving.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from shardwise.config import ModelConfig
+from shardwise.hardware import Device
+from shardwise.layout import Layout, Shard
+from shardwise.plan.memory import Ledger, Precision, serving_ledgers, training_ledgers
+
+Mode = Literal["train", "serve"]
+
+GPUS_OF_A_NODE = 8  # tensor parallelism talks within every layer, so by itself it stays where links are fastest
+ZERO_STAGES: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout and what it holds on the fullest rank of each stage, against what the GPU can hold."""
+
+    layout: Layout
+    limit_bytes: int
+    ledger: tuple[Ledger, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(stage.total_bytes for stage in self.ledger)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": str(self.layout),
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "limit_bytes": self.limit_bytes,
+            "ledger": [{"stage": stage.stage, "rows": stage.rows} for stage in self.ledger],
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run: a model, trained or served (each request `seq_tokens` long), on GPUs of one kind."""
+
+    mode: Mode
+    name: str
+    config: ModelConfig
+    device: Device
+    precision: Precision
+    seq_tokens: int
+
+    def candidate(self, layout: Layout) -> Candidate:
+        if self.mode == "train":
+            ledger = training_ledgers(self.config, layout, self.precision)
+        else:
+            ledger = serving_ledgers(self.config, layout, self.seq_tokens, self.precision)
+        return Candidate(layout, self.device.memory_bytes, ledger)
+
+    @cached_property
+    def on_one_gpu(self) -> Candidate:
+        return self.candidate(Layout())
+
+    def candidates(self, num_gpus: int) -> tuple[Candidate, ...]:
+        """The layouts worth comparing on `num_gpus`: those that fit first, then the nearest to fitting."""
+        layouts = training_layouts if self.mode == "train" else serving_layouts
+        found = [self.candidate(layout) for layout in layouts(self.config, num_gpus)]
+        return tuple(sorted(found, key=lambda each: (not each.fits, 0 if each.fits else each.peak_bytes)))
+
+    def nearest_fit(self, layout: Layout) -> Candidate | None:
+        """The layout that fits and changes least: on as many GPUs as `layout` if any does, else on the fewest more."""
+        changes = training_changes if self.mode == "train" else serving_changes
+        for change in changes(self.config, layout):
+            found = self.candidate(change)
+            if found.fits:
+                return found
+        return self.smallest_cut(layout) if self.mode == "train" else None
+
+    def smallest_cut(self, layout: Layout) -> Candidate | None:
+        """The fewest data ranks over which stage 3 cuts the states of `layout` until they fit."""
+        whole = replace(layout, dp=1, shard="zero3", shard_group=None)
+        low = max(1, self.candidate(whole).peak_bytes // self.device.memory_bytes)
+        sizes = range(low, 2 * low + 2)  # padding is far below a half, so twice the ranks are more than enough
+        at = bisect_left(sizes, True, key=lambda dp: self.candidate(replace(whole, dp=dp)).fits)
+        return self.candidate(replace(whole, dp=sizes[at])) if at < len(sizes) else None
+
+    def longest_seq_tokens(self, layout: Layout) -> int:
+        """The longest request that fits on `layout` in serving; 0 where the weights alone do not fit."""
+        lengths = range(1, self.seq_tokens + 1)
+        return bisect_left(lengths, True, key=lambda n: not replace(self, seq_tokens=n).candidate(layout).fits)
+
+
+def tensor_sizes(config: ModelConfig, num_gpus: int, most: int) -> list[int]:
+    """The tensor-parallel sizes that divide `num_gpus` and that the model's heads allow."""
+    sizes = range(1, min(num_gpus, most) + 1)
+    return [tp for tp in sizes if num_gpus % tp == 0 and not Layout(tp=tp).problems(config)]
+
+
+def training_layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:
+    """The data-parallel family, simplest first, and the widest tensor parallelism of a node."""
+    if num_gpus == 1:
+        return [Layout()]
+    layouts = [Layout(dp=num_gpus, shard=shard) for shard in ZERO_STAGES]
+    tp = max(tensor_sizes(config, num_gpus, GPUS_OF_A_NODE))
+    shards: tuple[Shard, ...] = ("zero1", "zero3") if tp < num_gpus else ("none",)
+    return layouts + ([Layout(dp=num_gpus // tp, tp=tp, shard=shard) for shard in shards] if tp > 1 else [])
+
+
+def serving_layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:
+    """Replicas of one GPU each, then of more and more of a node."""
+    return [Layout(dp=num_gpus // tp, tp=tp) for tp in tensor_sizes(config, num_gpus, GPUS_OF_A_NODE)]
+
+
+def training_changes(config: ModelConfig, layout: Layout) -> list[Layout]:
+    """On the same GPUs: the later stages of ZeRO, then all of it in stage 3."""
+    later = ZERO_STAGES[ZERO_STAGES.index(layout.shard) + 1 :] if layout.shard in ZERO_STAGES else ()
+    changes = [replace(layout, shard=shard, shard_group=None) for shard in later if layout.data_size > 1]
+    changes += [replace(layout, shard_group=None)] if layout.shard_group else []
+    changes += [Layout(dp=layout.world_size, shard="zero3")] if layout.world_size > 1 else []
+    return [change for change in changes if not change.problems(config)]
+
+
+def serving_changes(config: ModelConfig, layout: Layout) -> list[Layout]:
+    """Wider tensor parallelism on the same GPUs, then on more of them."""
+    same = [tp for tp in tensor_sizes(config, layout.world_size, layout.world_size) if tp > layout.tp]
+    more = [tp for tp in range(layout.world_size + 1, config.num_heads + 1) if not Layout(tp=tp).problems(config)]
+    return [Layout(dp=layout.world_size // tp, tp=tp) for tp in same] + [Layout(tp=tp) for tp in more]

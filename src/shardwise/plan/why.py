@@ -1,0 +1,93 @@
+"""Why a model does not fit on one GPU, and what is the least change that makes it fit, in sentences with figures."""
+
+from shardwise.layout import Layout
+from shardwise.plan.memory import NOT_COUNTED, PRECISIONS
+from shardwise.plan.search import Candidate, Job
+
+DOING = {"train": "In training", "serve": "In inference"}
+UNCOUNTED = f"{', '.join(NOT_COUNTED[:-1])} and {NOT_COUNTED[-1]}"
+
+
+def gb(num_bytes: float) -> str:
+    """Bytes as GB (1e9) with the digits that matter: 141 GB, 17.6 GB, 0.269 GB."""
+    size = num_bytes / 1e9
+    return f"{size:,.0f} GB" if size >= 99.95 else f"{size:.3g} GB" if size >= 0.001 else f"{size:.2g} GB"
+
+
+def count(number: int) -> str:
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
+def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
+    """Row by row, a sentence each, why `job` does not fit on one GPU; nothing where it does."""
+    one = job.on_one_gpu
+    if one.fits:
+        return ()
+    rows, limit, each = one.ledger[0].rows, one.limit_bytes, PRECISIONS[job.precision]
+    weights = rows["parameters"]
+    number = count(weights // each.parameters)
+    alone = "these alone exceed it" if weights > limit else "these alone would fit"
+    together = f"{each.total} bytes a parameter, " if job.mode == "train" else ""
+    return (
+        f"{DOING[job.mode]}, {job.name} does not fit on one {job.device.name}, which can hold {gb(limit)}.",
+        f"Its {number} parameters are {gb(weights)} in {job.precision} ({each.parameters} bytes each): {alone}.",
+        *(training_rows(job) if job.mode == "train" else serving_rows(job)),
+        f"Together: {together}{gb(one.peak_bytes)}, {one.peak_bytes / limit:.3g} times what the GPU can hold; "
+        f"{UNCOUNTED} come on top and are not counted here.",
+    )
+
+
+def training_rows(job: Job) -> list[str]:
+    rows, each = job.on_one_gpu.ledger[0].rows, PRECISIONS[job.precision]
+    master = "an fp32 master copy of each weight and " if job.precision == "bf16" else ""
+    parts = " + ".join(["4"] * (each.optimizer // 4))
+    return [
+        f"The backward pass adds a gradient for each: {gb(rows['gradients'])} ({each.gradients} bytes).",
+        f"Adam keeps {master}two moments: {gb(rows['optimizer'])} ({parts} bytes).",
+    ]
+
+
+def serving_rows(job: Job) -> list[str]:
+    config, rows, each = job.config, job.on_one_gpu.ledger[0].rows, PRECISIONS[job.precision]
+    window = config.sliding_window if config.windowed_layers else None
+    within = f", of which a window of {window:,} stays" if window and window < job.seq_tokens else ""
+    return [
+        f"The KV cache of one request of {job.seq_tokens:,} tokens{within} adds {gb(rows['kv'])} "
+        f"({config.kv_bytes_per_token(each.parameters):,} bytes a token: keys and values of {config.num_layers} layers "
+        f"x {config.num_kv_heads} kv heads x {config.head_dim})."
+    ]
+
+
+def smallest_change(job: Job, candidate: Candidate) -> str | None:
+    """The least change to `candidate` that fits; None where it fits as it is."""
+    if candidate.fits:
+        return None
+    layout, found = candidate.layout, job.nearest_fit(candidate.layout)
+    shorter = job.longest_seq_tokens(layout) if job.mode == "serve" else 0
+    shortened = f"--seq {shorter} on {layout} as it is: that is the longest request that fits" if shorter else ""
+    if found is None:
+        return f"{shortened}." if shortened else nothing_fits(job, layout)
+    gpus = found.layout.world_size
+    uses = f"{gb(found.peak_bytes)} of {gb(found.limit_bytes)} on the fullest"
+    if gpus == layout.world_size:
+        change = f"{found.layout} on the same {gpus} GPUs: {uses}"
+    else:
+        change = f"{gpus} GPUs of this kind with {found.layout} ({fewest(job, layout)}): {uses}"
+    left = f", which leaves {gb(found.limit_bytes - found.peak_bytes)} for {UNCOUNTED}"
+    return f"{change}{left}{'; or ' + shortened if shortened else ''}."
+
+
+def fewest(job: Job, layout: Layout) -> str:
+    if job.mode == "serve":
+        return "the fewest over which its heads can be cut"
+    kept = ".".join(f"{axis}{size}" for axis in ("tp", "pp", "cp") if (size := getattr(layout, axis)) > 1)
+    return f"the fewest for {kept} with everything cut" if kept else "the fewest with everything cut"
+
+
+def nothing_fits(job: Job, layout: Layout) -> str:
+    if job.mode == "train":
+        return f"No number of GPUs of this kind is enough for {layout} with everything cut; a larger GPU is needed."
+    return f"No tensor-parallel size that its {job.config.num_heads} heads allow fits; a larger GPU is needed."

@@ -1,0 +1,325 @@
+"""The planner against published tables, its own formulas, and what it says."""
+
+import json
+import math
+import re
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.catalogue import CATALOGUE
+from shardwise.cli import main
+from shardwise.config import ModelConfig
+from shardwise.hardware import DEVICES, Device
+from shardwise.layout import Layout, Shard
+from shardwise.params import model_specs, num_params
+from shardwise.plan import plan
+from shardwise.plan.memory import Precision, serving_ledgers, training_ledgers, unit_sizes
+from shardwise.plan.why import count, gb
+
+GB = 10**9
+TINY = ModelConfig("llama", 3, 64, 96, 4, 2, 16, 100, 128, tied=True)
+
+# ZeRO (Rajbhandari et al., arXiv 1910.02054), table 1: GB of model states per device at stage 1, 2 and 3, as printed.
+# The paper rounds small cells and truncates large ones, so each holds to 1 unit in its last printed digit.
+ZERO_TABLE_1 = {
+    ("7.5B", 1): ("120", "120", "120"),
+    ("7.5B", 16): ("35.6", "21.6", "7.5"),
+    ("7.5B", 256): ("30.4", "15.4", "0.47"),
+    ("128B", 4): ("896", "704", "512"),
+    ("128B", 64): ("536", "284", "32"),
+    ("128B", 1024): ("513", "257", "2"),
+    ("1T", 1): ("16000", "16000", "16000"),
+    ("1T", 16): ("4750", "2875", "1000"),
+    ("1T", 64): ("4187", "2218", "250"),
+}
+
+
+def states_gb(model: str, layout: str) -> float:
+    peak = plan(model, "v100-32gb", mode="train", layout=layout).answers[0].candidates[0].peak_bytes
+    return peak / GB
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), ZERO_TABLE_1)
+def test_zero_paper_table_1(model: str, num_gpus: int) -> None:
+    for stage, printed in enumerate(ZERO_TABLE_1[model, num_gpus], start=1):
+        unit = 10.0 ** -len(printed.partition(".")[2])
+        tolerance = unit + 0.0005 * float(printed)  # a bare count is met within 0.05 %
+        assert abs(states_gb(model, f"dp{num_gpus}.z{stage}") - float(printed)) <= tolerance, stage
+
+
+def test_zero_paper_table_2_first_row() -> None:
+    """The largest model whose states fit 64 V100s of 32 GB: 2B without ZeRO, 7.6B, 14.4B and 128B with stage 1 to 3."""
+    for layout, size, more in (("dp64", "1.99B", "2.01B"), ("dp64.z1", "7.6B", "7.7B"), ("dp64.z2", "14.4B", "14.5B"),
+                               ("dp64.z3", "127.9B", "128.1B")):  # fmt: skip
+        assert plan(size, "v100-32gb", mode="train", layout=layout).fits, layout
+        assert not plan(more, "v100-32gb", mode="train", layout=layout).fits, layout
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 40), st.sampled_from(get_args(Shard)), st.sampled_from(get_args(Precision)))
+def test_states_are_the_formula_on_padded_units(dp: int, shard: Shard, precision: Precision) -> None:
+    layout = Layout(dp=dp, shard=shard)
+    (ledger,) = training_ledgers(TINY, layout, precision)
+    ranks = layout.shard_size
+    padded = sum(math.ceil(size / ranks) * ranks for size in unit_sizes(TINY, layout).values())
+    weight, gradient, optimizer = (2, 2, 12) if precision == "bf16" else (4, 4, 8)
+    cut = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}.get(shard, (ranks,) * 3)
+    assert ledger.rows == {
+        "parameters": padded * weight // cut[0],
+        "gradients": padded * gradient // cut[1],
+        "optimizer": padded * optimizer // cut[2],
+        "kv": 0,
+    }
+
+
+def test_a_group_cuts_less_than_all_ranks() -> None:
+    rows = [training_ledgers(TINY, Layout.parse(text))[0].total_bytes for text in ("dp8.z3", "dp8.z3.s4", "dp4.z3")]
+    assert rows[0] < rows[1] == rows[2]
+
+
+@pytest.mark.parametrize("tp", [2, 8, 16])
+def test_tensor_parallel_states_follow_the_cut(tp: int) -> None:
+    """Llama-3.1-8B: the rank's share by hand, with one kv head on each rank once they are fewer than ranks."""
+    c = CATALOGUE["llama-3.1-8b"]
+    kv = max(1, c.num_kv_heads // tp) * c.head_dim
+    block = c.hidden_size * (2 * c.q_size // tp + 2 * kv + 3 * c.ffn_size // tp) + 2 * c.hidden_size
+    held = c.num_layers * block + 2 * c.vocab_size // tp * c.hidden_size + c.hidden_size
+    (ledger,) = training_ledgers(c, Layout(tp=tp))
+    assert ledger.rows["parameters"] == 2 * held
+
+
+def test_vocabulary_padding_is_counted() -> None:
+    """GPT-2 has 50257 tokens: 25129 rows on each of two ranks."""
+    sizes = unit_sizes(CATALOGUE["gpt2"], Layout(tp=2))
+    assert sizes["embed"] == 25129 * 768
+
+
+def test_stages_of_a_pipeline() -> None:
+    """Blocks are shared out, and a tied embedding is held by the first stage and the last."""
+    layout = Layout.parse("pp3")
+    sizes = unit_sizes(TINY, layout)
+    held = [ledger.rows["parameters"] // 2 for ledger in training_ledgers(TINY, layout)]
+    block, embed, final = sizes["blocks.0"], sizes["embed"], sizes["final"]
+    assert held == [embed + block, block, block + final + embed]
+
+
+def test_kv_bytes() -> None:
+    """OPT-13B's shape keeps 819,200 bytes a token (PagedAttention, section 3), as Llama-2-13B does; Llama-3.1-70B keeps
+    40,960 on each of 8 ranks; Mistral keeps no more than its window of 4,096 tokens."""
+
+    def kv(name: str, layout: str, tokens: int) -> int:
+        return serving_ledgers(CATALOGUE[name], Layout.parse(layout), tokens)[0].rows["kv"]
+
+    assert kv("llama-2-13b", "dp1", 2048) == 2048 * 819_200
+    assert kv("llama-3.1-70b", "tp8", 1) == 40_960
+    assert kv("llama-3.1-70b", "tp16", 1) == 40_960  # a kv head is not cut
+    assert kv("mistral-7b", "dp1", 4096) == kv("mistral-7b", "dp1", 32_768) == 4096 * 131_072
+    assert kv("llama-2-7b", "dp4", 10) == kv("llama-2-7b", "dp1", 10)  # replicas serve their own requests
+    one, two = (serving_ledgers(TINY, Layout(), 7, num_requests=n)[0].rows["kv"] for n in (1, 2))
+    assert two == 2 * one
+
+
+def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
+    """70,553,706,496 parameters: 2 bytes each are 141 GB, 16 are 1,129 GB; 8192 x 327,680 bytes of KV are 2.68 GB."""
+    train, serve = plan("llama-3.1-70b", "h100-80gb", 1).answers
+    assert [train.fits, serve.fits] == [False, False]
+    for said in ("141 GB in bf16 (2 bytes each): these alone exceed it", "4 + 4 + 4 bytes", "847 GB", "1,129 GB",
+                 "14.1 times", "activations"):  # fmt: skip
+        assert said in str(train.why_not)
+    for said in ("In inference", "141 GB", "8,192 tokens adds 2.68 GB", "327,680 bytes a token", "Together: 144 GB"):
+        assert said in str(serve.why_not)
+    assert "15 GPUs" in str(train.smallest_change)
+    assert "dp15.z3" in str(train.smallest_change)
+    assert "2 GPUs of this kind with tp2" in str(serve.smallest_change)
+
+
+def test_weights_that_would_fit_are_said_to() -> None:
+    train, serve = plan("llama-2-7b", "h100-80gb", 1).answers
+    assert "13.5 GB in bf16 (2 bytes each): these alone would fit" in str(train.why_not)
+    assert (serve.why_not, serve.smallest_change) == (None, None)
+
+
+def test_fp32_has_no_master_copy() -> None:
+    (train,) = plan("llama-2-7b", "h100-80gb", 1, mode="train", precision="fp32").answers
+    rows = train.candidates[0].ledger[0].rows
+    assert (rows["parameters"], rows["gradients"], rows["optimizer"]) == tuple(6_738_415_616 * n for n in (4, 4, 8))
+    assert "master" not in str(train.why_not)
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp8", "tp8", "dp4.tp2.z1", "tp2.pp4.1f1b", "dp8.z3", "dp8.z1.s4"])
+@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.1-70b"])
+def test_the_smallest_change_fits_and_one_rank_less_does_not(model: str, layout: str) -> None:
+    (train,) = plan(model, "a100-40gb", mode="train", layout=layout).answers
+    if train.fits:
+        assert train.smallest_change is None
+        return
+    found = train.job.nearest_fit(Layout.parse(layout))
+    assert found is not None
+    assert found.fits
+    assert str(found.layout) in str(train.smallest_change)
+    assert found.layout.problems(CATALOGUE[model]) == []
+    if found.layout.world_size > Layout.parse(layout).world_size:
+        fewer = Layout.parse(re.sub(r"dp(\d+)", lambda dp: f"dp{int(dp[1]) - 1}", str(found.layout)))
+        assert not train.job.candidate(fewer).fits
+
+
+def test_the_same_gpus_are_tried_before_more() -> None:
+    (train,) = plan("llama-2-7b", "h100-80gb", mode="train", layout="dp8").answers
+    assert str(train.smallest_change).startswith("dp8.z1 on the same 8 GPUs: 37.1 GB of 80 GB")
+    (serve,) = plan("llama-3.1-70b", "h100-80gb", mode="serve", layout="dp8").answers
+    assert str(serve.smallest_change).startswith("dp4.tp2 on the same 8 GPUs")
+
+
+def test_a_shorter_request_is_a_change_too() -> None:
+    """Llama-2-7B in 15 GB: 13,476,831,232 bytes of weights leave room for 2,905 tokens of 524,288 bytes."""
+    small = Device("small", 15 * GB, 1e12, 1e11)
+    (serve,) = plan("llama-2-7b", small, 1, mode="serve", seq=4096).answers
+    assert not serve.fits
+    assert (15 * GB - 2 * 6_738_415_616) // 524_288 == 2905
+    assert "--seq 2905 on dp1 as it is" in str(serve.smallest_change)
+    assert plan("llama-2-7b", small, 1, mode="serve", seq=2905).fits
+    assert not plan("llama-2-7b", small, 1, mode="serve", seq=2906).fits
+
+
+def test_when_nothing_fits_it_says_so() -> None:
+    tiny = Device("tiny", 10**6, 1e12, 1e11)
+    (serve,) = plan("smollm2-135m", tiny, 1, mode="serve").answers
+    assert serve.smallest_change == "No tensor-parallel size that its 9 heads allow fits; a larger GPU is needed."
+    (train,) = plan("gpt2", Device("nano", 100, 1e12, 1e11), 1, mode="train").answers
+    assert str(train.smallest_change).startswith("No number of GPUs of this kind is enough for dp1")
+
+
+def test_candidates_are_sorted_and_can_work() -> None:
+    for num_gpus in (1, 2, 3, 6, 8, 64):
+        for answer in plan("smollm2-135m", "v100-16gb", num_gpus).answers:
+            layouts = [candidate.layout for candidate in answer.candidates]
+            assert len(set(layouts)) == len(layouts)
+            assert all(layout.world_size == num_gpus for layout in layouts)
+            assert all(layout.problems(CATALOGUE["smollm2-135m"]) == [] for layout in layouts)
+    fits = [candidate.fits for candidate in plan("llama-2-7b", "h100-80gb", 8).answers[0].candidates]
+    assert fits == sorted(fits, reverse=True)
+    assert any(fits)
+    assert not all(fits)
+    short = {str(candidate.layout) for candidate in plan("llama-3.1-8b", "h100-80gb", 16).answers[0].candidates}
+    assert short == {"dp16", "dp16.z1", "dp16.z2", "dp16.z3", "dp2.tp8.z1", "dp2.tp8.z3"}
+    short = {str(candidate.layout) for candidate in plan("llama-3.1-8b", "h100-80gb", 16).answers[1].candidates}
+    assert short == {"dp16", "dp8.tp2", "dp4.tp4", "dp2.tp8"}
+
+
+def test_a_layout_is_served_as_it_is_trained_where_it_can_be() -> None:
+    both = plan("llama-3.1-8b", "h100-80gb", layout="dp2.tp4").to_json()
+    assert both["candidates"][0]["layout"] == both["serve"]["candidates"][0]["layout"] == "dp2.tp4"
+    trained = plan("llama-3.1-8b", "h100-80gb", layout="dp2.tp4.z1").to_json()
+    assert len(trained["candidates"]) == 1
+    assert [each["layout"] for each in trained["serve"]["candidates"]] == ["dp8", "dp4.tp2", "dp2.tp4", "tp8"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ({"gpu": "h100"}, "did you mean h100-80gb"),
+        ({"model": "lama-2-7b"}, "nearest names are llama-2-7b"),
+        ({"gpus": 0}, "at least 1, not 0"),
+        ({"mode": "serv"}, "train and serve are"),
+        ({"precision": "fp8"}, "bf16 and fp32 are"),
+        ({"seq": 4097}, "a --seq of 1 to 4096 works"),
+        ({"seq": 0}, "a --seq of 1 to 4096 works"),
+        ({"layout": "tp7", "gpus": None}, "tp7 does not divide 32 heads"),
+        ({"layout": "dp4", "gpus": 8}, "layout dp4 is for 4 GPUs, not 8; --gpus 4 works"),
+        ({"layout": "dp4.tp2.z1", "gpus": None, "mode": "serve"}, "dp4.tp2 works"),
+        ({"layout": "dp2.xx", "gpus": None}, "'xx' is not a part of a layout"),
+    ],
+)
+def test_bad_requests_are_refused_in_a_sentence(choices: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan(**({"model": "llama-2-7b", "gpu": "h100-80gb", "gpus": 1} | choices))  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict]:
+    code = main(["plan", *args, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_json_keys_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run_json(capsys, "llama-2-7b", "--gpu", "h100-80gb", "--gpus", "8")
+    assert code == 0
+    assert answer["model"] == {
+        "name": "llama-2-7b", "params": 6_738_415_616, "active_params": 6_738_415_616, "kv_bytes_per_token": 524_288,
+    }  # fmt: skip
+    for part, mode in ((answer, "train"), (answer["serve"], "serve")):
+        assert part["mode"] == mode
+        for candidate in (*part["candidates"], part["one_gpu"]):
+            assert set(candidate) == {"layout", "fits", "peak_bytes", "limit_bytes", "ledger"}
+            totals = [sum(stage["rows"].values()) for stage in candidate["ledger"]]
+            assert candidate["peak_bytes"] == max(totals)
+            assert candidate["limit_bytes"] == 80 * GB
+            assert candidate["fits"] == (candidate["peak_bytes"] <= candidate["limit_bytes"])
+            for stage in candidate["ledger"]:
+                assert set(stage["rows"]) == {"parameters", "gradients", "optimizer", "kv"}
+                assert all(isinstance(size, int) for size in stage["rows"].values())
+    assert isinstance(answer["why_not"], str)
+    assert answer["smallest_change"] is None
+    assert answer["not_counted"] == ["activations", "logits", "buffers", "slack"]
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    h100 = ("--gpu", "h100-80gb")
+    assert run_json(capsys, "llama-2-7b", *h100, "--layout", "dp8.z1")[0] == 0
+    assert run_json(capsys, "llama-2-7b", *h100, "--layout", "dp8")[0] == 1  # though dp8.z1 would fit
+    assert run_json(capsys, "70B", *h100)[0] == 1
+    code, answer = run_json(capsys, "llama-2-7b", *h100, "--mode", "serve")
+    assert code == 0
+    assert answer["mode"] == "serve"
+    assert "serve" not in answer
+    assert run_json(capsys, "llama-2-7b", *h100, "--mode", "train")[0] == 1
+
+
+def test_pipeline_stages_have_a_ledger_each(capsys: pytest.CaptureFixture[str]) -> None:
+    _, answer = run_json(capsys, "llama-2-7b", "--gpu", "h100-80gb", "--layout", "z1.dp2.pp4")
+    (candidate,) = answer["candidates"]
+    assert candidate["layout"] == "dp2.pp4.z1.1f1b"
+    assert [stage["stage"] for stage in candidate["ledger"]] == [0, 1, 2, 3]
+    embed, head = 32_000 * 4096, 32_000 * 4096 + 4096
+    block = (num_params(model_specs(CATALOGUE["llama-2-7b"])) - embed - head) // 32
+    held = [stage["rows"]["parameters"] // 2 for stage in candidate["ledger"]]
+    assert held == [embed + 8 * block, 8 * block, 8 * block, 8 * block + head]
+
+
+def test_the_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3.1-70b", "--gpu", "h100-80gb", "--gpus", "8"]) == 1
+    out = capsys.readouterr().out
+    for said in ("70.6 billion parameters", "8 x h100-80gb, 80 GB each", "1,128.86", "dp8.z3", "dp4.tp2", "fits",
+                 "GB are 1e9 bytes", "Not counted yet: activations, logits, buffers, slack",
+                 "Its 70.6 billion parameters are 141 GB in bf16 (2 bytes each): these alone exceed it."):  # fmt: skip
+        assert said in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+
+
+def test_the_report_names_stages_and_small_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt2", "--gpu", "l4", "--layout", "pp2", "--mode", "train"]) == 0
+    out = capsys.readouterr().out
+    assert "stage" in out
+    assert "0.1638" in out  # embedding, positions and 6 of 12 blocks: 81,911,040 parameters of 2 bytes
+
+
+@given(st.integers(0, 10**16))
+def test_sizes_are_said_with_at_least_two_digits(num_bytes: int) -> None:
+    said = gb(num_bytes)
+    assert said.endswith(" GB")
+    assert float(said.removesuffix(" GB").replace(",", "")) == pytest.approx(num_bytes / 1e9, rel=0.051)
+
+
+def test_words_for_counts() -> None:
+    assert [count(n) for n in (70_553_706_496, 134_515_008, 10**12, 999)] == [
+        "70.6 billion", "135 million", "1 trillion", "999",
+    ]  # fmt: skip
+
+
+def test_every_device_answers() -> None:
+    for name, device in DEVICES.items():
+        answer = plan("llama-3.1-8b", name, 1, mode="serve").answers[0]
+        assert answer.fits == (device.memory_bytes >= 2 * 8_030_261_248 + 8192 * 131_072)
