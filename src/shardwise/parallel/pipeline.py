@@ -1,0 +1,128 @@
+"""Runs a lowered table. The executor decides nothing: it looks an action up and does it.
+
+Gradients are asked for piece by piece with `torch.autograd.grad`, no hooks. F detaches its input, makes it a leaf, runs
+the piece and keeps both ends of the graph; B pulls the cotangent through it, gives the weights' gradients to the store
+and hands the input's on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.model.layers import Attend, Rotation
+from shardwise.parallel.schedule import Action
+from shardwise.parallel.zero import Store
+
+
+class MicroBatch(Protocol):
+    """Tokens [B, T] of one micro-batch; targets are -100 where there is none."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def documents(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every piece of one micro-batch shares."""
+
+    microbatch: MicroBatch
+    turned: Rotation | None
+    attend: Attend
+
+
+Run = Callable[[Mapping[str, Tensor], Tensor | None, Context], Tensor]
+"""run(weights, x, context) -> y: one piece of the model; x is None for the first, y the summed loss for the last."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The pieces this rank computes, with the parameters each reads, and how a micro-batch's context is made."""
+
+    pieces: Mapping[str, Run]
+    parameters: Mapping[str, tuple[str, ...]]
+    context: Callable[[MicroBatch], Context]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Both ends of the graph of one piece, from its F to its B."""
+
+    x: Tensor | None
+    y: Tensor
+    weights: dict[str, Tensor]
+
+
+class Pipeline:
+    """Owns activations and cotangents; the store owns weights and gradients; the table owns time."""
+
+    def __init__(self, stage: Stage, store: Store) -> None:
+        self.stage, self.store = stage, store
+        self._loss: Tensor | None = None
+        self._saved: dict[tuple[int, str], Saved] = {}
+        self._flowing: dict[int, Tensor] = {}
+        """Per micro-batch what goes from piece to piece: activations on the way up, cotangents on the way down."""
+        self._contexts: dict[int, Context] = {}
+
+    def execute(self, action: Action, microbatches: Sequence[MicroBatch], scale: float) -> None:
+        """Do one action; `scale` is the derivative of the step's loss by the summed loss of its tokens."""
+        if action.kind == "F":
+            self.forward(action, microbatches[action.microbatch])
+        elif action.kind == "B":
+            self.backward(action, scale)
+        else:
+            self.store.reduce(action.unit)
+
+    def forward(self, action: Action, microbatch: MicroBatch) -> None:
+        at = action.microbatch
+        x = self._flowing.pop(at, None)
+        if x is None:
+            self._contexts[at] = self.stage.context(microbatch)
+        else:
+            x = x.detach().requires_grad_()
+        weights = self.store.weights(self.stage.parameters[action.piece])
+        with torch.enable_grad():
+            y = self.stage.pieces[action.piece](weights, x, self._contexts[at])
+        self._saved[at, action.piece] = Saved(x, y, weights)
+        if y.dim() == 0:
+            self._loss = y.detach() if self._loss is None else self._loss + y.detach()
+        else:
+            self._flowing[at] = y
+
+    def backward(self, action: Action, scale: float) -> None:
+        at = action.microbatch
+        saved = self._saved.pop((at, action.piece))
+        dy = self._flowing.pop(at, None)
+        if dy is None:
+            dy = torch.full_like(saved.y, scale)
+        inputs = ([] if saved.x is None else [saved.x]) + list(saved.weights.values())
+        grads = list(torch.autograd.grad(saved.y, inputs, dy))
+        if saved.x is None:
+            del self._contexts[at]
+        else:
+            self._flowing[at] = grads.pop(0)
+        for name, grad in zip(saved.weights, grads, strict=True):
+            self.store.add(name, grad)
+
+    def finish(self) -> float:
+        """The summed loss of this rank's tokens in this step; asserts that nothing is left half done."""
+        assert not self._saved and not self._flowing and not self._contexts, "the table left work undone"
+        loss, self._loss = self._loss, None
+        return 0.0 if loss is None else loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, microbatch: MicroBatch) -> float:
+        """The summed loss of one micro-batch, without gradients."""
+        context, x = self.stage.context(microbatch), None
+        for name, run in self.stage.pieces.items():
+            x = run(self.store.weights(self.stage.parameters[name]), x, context)
+        assert x is not None
+        return x.item()

@@ -1,0 +1,106 @@
+"""Writing checkpoints and resuming from them; `model/checkpoint.py` says what one holds and reads it."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from shardwise.model.checkpoint import FORMAT_VERSION, Checkpoint, Entry, checksum, list_checkpoints
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.zero import Store
+from shardwise.params import ParamSpec, boxes
+
+
+def save_checkpoint(target: Path, store: Store, mesh: Mesh, specs: Iterable[ParamSpec], step: int) -> None:
+    """Write the state after `step` steps to the folder `target`. Every rank calls it; replicas write nothing.
+
+    Raises OSError, on every rank, when a rank cannot write: the checkpoint before stays as it was.
+    """
+    aside = target.parent / f".{target.name}.partial"
+    error: OSError | None = None
+    if mesh.rank == 0:
+        error = attempt(lambda: make_empty(aside))
+    raise_together(mesh, error)
+    if mesh.replicate.rank == 0:
+        error = attempt(lambda: write_rank(aside, store, mesh, specs))
+    raise_together(mesh, error)
+    if mesh.rank == 0:
+        error = attempt(lambda: publish(aside, target, str(mesh.layout), step))
+    raise_together(mesh, error)
+
+
+def make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def write_rank(folder: Path, store: Store, mesh: Mesh, specs: Iterable[ParamSpec]) -> None:
+    """This rank's tensors and, beside them, their entries with the checksum."""
+    name = f"rank-{mesh.rank:05d}.safetensors"
+    by_name = {spec.name: spec for spec in specs}
+    tensors, entries = {}, []
+    for parameter, state, local in store.state():
+        for box in boxes(by_name[parameter], mesh.layout, mesh.coord):
+            key = f"{state}/{parameter}/{box.part}"
+            tensors[key] = local[box.local_slices].contiguous()
+            entries.append(asdict(Entry(parameter, state, name, key, box.start, box.shape)))
+    path = folder / name
+    save_file(tensors, path)
+    record = {"entries": entries, "bytes": path.stat().st_size, "sha256": checksum(path)}
+    (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def publish(aside: Path, target: Path, layout: str, step: int) -> None:
+    """Join the ranks' records into one index and give the checkpoint its name."""
+    files, entries = {}, []
+    for path in sorted(aside.glob("rank-*.safetensors.json")):
+        record = json.loads(path.read_text())
+        files[path.name.removesuffix(".json")] = {"bytes": record["bytes"], "sha256": record["sha256"]}
+        entries += record["entries"]
+        path.unlink()
+    index = {"format_version": FORMAT_VERSION, "step": step, "layout": layout, "files": files, "entries": entries}
+    (aside / "index.json").write_text(json.dumps(index))
+    if target.exists():
+        shutil.rmtree(target)
+    aside.rename(target)
+
+
+def attempt(work: Callable[[], None]) -> OSError | None:
+    try:
+        work()
+    except (OSError, SafetensorError) as error:
+        return error if isinstance(error, OSError) else OSError(str(error))
+    return None
+
+
+def raise_together(mesh: Mesh, error: OSError | None) -> None:
+    """No rank goes on to wait for one that failed."""
+    failed = mesh.world.gather(float(error is not None))
+    if error is not None:
+        raise error
+    for rank, bad in enumerate(failed):
+        if bad:
+            raise OSError(f"rank {rank} could not write its part of the checkpoint")
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what a kill left half written."""
+    for partial in folder.glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+    for path in list_checkpoints(folder)[: -keep or None]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def load_state(checkpoint: Checkpoint, store: Store, mesh: Mesh, specs: Iterable[ParamSpec]) -> None:
+    """Fill the store from a checkpoint of any layout."""
+    by_name = {spec.name: spec for spec in specs}
+    checkpoint.check_names(by_name.values())
+    for name, state, local in store.state():
+        for box in boxes(by_name[name], mesh.layout, mesh.coord):
+            local[box.local_slices] = checkpoint.read(by_name[name], state, box).to(local.device)
+    store.num_steps = checkpoint.step
+    store.refresh()

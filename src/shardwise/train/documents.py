@@ -1,0 +1,167 @@
+"""Documents of text read from files: plain text, JSON lines, Parquet, and the text that every machine has.
+
+They come in pieces of about a million characters, so that memory stays bounded however long a document is.
+"""
+
+import codecs
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PIECE_CHARACTERS = 1 << 20
+
+COMPILED = frozenset({"__pycache__"})
+NOT_LIBRARY = COMPILED | {
+    *("site-packages", "dist-packages", "lib-dynload", "ensurepip"),  # other people's code
+    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "__phello__"),  # tests, programs
+    *("encodings", "pydoc_data"),  # tables and generated text
+}
+
+
+class Piece(NamedTuple):
+    """A document or a part of one, with the number of source bytes that were read for it."""
+
+    text: str
+    ends_document: bool
+    source_bytes: int
+
+
+def source_files(source: Path | Sequence[Path]) -> list[Path]:
+    """The files to read, in the order in which to read them."""
+    roots = [source] if isinstance(source, Path) else list(source)
+    for root in roots:
+        if not root.exists():
+            raise ValueError(f"{root} does not exist.")
+    files = [file for root in roots for file in (walk(root) if root.is_dir() else [root])]
+    if not files:
+        name = source if isinstance(source, Path) else "The list of source files"
+        raise ValueError(f"{name} holds no files to read.")
+    return files
+
+
+def walk(root: Path, left_out: frozenset[str] = COMPILED) -> list[Path]:
+    """The files under `root`, sorted by the parts of their paths, without hidden ones and the folders left out."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}.")
+
+    files = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
+
+
+def read_file(path: Path, field: str) -> Iterator[Piece]:
+    """The documents of one file."""
+    readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
+    reader = readers.get(path.suffix.lower())
+    return reader(path, field) if reader else read_text(path)
+
+
+def read_text(path: Path) -> Iterator[Piece]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    text = ""
+    offset_bytes = reported_bytes = 0
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(PIECE_CHARACTERS)
+            pending_bytes = len(decoder.getstate()[0])
+            try:
+                text += decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path} is not UTF-8 text (byte {offset_bytes - pending_bytes + error.start}); convert it or "
+                    "leave it out."
+                ) from error
+            offset_bytes += len(chunk)
+            if not chunk:
+                yield Piece(text, True, offset_bytes - reported_bytes)
+                return
+            if len(text) >= PIECE_CHARACTERS:
+                cut = border(text, 0, len(text))
+                yield Piece(text[:cut], False, offset_bytes - reported_bytes)
+                reported_bytes = offset_bytes
+                text = text[cut:]
+
+
+def read_jsonl(path: Path, field: str) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            try:
+                line_text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where} is not UTF-8 text; convert the file or take the line out.") from error
+            if not line_text.strip():
+                continue
+            try:
+                record = json.loads(line_text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is not JSON: {error}.") from error
+            if not isinstance(record, dict):
+                raise ValueError(f'{where} is not a JSON object; each line is to look like {{"{field}": "..."}}.')
+            if field not in record:
+                raise ValueError(f'{where} has no field "{field}", only {names_of(record)}.')
+            yield from pieces_of(record[field], len(line), f'The field "{field}" of {where}')
+
+
+def read_parquet(path: Path, field: str) -> Iterator[Piece]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"Reading {path} needs pyarrow: pip install 'shardwise[parquet]'.") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if field not in columns:
+                raise ValueError(f'{path} has no column "{field}", only {names_of(columns)}.')
+            row = 0
+            row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=256, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield from pieces_of(text, row_bytes, f'The column "{field}" of {path}, row {row},')
+                    row += 1
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}.") from error
+
+
+def names_of(names: Mapping[str, object] | Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names) or "none at all"
+
+
+def pieces_of(text: object, source_bytes: int, where: str) -> Iterator[Piece]:
+    """A document that is already in memory, in pieces; `where` names it in errors."""
+    if not isinstance(text, str):
+        raise ValueError(f"{where} is not text but {json.dumps(text, default=repr)[:40]}.")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where} holds half of a surrogate pair, which is no text.") from error
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        cut = border(text, start, start + PIECE_CHARACTERS)
+        yield Piece(text[start:cut], False, 0)
+        start = cut
+    yield Piece(text[start:], True, source_bytes)
+
+
+def border(text: str, start: int, stop: int) -> int:
+    """Where to cut a long text so that few tokens notice: after the last line break, else space, in [start, stop)."""
+    return (text.rfind("\n", start, stop) + 1) or (text.rfind(" ", start, stop) + 1) or stop
+
+
+def python_source_files() -> list[Path]:
+    """The source of Python's own standard library, in a fixed order: real text to train on when there is no other."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        file for file in walk(root, NOT_LIBRARY) if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
+    ]
+    if not files:
+        raise ValueError(f"This Python has no source files in {root}; name a folder of text instead.")
+    return files

@@ -1,0 +1,161 @@
+"""The training loop: one for every layout. A single stage is the pipeline F0 B0 F1 B1 ..."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from shardwise.config import ModelConfig
+from shardwise.layout import Layout
+from shardwise.model.checkpoint import Checkpoint, checkpoint_path
+from shardwise.model.load import load_weights
+from shardwise.parallel.apply import Program, apply, draw_weights
+from shardwise.parallel.launch import Place
+from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.params import flops_per_token
+from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
+from shardwise.train.data import Batch, Batches, MicroBatch, TokenFile, held_out_batches
+from shardwise.train.metrics import Meter, Metrics
+from shardwise.train.optim import AdamW, LearningRate
+from shardwise.train.settings import Settings
+from shardwise.train.watch import StopRequest
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: after `step` steps, `stopped` by a signal (its number) or done; the losses last seen."""
+
+    step: int
+    loss: float | None
+    held_out_loss: float | None
+    stopped: int | None
+
+
+def train(place: Place, settings: Settings, config: ModelConfig, weights: Path | None, resumed: int) -> Outcome:
+    """Train on this rank until the last step or a signal; every rank of the layout calls it. Saves at the end.
+
+    `weights` is what to start from, None for weights drawn from the seed. With `resumed` above 0 it goes on from the
+    checkpoint of that step in the run's folder.
+    """
+    run, folder = settings.run, Path(settings.run.folder)
+    mesh = make_mesh(Layout.parse(run.layout), place.rank, place.device)
+    start = int(mesh.world.max(resumed)[0])  # under torchrun the first rank alone chose
+    program = make_program(settings, config, mesh, weights, start)
+    metrics = Metrics(folder, run.steps, start, run.tensorboard, active=place.rank == 0)
+    try:
+        with StopRequest(patient=place.world_size > 1) as stop:
+            return run_steps(settings, program, mesh, metrics, stop, start)
+    finally:
+        metrics.close()
+
+
+def run_steps(
+    settings: Settings, program: Program, mesh: Mesh, metrics: Metrics, stop: StopRequest, start: int
+) -> Outcome:
+    run, optimizer = settings.run, settings.optimizer
+    batches = make_batches(settings, mesh)
+    lr = LearningRate(optimizer.lr, run.steps, optimizer.warmup_steps, optimizer.schedule, optimizer.final_lr,
+                      optimizer.decay_steps)  # fmt: skip
+    meter = make_meter(settings, program, mesh)
+    loss = held_out_loss = stopped = None
+    if run.eval_every and start == 0:
+        metrics.held_out(0, evaluate(settings, program, mesh))
+    for step in range(start + 1, run.steps + 1):
+        rate = lr.at(step - 1)
+        began = time.perf_counter()
+        mine, norm = take_step(program, mesh, batches.batch(step - 1), rate, optimizer.max_norm)
+        loss, *signals = mesh.world.sum(mine, float(stop.signal or 0), float(stop.signal is not None))
+        seconds = time.perf_counter() - began
+        stopped = round(signals[0] / signals[1]) if signals[1] else None
+        metrics.step(meter.read(step, loss, norm, rate, seconds))
+        last = step == run.steps or stopped is not None
+        if run.eval_every and (step % run.eval_every == 0 or step == run.steps):
+            held_out_loss = evaluate(settings, program, mesh)
+            metrics.held_out(step, held_out_loss)
+        if last or (run.save_every and step % run.save_every == 0):
+            save(settings, program, mesh, step)
+        if stopped is not None:
+            return Outcome(step, loss, held_out_loss, stopped)
+    return Outcome(run.steps, loss, held_out_loss, None)
+
+
+def take_step(program: Program, mesh: Mesh, batch: Batch, lr: float, max_norm: float) -> tuple[float, float]:
+    """One optimizer step on a global batch; returns this rank's term of its mean loss, and the gradient's norm."""
+    batch = on_device(batch, mesh.device)
+    scale = 1 / mesh.data.sum(batch.num_targets)[0]  # the only scaling of loss and gradients
+    with torch.no_grad():  # F alone enables gradients
+        for action in program.table:
+            program.pipeline.execute(action, batch.microbatches, scale)
+        program.store.finish()
+        norm = program.store.norm()
+        program.store.step(lr, min(1.0, max_norm / norm) if max_norm and norm else 1.0)
+    return program.pipeline.finish() * scale, norm
+
+
+def evaluate(settings: Settings, program: Program, mesh: Mesh) -> float:
+    """The mean loss over the held-out sequences, which is the same in every layout."""
+    data, run = settings.data, settings.run
+    held_out = TokenFile(Path(data.folder), "held_out")
+    rows = data.global_batch // (mesh.data.size * mesh.layout.microbatches)
+    summed = targets = 0.0
+    for batch in held_out_batches(held_out, data.seq_len, rows, mesh.data.rank, mesh.data.size, run.eval_sequences,
+                                  data.separate_documents):  # fmt: skip
+        (microbatch,) = on_device(batch, mesh.device).microbatches
+        summed += program.pipeline.evaluate(microbatch)
+        targets += batch.num_targets
+    summed, targets = mesh.data.sum(summed, targets)
+    return summed / targets
+
+
+def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:
+    path = checkpoint_path(Path(settings.run.folder), step)
+    save_checkpoint(path, program.store, mesh, program.specs, step)
+    if mesh.rank == 0 and settings.run.keep_checkpoints:
+        remove_old(path.parent, settings.run.keep_checkpoints)
+
+
+def make_program(settings: Settings, config: ModelConfig, mesh: Mesh, weights: Path | None, resumed: int) -> Program:
+    optimizer, dtype = settings.optimizer, DTYPES[settings.run.precision]
+    grad_dtype = torch.float32 if settings.run.gradients == "fp32" else dtype
+    update = AdamW(optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay).update
+    program = apply(config, mesh, dtype, grad_dtype, update)
+    if resumed:
+        checkpoint = Checkpoint(checkpoint_path(Path(settings.run.folder), resumed), verify=False)
+        load_state(checkpoint, program.store, mesh, program.specs)
+    elif weights is None:
+        draw_weights(program, mesh, settings.run.seed)
+    else:
+        given = load_weights(weights, config, program.specs, mesh.layout, mesh.coord, torch.float32, mesh.device)
+        for name, values in given.items():
+            program.store.set_weights(name, values)
+    return program
+
+
+def make_batches(settings: Settings, mesh: Mesh) -> Batches:
+    data = settings.data
+    tokens = TokenFile(Path(data.folder), "train")
+    return Batches(tokens, data.seq_len, data.global_batch, mesh.layout.microbatches, mesh.coord.dp, mesh.layout.dp,
+                   settings.run.seed, data.separate_documents)  # fmt: skip
+
+
+def make_meter(settings: Settings, program: Program, mesh: Mesh) -> Meter:
+    tokens = settings.data.global_batch * settings.data.seq_len
+    return Meter(mesh, tokens, flops_per_token(program.config, settings.data.seq_len), DTYPES[settings.run.precision])
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch where the model is."""
+    if device.type == "cpu":
+        return batch
+    return replace(batch, microbatches=tuple(move(microbatch, device) for microbatch in batch.microbatches))
+
+
+def move(microbatch: MicroBatch, device: torch.device) -> MicroBatch:
+    documents = microbatch.documents
+    return MicroBatch(
+        microbatch.tokens.to(device), microbatch.targets.to(device), microbatch.positions.to(device),
+        None if documents is None else documents.to(device),
+    )  # fmt: skip
