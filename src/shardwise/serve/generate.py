@@ -1,0 +1,135 @@
+"""One prompt, one answer, token by token: prefill, then a step for each new token over the KV cache."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelConfig
+from shardwise.layout import Layout
+from shardwise.model.load import load_weights, read_config
+from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from shardwise.model.transformer import Transformer
+from shardwise.params import model_specs
+from shardwise.serve.cache import Cache
+from shardwise.serve.detokenize import Detokenizer
+from shardwise.serve.request import SamplingParams
+from shardwise.serve.sampler import generator_for, pick
+
+PREFILL_TOKENS = 512
+"""Prompts are run in chunks of this many tokens, so that activations do not grow with the prompt."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on one device, ready to run."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Generated:
+    """An answer. `logprobs` are those of the chosen tokens under the unmodified distribution; `tokens_per_s` counts
+    the new tokens after the first, `first_token_s` the prompt and the first."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prompt_tokens: int
+    finish_reason: Literal["stop", "length"]
+    first_token_s: float
+    tokens_per_s: float
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Load a Hugging Face folder, a GGUF file or a run whole, with its tokenizer."""
+    config, tokenizer = read_config(path), load_tokenizer(path)
+    check_vocabulary(tokenizer, config.vocab_size)
+    one = Layout()
+    weights = load_weights(path, config, model_specs(config), one, one.coord(0), dtype, device)
+    return LoadedModel(config, weights, tokenizer, dtype, device)
+
+
+def check_length(config: ModelConfig, num_prompt: int, max_tokens: int) -> None:
+    """Raise ValueError if a prompt and its answer exceed the model's positions, with what would work."""
+    if num_prompt == 0:
+        raise ValueError("the prompt is empty; give it at least one token")
+    room = config.max_positions - num_prompt
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {num_prompt} tokens and the model {config.max_positions} positions; shorten it"
+        )
+    if max_tokens > room:
+        raise ValueError(
+            f"{num_prompt} prompt tokens and {max_tokens} new ones exceed the model's {config.max_positions} "
+            f"positions; at most {room} new tokens work"
+        )
+
+
+@torch.inference_mode()
+def generate(
+    model: LoadedModel, prompt: Sequence[int], params: SamplingParams, show: Callable[[str], None] = lambda text: None
+) -> Generated:
+    """Continue `prompt` until an end token, a stop string or `params.max_tokens`. `show` gets text as it is certain."""
+    check_length(model.config, len(prompt), params.max_tokens)
+    decoder = Transformer(model.config)
+    cache = Cache(model.config, len(prompt) + params.max_tokens, model.dtype, model.device)
+    detokenizer = Detokenizer(model.tokenizer, params.stop)
+    generators = [generator_for(params)]
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    shown: list[str] = []
+    began = time.perf_counter()
+    first_at = began
+    finish: Literal["stop", "length"] = "length"
+
+    def put(text: str) -> None:
+        if text:
+            shown.append(text)
+            show(text)
+
+    logits = prefill(decoder, model, cache, prompt)
+    while len(tokens) < params.max_tokens:
+        picked, logprob = pick(logits, [params], generators)
+        token = int(picked[0])
+        first_at = first_at if tokens else time.perf_counter()
+        if token in model.tokenizer.eos_ids:
+            finish = "stop"
+            break
+        tokens.append(token)
+        logprobs.append(float(logprob[0]))
+        put(detokenizer.add(token))
+        if detokenizer.stopped:
+            break
+        if len(tokens) < params.max_tokens:
+            logits = run(decoder, model, cache, [token])
+    put(detokenizer.flush())
+    ended = time.perf_counter()
+    rate = (len(tokens) - 1) / (ended - first_at) if len(tokens) > 1 else 0.0
+    return Generated(
+        "".join(shown), tuple(tokens), tuple(logprobs), len(prompt), "stop" if detokenizer.stopped else finish,
+        first_at - began, rate,
+    )  # fmt: skip
+
+
+def prefill(decoder: Transformer, model: LoadedModel, cache: Cache, prompt: Sequence[int]) -> Tensor:
+    """Run the prompt in chunks; the logits [1, V] after its last token."""
+    for start in range(0, len(prompt), PREFILL_TOKENS):
+        logits = run(decoder, model, cache, prompt[start : start + PREFILL_TOKENS])
+    return logits
+
+
+def run(decoder: Transformer, model: LoadedModel, cache: Cache, tokens: Sequence[int]) -> Tensor:
+    """Run the next tokens of the sequence; the logits [1, V] after the last of them, in fp32."""
+    positions = torch.arange(cache.length, cache.length + len(tokens), device=model.device)[None]
+    x = decoder.hidden(model.weights, torch.tensor([list(tokens)], device=model.device), positions, cache)
+    cache.advance(len(tokens))
+    return decoder.logits(model.weights, x[:, -1]).float()
