@@ -3,7 +3,10 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any
+
+DEFAULT_TOKENS = 256
 
 
 def add_generate(subparsers: Any) -> None:
@@ -16,7 +19,10 @@ def add_generate(subparsers: Any) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads it from stdin")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message for --chat")
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens at most (default: 256)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N",
+        help=f"new tokens at most (default: {DEFAULT_TOKENS}, or what room the model's positions leave)",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that sum to P")
@@ -43,15 +49,18 @@ def run_generate(args: argparse.Namespace) -> int:
 
     params = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
-        max_tokens=args.max_tokens, stop=tuple(args.stop),
+        max_tokens=DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens, stop=tuple(args.stop),
     )  # fmt: skip
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.system and not args.chat:
         raise ValueError("--system is a message of a chat; add --chat")
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     model = load_model(model_path(find_model(args.model)), dtype, device_of(0, 1))
-    answer = generate(model, prompt_tokens(model.tokenizer, prompt, args.chat, args.system), params,
-                      (lambda text: None) if args.json else write)  # fmt: skip
+    tokens = prompt_tokens(model.tokenizer, prompt, args.chat, args.system)
+    room = model.config.max_positions - len(tokens)
+    if args.max_tokens is None and 0 < room < DEFAULT_TOKENS:
+        params = replace(params, max_tokens=room)
+    answer = generate(model, tokens, params, (lambda text: None) if args.json else write)
     if args.json:
         print(json.dumps({
             "text": answer.text, "tokens": answer.tokens, "logprobs": answer.logprobs,

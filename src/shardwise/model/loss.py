@@ -40,11 +40,13 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         wants_dx, wants_dw, _ = ctx.needs_input_grad
         dx = torch.empty_like(x) if wants_dx else None
-        dw = torch.zeros_like(weight) if wants_dw else None
+        dw = torch.empty_like(weight) if wants_dw else None
         total = x.new_zeros((), dtype=torch.float32)
         vocab = weight.shape[0]
-        for rows in chunks(len(x), PRODUCT_BYTES // (vocab * x.element_size())):
-            logits = torch.empty(rows.stop - rows.start, vocab, dtype=x.dtype, device=x.device)
+        pieces = list(chunks(len(x), PRODUCT_BYTES // (vocab * x.element_size())))
+        space = x.new_empty(pieces[0].stop if pieces else 0, vocab)  # of the first piece, and no other is longer
+        for rows in pieces:
+            logits = space[: rows.stop - rows.start]
             for inner in chunks(len(logits), SOFTMAX_BYTES // (vocab * 4)):
                 part, wanted = logits[inner], targets[rows][inner]
                 torch.mm(x[rows][inner], weight.t(), out=part)
@@ -52,7 +54,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 torch.mm(logits, weight, out=dx[rows])
             if dw is not None:
-                dw.addmm_(logits.t(), x[rows])
+                torch.addmm(dw, logits.t(), x[rows], beta=int(rows.start > 0), out=dw)
         ctx.save_for_backward(dx, dw)
         return total
 
@@ -74,9 +76,9 @@ def softmax_less_one_(logits: Tensor, targets: Tensor, with_gradient: bool) -> T
     sums = exponentials.sum(-1, keepdim=True)
     if with_gradient:
         share = has_target[:, None] / sums
-        torch.mul(exponentials, share, out=logits)
         # at the target worked out in fp32: 1 - p of a token that is all but certain is lost in bf16
-        logits.scatter_(1, at, ((aimed.exp() - sums) * share).to(logits.dtype))
+        gradient = exponentials.mul_(share).scatter_(1, at, (aimed.exp() - sums) * share)
+        logits.copy_(gradient)  # the one step that rounds: `out=logits` and scatter_ in bf16 make fp32 copies
     return ((sums.log() - aimed)[:, 0] * has_target).sum()
 
 

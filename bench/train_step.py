@@ -1,0 +1,70 @@
+"""One training step of a 70.8 M Llama shape: ours whole (forward, backward, clipping, AdamW on fp32 masters), or the
+forward and backward alone of transformers' model in plain bf16. Prints seconds a step, best of a few, as JSON.
+
+    python bench/train_step.py ours|transformers [STEPS]
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+SHAPE = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=9,
+             num_key_value_heads=3, tie_word_embeddings=True)  # fmt: skip
+SEQUENCES, LENGTH, WARMUP = 2, 512, 2
+
+
+def ours() -> Callable[[torch.Tensor], float]:
+    from shardwise.config import from_hugging_face
+    from shardwise.layout import Layout
+    from shardwise.parallel.apply import apply, draw_weights
+    from shardwise.parallel.mesh import make_mesh
+    from shardwise.train.data import Batch, MicroBatch
+    from shardwise.train.loop import take_step
+    from shardwise.train.optim import AdamW
+
+    mesh = make_mesh(Layout(), 0, torch.device("cpu"))
+    config = from_hugging_face({"model_type": "llama", **SHAPE})
+    program = apply(config, mesh, torch.bfloat16, torch.bfloat16, AdamW().update)
+    draw_weights(program, mesh, seed=0)
+    positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
+
+    def step(tokens: torch.Tensor) -> float:
+        microbatch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, None)
+        return take_step(program, mesh, Batch((microbatch,), SEQUENCES * LENGTH), lr=3e-4, max_norm=1.0)[0]
+
+    return step
+
+
+def transformers() -> Callable[[torch.Tensor], float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="sdpa")).bfloat16()
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+        loss.backward()
+        model.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def main(which: str, steps: int) -> None:
+    torch.set_num_threads(2)
+    step = {"ours": ours, "transformers": transformers}[which]()
+    generator = torch.Generator().manual_seed(1)
+    seconds = []
+    for _ in range(WARMUP + steps):
+        tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, LENGTH + 1), generator=generator)
+        began = time.perf_counter()
+        loss = step(tokens)
+        seconds.append(time.perf_counter() - began)
+    print(json.dumps({"seconds": min(seconds[WARMUP:]), "loss": loss}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 5)
