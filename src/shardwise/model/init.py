@@ -1,6 +1,7 @@
 """First weights that do not depend on the layout: every block of rows has its own seed, made of the parameter's name.
 
-So a rank draws what it holds and little more, never a whole tensor, and any cut of any layout starts from one model.
+So any cut of any layout starts from one model, and no rank draws a whole tensor at once: of a matrix cut by rows it
+draws what it holds and little more, of one cut by columns every block, one after the other.
 """
 
 import hashlib

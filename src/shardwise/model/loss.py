@@ -40,7 +40,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         wants_dx, wants_dw, _ = ctx.needs_input_grad
         dx = torch.empty_like(x) if wants_dx else None
-        dw = torch.empty_like(weight) if wants_dw else None
+        dw = (torch.empty_like if len(x) else torch.zeros_like)(weight) if wants_dw else None
         total = x.new_zeros((), dtype=torch.float32)
         vocab = weight.shape[0]
         pieces = list(chunks(len(x), PRODUCT_BYTES // (vocab * x.element_size())))

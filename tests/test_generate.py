@@ -1,0 +1,342 @@
+"""Generation against transformers and against its own definition, and what `shardwise generate` promises."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shardwise.cli import main
+from shardwise.config import from_hugging_face
+from shardwise.model.tokenizer import byte_tokenizer
+from shardwise.serve import generate as generation
+from shardwise.serve.generate import Generated, LoadedModel, generate, load_model
+from shardwise.serve.request import SamplingParams
+from smollm2 import smollm2_gguf
+from tiny_models import MODELS, our_weights, tiny_model
+
+LOGPROB = 1e-5  # absolute, in fp32
+PROMPT = list(b"Hello, world")
+BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
+
+
+def tiny(name: str) -> tuple[PreTrainedModel, LoadedModel]:
+    """A drawn model that talks bytes and, since its weights are drawn, never comes to an end by itself."""
+    theirs = tiny_model(name, **BYTES)
+    config = from_hugging_face(theirs.config.to_dict())
+    tokenizer = replace(byte_tokenizer(), eos_ids=frozenset())
+    return theirs, LoadedModel(config, our_weights(theirs), tokenizer, torch.float32, torch.device("cpu"))
+
+
+def greedy(max_tokens: int = 30, **changes: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **changes)
+
+
+@torch.no_grad()
+def their_logprobs(model: PreTrainedModel, prompt: list[int], answer: Generated) -> Tensor:
+    """log_softmax [new tokens, V] of what transformers computes for prompt and answer at once."""
+    logits = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+def assert_logprobs(model: PreTrainedModel, prompt: list[int], answer: Generated) -> None:
+    expected = their_logprobs(model, prompt, answer).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=LOGPROB)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_the_likeliest_token_at_every_step(name: str) -> None:
+    theirs, model = tiny(name)
+    answer = generate(model, PROMPT, greedy(40))
+    assert answer.tokens == tuple(their_logprobs(theirs, PROMPT, answer).argmax(-1).tolist())
+    assert_logprobs(theirs, PROMPT, answer)
+    assert (len(answer.tokens), answer.prompt_tokens, answer.finish_reason) == (40, len(PROMPT), "length")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_logprobs_of_drawn_tokens_are_of_the_unmodified_distribution(name: str) -> None:
+    theirs, model = tiny(name)
+    answer = generate(model, PROMPT, SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=3, max_tokens=40))
+    assert_logprobs(theirs, PROMPT, answer)
+    ranks = (their_logprobs(theirs, PROMPT, answer).argsort(-1, descending=True)).tolist()
+    places = [row.index(token) for row, token in zip(ranks, answer.tokens, strict=True)]
+    assert max(places) < 20 and any(places)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("chunk", [1, 5, 12, 13])
+def test_chunks_of_the_prompt_change_nothing(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = tiny(name)
+    whole = generate(model, PROMPT, greedy())
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", chunk)
+    answer = generate(model, PROMPT, greedy())
+    assert answer.tokens == whole.tokens and answer.text == whole.text
+    assert answer.logprobs == pytest.approx(whole.logprobs, abs=LOGPROB)
+
+
+def test_a_token_is_run_once_and_the_last_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 prompt and 5 new tokens, 16 go through the model: nothing follows the fifth."""
+    _, model = tiny("llama")
+    ran: list[int] = []
+    run = generation.run
+
+    def counting(decoder: Any, model: Any, cache: Any, tokens: Any) -> Tensor:
+        ran.append(len(tokens))
+        return run(decoder, model, cache, tokens)
+
+    monkeypatch.setattr(generation, "run", counting)
+    generate(model, PROMPT, greedy(5))
+    assert ran == [12, 1, 1, 1, 1]
+
+
+def test_a_seed_repeats_itself() -> None:
+    _, model = tiny("qwen3")
+    params = SamplingParams(temperature=1.5, max_tokens=30, seed=1)
+    first = generate(model, PROMPT, params)
+    assert generate(model, PROMPT, params).tokens == first.tokens
+    assert generate(model, PROMPT, replace(params, seed=2)).tokens != first.tokens
+    assert generate(model, PROMPT, replace(params, seed=None)).tokens != first.tokens
+
+
+def test_an_end_token_ends_and_is_not_part() -> None:
+    _, model = tiny("llama")
+    tokens = generate(model, PROMPT, greedy()).tokens
+    for at in (0, 1, 17):
+        end = tokens[at]
+        ending = replace(model, tokenizer=replace(model.tokenizer, eos_ids=frozenset({end, 256})))
+        answer = generate(ending, PROMPT, greedy())
+        assert answer.tokens == tokens[: tokens.index(end)] and answer.finish_reason == "stop"
+        assert len(answer.logprobs) == len(answer.tokens)
+
+
+def shown_by(model: LoadedModel, params: SamplingParams) -> tuple[list[str], Generated]:
+    pieces: list[str] = []
+    return pieces, generate(model, PROMPT, params, pieces.append)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_streamed_is_the_text(name: str) -> None:
+    _, model = tiny(name)
+    pieces, answer = shown_by(model, SamplingParams(temperature=1.0, max_tokens=45, seed=0))
+    assert "".join(pieces) == answer.text == model.tokenizer.decode(answer.tokens)
+    assert all(pieces) and len(pieces) > 10
+
+
+def test_text_stops_before_a_stop_string() -> None:
+    _, model = tiny("gpt2")
+    params = SamplingParams(temperature=1.0, max_tokens=50, seed=5)
+    whole = generate(model, PROMPT, params).text
+    for start, length in ((0, 1), (10, 3), (20, 8)):
+        stop = whole[start : start + length]
+        pieces, answer = shown_by(model, replace(params, stop=("not in it", stop)))
+        assert "".join(pieces) == answer.text == whole[: whole.index(stop)]
+        assert answer.finish_reason == "stop" and len(answer.logprobs) == len(answer.tokens) < 50
+    pieces, answer = shown_by(model, replace(params, stop=("not in it", whole[-3:] + "?")))
+    assert "".join(pieces) == answer.text == whole and answer.finish_reason == "length"
+
+
+def test_times_are_of_this_run() -> None:
+    _, model = tiny("llama")
+    assert (one := generate(model, PROMPT, greedy(1))).tokens_per_s == 0 and one.first_token_s > 0
+    assert generate(model, PROMPT, greedy(2)).tokens_per_s > 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "said"),
+    [
+        (0, 1, "the prompt is empty; give it at least one token"),
+        (64, 1, "the prompt has 64 tokens and the model 64 positions; shorten it"),
+        (100, 1, "the prompt has 100 tokens and the model 64 positions; shorten it"),
+        (60, 5, "60 prompt tokens and 5 new ones exceed the model's 64 positions; at most 4 new tokens work"),
+    ],
+)
+def test_limits_are_sentences(prompt: int, max_tokens: int, said: str) -> None:
+    _, model = tiny("gpt2")
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        generate(model, [65] * prompt, greedy(max_tokens))
+
+
+def test_every_position_can_be_used() -> None:
+    _, model = tiny("gpt2")  # whose positions are rows of a table: one more would be an error
+    assert len(generate(model, [65] * 60, greedy(4)).tokens) == 4
+    assert len(generate(model, [65] * 63, greedy(1)).tokens) == 1
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "llama"
+    tiny_model("llama", **BYTES).save_pretrained(path)
+    byte_tokenizer().save(path)
+    return path
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run `shardwise generate` with these words; exit code, stdout, stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()  # what making the model printed
+        code = main(["generate", *map(str, words)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_says_what_generate_does(folder: Path, command: Command) -> None:
+    words = ("--prompt", "Hello", "--max-tokens", 20, "--seed", 4, "--top-k", 50, "--dtype", "fp32")
+    params = SamplingParams(max_tokens=20, seed=4, top_k=50)
+    expected = generate(load_model(folder, torch.float32, torch.device("cpu")), list(b"Hello"), params)
+    code, out, err = command(folder, *words)
+    assert (code, out) == (0, expected.text + "\n")
+    assert re.fullmatch(r"20 tokens, the first after \d+\.\d\d s, then \d+ tokens/s\n", err)
+    code, out, err = command(folder, *words, "--json")
+    told = json.loads(out)  # exactly one object, or this raises
+    assert (code, err) == (0, "") and out.count("\n") == 1
+    assert told.keys() >= {"text", "tokens", "logprobs", "prompt_tokens", "tokens_per_s"}
+    assert (told["text"], told["tokens"], told["prompt_tokens"]) == (expected.text, list(expected.tokens), 5)
+    assert told["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB)
+    assert told["finish_reason"] == "length" and told["tokens_per_s"] > 0 and told["first_token_s"] > 0
+
+
+def test_the_prompt_may_come_from_stdin(folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--max-tokens", 9, "--temperature", 0, "--json")
+    wanted = json.loads(command(folder, "--prompt", "two\nlines é", *words)[1])
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines é"))
+    told = json.loads(command(folder, "--prompt", "-", *words)[1])
+    assert told["tokens"] == wanted["tokens"] and told["prompt_tokens"] == wanted["prompt_tokens"] == 12
+
+
+def test_stop_flags_add_up(folder: Path, command: Command) -> None:
+    words = (folder, "--prompt", "Hi", "--max-tokens", 40, "--seed", 8, "--json")
+    text = json.loads(command(*words)[1])["text"]
+    told = json.loads(command(*words, "--stop", text[6:8], "--stop", text[12:14])[1])
+    assert told["text"] == text[: min(text.index(text[6:8]), text.index(text[12:14]))]
+    assert told["finish_reason"] == "stop"
+
+
+def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command: Command) -> None:
+    told = json.loads(command(folder, "--prompt", "x" * 40, "--temperature", 0, "--json")[1])
+    assert told["prompt_tokens"] == 40 and len(told["tokens"]) == 24
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--temperature", "-0.5"], "temperature is -0.5, but it must be 0"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "warm"], "argument --temperature: invalid float value: 'warm'"),
+        (["--max-tokens", "0"], "max_tokens is 0, but at least 1"),
+        (["--max-tokens", "64"], "1 prompt tokens and 64 new ones exceed the model's 64 positions; at most 63"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--top-k", "-3"], "top_k is -3"),
+        (["--min-p", "2"], "min_p is 2.0"),
+        (["--stop", ""], "stop must be texts that are not empty"),
+        (["--seed", str(2**63)], "seed is 9223372036854775808"),
+        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x" * 64], "the prompt has 64 tokens and the model 64 positions"),
+        (["--prompt", "\udc80"], "the text is not valid Unicode"),
+        (["--chat"], "this model has no chat template"),
+        (["--system", "be brief"], "--system is a message of a chat; add --chat"),
+        (["--temprature", "0"], "generate does not take --temprature; did you mean --temperature?"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_a_sentence(
+    folder: Path, command: Command, words: list[str], said: str, flags: list[str]
+) -> None:
+    assert_refused(command(folder, "--prompt", "x", *words, *flags), said)
+
+
+def assert_refused(ended: tuple[int, str, str], said: str) -> None:
+    code, out, err = ended
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"shardwise: [^\n]+\n", err) and said in err
+
+
+def test_a_model_that_cannot_be_used_is_a_sentence(folder: Path, tmp_path: Path, command: Command) -> None:
+    def refused(model: object, said: str) -> None:
+        assert_refused(command(model, "--prompt", "x", "--max-tokens", 2), said)
+
+    refused(tmp_path / "none.gguf", "there is no such file or folder")
+    refused(tmp_path / "none", "there is no such file or folder")
+    refused(tmp_path, "is not a model folder")
+    refused("gpt2", "gpt2 is a shape without weights; name a folder")
+    refused("7B", "7B is a shape without weights")
+    refused("smollm", "model 'smollm' is not known; the nearest names are smollm2")
+    refused(folder / "config.json", "is a file, but not a .gguf file")
+
+
+def test_a_gguf_file_that_is_broken_is_a_sentence(tmp_path: Path, command: Command) -> None:
+    with smollm2_gguf().open("rb") as file:
+        start = file.read(4_000_000)
+    broken = {
+        "empty": (b"", "it has only 0 bytes"),
+        "other": (b"PK\x03\x04" + start[4:], "it does not start with the letters GGUF"),
+        "header": (start[:1000], "cannot be used as a GGUF file"),
+        "tables": (start[:500_000], "cannot be used as a GGUF file"),
+        "weights": (start, "it may have been cut short"),
+    }
+    for name, (content, said) in broken.items():
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+        assert_refused(command(tmp_path / f"{name}.gguf", "--prompt", "x"), said)
+
+
+def test_a_folder_that_is_broken_is_a_sentence(folder: Path, tmp_path: Path, command: Command) -> None:
+    def refused(said: str, **files: bytes | None) -> None:
+        """Every file of the model linked into a folder of its own, some replaced or, with None, left out."""
+        broken = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
+        broken.mkdir()
+        for file in folder.iterdir():
+            content = files.get(file.stem, b"")
+            if content:
+                (broken / file.name).write_bytes(content)
+            elif content is not None:
+                (broken / file.name).symlink_to(file)
+        assert_refused(command(broken, "--prompt", "x", "--max-tokens", 2), said)
+
+    config = json.loads((folder / "config.json").read_text())
+    weights = (folder / "model.safetensors").read_bytes()
+    refused("it has neither config.json nor model/config.json", config=None)
+    refused("is not valid JSON", config=b"{")
+    refused(
+        "architecture 'mamba' is not known; known are llama",
+        config=json.dumps(config | {"model_type": "mamba"}).encode(),
+    )
+    refused("it has no place for", config=json.dumps(config | {"num_hidden_layers": 1}).encode())
+    refused("model.safetensors", model=weights[: len(weights) // 2])
+    refused("model.safetensors", model=weights[:4])
+    refused("holds no weights: expected model.safetensors", model=None)
+    refused("holds no tokenizer", tokenizer=None)
+    refused("is not a tokenizer that can be read", tokenizer=b"[]")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(tmp_path: Path, command: Command) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    byte_tokenizer().save(tmp_path / "model")
+    said = "the tokenizer has ids up to 256 but the model's vocabulary only 101 rows"
+    assert_refused(command(tmp_path / "model", "--prompt", "x", "--max-tokens", 2), said)
+
+
+def test_the_real_model_knows_paris(command: Command) -> None:
+    words = (smollm2_gguf(), "--chat", "--prompt", "What is the capital of France?", "--temperature", 0)
+    code, out, err = command(*words, "--max-tokens", 24)
+    assert code == 0 and "Paris" in out and "<|im_end|>" not in out and err.count("\n") == 1
+    code, told, err = command(*words, "--max-tokens", 24, "--json")
+    answer = json.loads(told)
+    assert (code, err) == (0, "") and answer["text"] + "\n" == out
+    assert answer["finish_reason"] == "stop" and len(answer["tokens"]) == len(answer["logprobs"]) < 24
+    assert all(-20 < logprob <= 0 for logprob in answer["logprobs"])
