@@ -1,6 +1,5 @@
 """The chunked cross entropy against its definition: value, gradients, memory, and what it must not do."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from memory import peak_bytes
 from shardwise.model import loss
 from shardwise.model.loss import IGNORED, cross_entropy, cross_entropy_naive
 
@@ -210,21 +210,6 @@ def test_gradients_hold_nothing_of_what_was_in_their_memory(rows: int, dtype: to
     monkeypatch.setattr(torch, "empty_like", lambda tensor: empty_like(tensor).fill_(torch.nan))
     got = with_gradients(cross_entropy, x, weight, targets)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
-
-
-def peak_bytes(run: Callable[[], object], trace: Path) -> tuple[int, int]:
-    """The most bytes that `run` held at one time, and its largest allocation, from the trace of the allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        kept = run()
-    recorded.export_chrome_trace(str(trace))
-    del kept
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
-    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
-    held = peak = 0
-    for change in changes:
-        held += change
-        peak = max(peak, held)
-    return peak, max(changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

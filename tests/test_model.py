@@ -203,12 +203,6 @@ def test_a_window_reaches_as_far_as_its_layers_together() -> None:
         assert (not torch.equal(logits, logits_of(config, weights, other)[0, -1])) == seen
 
 
-def test_a_window_as_long_as_the_text_needs_no_mask() -> None:
-    config = ModelConfig("mistral", 1, 8, 8, 1, 1, 8, 16, 32, sliding_window=8, windowed_layers=frozenset({0}))
-    assert Causal(config).mask(8, 8, torch.device("cpu")) is None
-    assert int(Causal(config).mask(9, 8, torch.device("cpu")).sum()) == 45 - 1
-
-
 # Pieces ---------------------------------------------------------------------------------------------------------------
 
 

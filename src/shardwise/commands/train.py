@@ -2,11 +2,15 @@
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.train.loop import Outcome
 
 
 def add_train(subparsers: Any) -> None:
@@ -27,7 +31,8 @@ def add_train(subparsers: Any) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Exit 0 when the last step is done, 1 when a rank failed, 128 + its number when a signal stopped the run."""
+    """Exit 0 when the last step is done, 1 when a rank failed or the run diverged, 128 + its number when a signal
+    stopped it."""
     from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
     from shardwise.train.run import start_run
     from shardwise.train.settings import read_settings, to_toml
@@ -35,28 +40,40 @@ def run_train(args: argparse.Namespace) -> int:
     overrides = args.overrides + ([f"run.layout={json.dumps(args.layout)}"] if args.layout else [])
     settings = read_settings(Path(args.config), overrides)
     folder = settings.run.folder
-    again = f"shardwise train {args.config} --resume"
-    if is_first_rank():
-        print(to_toml(settings), file=sys.stderr)
+    again = f"shardwise train {shlex.quote(f'{folder}/config.toml')} --resume"
     try:
-        outcome = start_run(settings, args.resume, warn)
+        outcome = start_run(settings, args.resume, warn, lambda: print(to_toml(settings), file=sys.stderr))
     except RankFailed as failure:
-        print(
-            f"{failure}\nshardwise: the run failed; its last checkpoint is kept, so `{again}` goes on", file=sys.stderr
-        )
+        print(failure, file=sys.stderr)
+        warn(f"the run failed; its last checkpoint is kept, so `{again}` goes on")
         return 1
     except Stopped as stop:
-        print(f"shardwise: stopped by {stop}; {folder} is saved, `{again}` goes on", file=sys.stderr)
+        warn(f"stopped by {stop} before it could save; `{again}` goes on")
         return 128 + stop.signal
-    if outcome.stopped is not None:
+    if is_first_rank():
+        if args.json:
+            print(json.dumps({"run": folder, **asdict(outcome)}))
+        text = ending(outcome, folder, again)
+        if outcome.stopped or outcome.diverged:
+            warn(text)
+        elif not args.json:
+            print(text)
+    return 128 + outcome.stopped if outcome.stopped else 1 if outcome.diverged else 0
+
+
+def ending(outcome: "Outcome", folder: str, again: str) -> str:
+    """How the run ended, in a sentence."""
+    if outcome.diverged:
+        return (
+            f"the gradient of step {outcome.diverged} is not finite, so that step was not taken; `{again}` goes on "
+            "from the last checkpoint, for example with a lower optimizer.lr"
+        )
+    if outcome.stopped:
         name = signal.Signals(outcome.stopped).name
-        warn(f"stopped by {name} after step {outcome.step}; {folder} is saved, `{again}` goes on")
-        return 128 + outcome.stopped
-    if args.json and is_first_rank():
-        print(json.dumps({"run": folder, **asdict(outcome)}))
-    elif is_first_rank():
-        print(f"{folder}: {outcome.step} steps, loss {outcome.loss:.4f}" if outcome.loss else f"{folder}: was done")
-    return 0
+        return f"stopped by {name} after step {outcome.step}; {folder} is saved, `{again}` goes on"
+    if outcome.loss is None:
+        return f"{folder}: was done, after {outcome.step} steps"
+    return f"{folder}: {outcome.step} steps, loss {outcome.loss:.4f}"
 
 
 def warn(text: str) -> None:

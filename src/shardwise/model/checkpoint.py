@@ -2,6 +2,7 @@
 
     checkpoints/step-00000100/
         index.json             step, layout, and for every piece of state its file, key, global start and shape
+        index.sha256           the checksum of index.json
         rank-00000.safetensors master weights and moments in fp32, what that rank owned
 
 A checkpoint is written aside, with the size and SHA-256 of every file in its index, and renamed when whole: a kill
@@ -58,7 +59,9 @@ class Checkpoint:
 
     def __init__(self, path: Path, verify: bool = True) -> None:
         try:
-            index = json.loads((path / "index.json").read_text())
+            if checksum(path / "index.json") != (path / "index.sha256").read_text(encoding="utf-8"):
+                raise OSError("index.json does not match its checksum")
+            index = json.loads((path / "index.json").read_text(encoding="utf-8"))
             if index["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"{path} is of format version {index['format_version']}, not {FORMAT_VERSION}")
             self.step, self.layout = int(index["step"]), str(index["layout"])
@@ -66,7 +69,7 @@ class Checkpoint:
             for name, record in index["files"].items():
                 check_file(path / name, record, verify)
             self._files = {name: safe_open(path / name, "pt") for name in index["files"]}
-        except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
+        except (OSError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
             raise ValueError(f"checkpoint {path} is damaged: {type(error).__name__} {error}") from None
         self.path = path
         self.entries: dict[tuple[str, State], list[Entry]] = {}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import ModelConfig, RopeScaling
+from shardwise.kernels.attention import causal_attention
 
 
 class AppliedWeight(Protocol):
@@ -91,23 +92,4 @@ class Causal:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         window = self.config.sliding_window if layer in self.config.windowed_layers else None
-        mask = self.mask(q.shape[1], window, q.device)
-        grouped = q.shape[2] != k.shape[2]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-        return out.transpose(1, 2)
-
-    def mask(self, num_tokens: int, window: int | None, device: torch.device) -> Tensor | None:
-        """[B or 1, 1, T, T], true where a query (row) sees a key (column); None when plain causal says it all."""
-        if window is not None and window >= num_tokens:
-            window = None
-        if self.documents is None and window is None:
-            return None
-        at = torch.arange(num_tokens, device=device)
-        behind = at[:, None] - at[None, :]
-        seen = behind >= 0
-        if window is not None:
-            seen = seen & (behind < window)
-        if self.documents is None:
-            return seen[None, None]
-        return seen[None, None] & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
+        return causal_attention(q, k, v, window, self.documents)

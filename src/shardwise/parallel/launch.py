@@ -6,20 +6,30 @@ started. Either way each rank ends in `function(place, *args)`.
 """
 
 import logging
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 
-SAVE_TIMEOUT_S = 600
-"""How long ranks may take to save and stop after a signal before they are ended."""
+from shardwise.parallel.mesh import CollectiveFailed
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BLAME_S = 5.0
+"""How long a rank whose collective failed waits before it fails too, so that the one at fault is found first."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class RankFailed(Exception):
 
 
 class Stopped(Exception):
-    """The launcher was told to stop (Ctrl-C, SIGTERM); the ranks have saved and ended. `signal` is which."""
+    """The ranks were ended at once, on a second Ctrl-C. `signal` is its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -59,32 +69,90 @@ def is_first_rank() -> bool:
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """Run `function(place, *args)` on every rank and return the result of this machine's first.
 
-    `function` must be importable by name. Raises RankFailed or Stopped; one rank runs in this very process.
+    `function` must be importable by name; Ctrl-C and SIGTERM reach it as signals on every rank (`StopRequest` takes
+    them). Raises RankFailed or Stopped. One rank runs in this very process.
     """
     if started_by_torchrun():
         return run_rank(function, *args)
     if num_ranks == 1:
         return function(Place(0, 1, device_of(0, 1)), *args)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told below, once
-    known = {field.name for field in fields(LaunchConfig)}
-    patience: dict[str, Any] = {"shutdown_timeout": SAVE_TIMEOUT_S} if "shutdown_timeout" in known else {}
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=0, monitor_interval=0.05,
-        run_id="shardwise", rdzv_backend="c10d", rdzv_endpoint="localhost:0", **patience,
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=0, monitor_interval=0.05, run_id="shardwise",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost", signals_to_handle="SIGQUIT",
     )  # fmt: skip
     try:
-        return elastic_launch(config, run_spawned)(num_ranks, function, *args)[0]
+        with relayed_signals(num_ranks), silent_log():
+            return elastic_launch(config, run_spawned)(num_ranks, function, *args)[0]
     except ChildFailedError as error:
         raise RankFailed(tell_failures(error)) from None
-    except SignalException as stop:
-        raise Stopped(stop.sigval) from None
 
 
-@record
+@contextmanager
+def relayed_signals(num_ranks: int) -> Iterator[None]:
+    """While the block runs, Ctrl-C and SIGTERM go on to the ranks, which end in their own time; a second Ctrl-C ends
+    them at once.
+
+    The main thread holds both signals back, which the ranks it starts inherit: none dies of one before it can save. A
+    second thread takes them from the system, and Python runs the handler in the main thread.
+    """
+    others = multiprocessing.active_children()
+    early: list[int] = []
+    interrupts = 0
+
+    def relay(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        ranks = [process for process in multiprocessing.active_children() if process not in others]
+        if len(ranks) < num_ranks:
+            early.append(number)
+            return
+        interrupts += number == signal.SIGINT
+        for process in ranks:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL if interrupts > 1 else number)
+        if interrupts > 1:
+            raise Stopped(number)
+
+    def repeat_early_ones() -> None:
+        while not done.wait(0.1):
+            while early:
+                os.kill(os.getpid(), early.pop())
+
+    resource_tracker.ensure_running()  # now, since starting it lets both signals through
+    done = threading.Event()
+    threading.Thread(target=repeat_early_ones, daemon=True).start()
+    former: dict[int, Any] = {number: signal.signal(number, relay) for number in STOP_SIGNALS}
+    former[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)  # which the launcher takes and keeps
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        done.set()
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def silent_log() -> Iterator[None]:
+    """Without the launcher's own log: what went wrong is told once, by `tell_failures`."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def run_spawned(num_local: int, function: Callable[..., Any], *args: Any) -> Any:
     """Entry of a rank that `run_ranks` started: the machine's cores are shared evenly among its ranks."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local))
-    return run_rank(function, *args)
+    result = run_rank(function, *args)
+    # A rank waits for its launcher to take the result. Without a launcher it must not wait.
+    set_parent_death_signal(signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    if launcher is None or not launcher.is_alive():
+        sys.exit(1)
+    return result
 
 
 def run_rank(function: Callable[..., Any], *args: Any) -> Any:
@@ -97,6 +165,10 @@ def run_rank(function: Callable[..., Any], *args: Any) -> Any:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         return function(Place(rank, world_size, device), *args)
+    except CollectiveFailed:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        time.sleep(BLAME_S)  # the launcher, once it has found the rank at fault, ends this one
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -111,8 +183,8 @@ def device_of(local_rank: int, num_local: int) -> torch.device:
 def tell_failures(error: ChildFailedError) -> str:
     """The first failure in full, the others a line each: they mostly failed because the first did."""
     first_rank, first = error.get_first_failure()
-    told = first.error_file_data.get("message", {}) if isinstance(first.error_file_data, dict) else {}
-    trace = told.get("extraInfo", {}).get("py_callstack", "") if isinstance(told, dict) else str(told)
+    told = first.error_file_data.get("message") if isinstance(first.error_file_data, dict) else None
+    trace = told.get("extraInfo", {}).get("py_callstack", "") if isinstance(told, dict) else ""
     lines = [trace.rstrip() or str(first.message), f"rank {first_rank} failed first, with exit code {first.exitcode}"]
     for rank, failure in sorted(error.failures.items()):
         if rank != first_rank:

@@ -18,16 +18,24 @@ Operation = Literal["sum", "max"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+class CollectiveFailed(RuntimeError):
+    """A collective broke off, most likely because another rank of its axis has ended."""
+
+
 @dataclass
 class Pending:
-    """A collective under way. `wait` returns when its result is in place."""
+    """A collective under way. `wait` returns when its result is in place; it raises CollectiveFailed."""
 
+    axis: str
     work: dist.Work | None = None
     then: Callable[[], object] | None = None
 
     def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
+        try:
+            if self.work is not None:
+                self.work.wait()
+        except RuntimeError as error:
+            raise CollectiveFailed(f"a collective of axis {self.axis} broke off; has another rank ended?") from error
         if self.then is not None:
             self.then()
 
@@ -48,11 +56,11 @@ class Axis:
     def all_reduce(self, x: Tensor, operation: Operation = "sum", dtype: torch.dtype | None = None) -> Pending:
         """Start reducing `x` in place over the axis; with `dtype` the sum runs in it and is rounded once."""
         if self.size == 1:
-            return Pending()
+            return Pending(self.name)
         wire = x if dtype in (None, x.dtype) else x.to(dtype)
         self.bytes_sent += ring_all_reduce_bytes(wire.nbytes, self.size)
         work = dist.all_reduce(wire, OPERATIONS[operation], group=self.group, async_op=True)
-        return Pending(work, None if wire is x else lambda: x.copy_(wire))
+        return Pending(self.name, work, None if wire is x else lambda: x.copy_(wire))
 
     def sum(self, *values: float) -> list[float]:
         """The sums over the axis of a few numbers, for reports and decisions."""
@@ -73,7 +81,7 @@ class Axis:
             return list(values)
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
         self.control_bytes_sent += ring_all_reduce_bytes(x.nbytes, self.size)
-        dist.all_reduce(x, OPERATIONS[operation], group=self.group)
+        Pending(self.name, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True)).wait()
         return x.tolist()
 
 

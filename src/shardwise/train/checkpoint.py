@@ -1,6 +1,9 @@
 """Writing checkpoints and resuming from them; `model/checkpoint.py` says what one holds and reads it."""
 
+import errno
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -64,6 +67,7 @@ def publish(aside: Path, target: Path, layout: str, step: int) -> None:
         path.unlink()
     index = {"format_version": FORMAT_VERSION, "step": step, "layout": layout, "files": files, "entries": entries}
     (aside / "index.json").write_text(json.dumps(index))
+    (aside / "index.sha256").write_text(checksum(aside / "index.json"))
     if target.exists():
         shutil.rmtree(target)
     aside.rename(target)
@@ -72,27 +76,37 @@ def publish(aside: Path, target: Path, layout: str, step: int) -> None:
 def attempt(work: Callable[[], None]) -> OSError | None:
     try:
         work()
-    except (OSError, SafetensorError) as error:
-        return error if isinstance(error, OSError) else OSError(str(error))
+    except OSError as error:
+        return error
+    except SafetensorError as error:  # it tells the number of a system error in its text alone
+        number = re.search(r"os error (\d+)", str(error))
+        return OSError(int(number[1]), str(error)) if number else OSError(str(error))
     return None
 
 
 def raise_together(mesh: Mesh, error: OSError | None) -> None:
     """No rank goes on to wait for one that failed."""
-    failed = mesh.world.gather(float(error is not None))
+    failed = mesh.world.gather(0.0 if error is None else float(error.errno or errno.EIO))
     if error is not None:
         raise error
-    for rank, bad in enumerate(failed):
-        if bad:
-            raise OSError(f"rank {rank} could not write its part of the checkpoint")
+    for rank, number in enumerate(failed):
+        if number:
+            why = os.strerror(int(number))
+            raise OSError(int(number), f"rank {rank} could not write its part of the checkpoint: {why}")
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a kill left half written."""
-    for partial in folder.glob(".step-*.partial"):
+def remove_old(latest: Path, keep: int) -> None:
+    """Remove all but the last `keep` checkpoints up to `latest`, and what a kill left half written.
+
+    Later ones were damaged, since the run went on from before them; they must not push out whole ones.
+    """
+    for partial in latest.parent.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
-    for path in list_checkpoints(folder)[: -keep or None]:
-        shutil.rmtree(path, ignore_errors=True)
+    known = list_checkpoints(latest.parent)
+    kept = [path for path in known if path.name <= latest.name][-keep:]
+    for path in known:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def load_state(checkpoint: Checkpoint, store: Store, mesh: Mesh, specs: Iterable[ParamSpec]) -> None:

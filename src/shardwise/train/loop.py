@@ -1,5 +1,6 @@
 """The training loop: one for every layout. A single stage is the pipeline F0 B0 F1 B1 ..."""
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from shardwise.layout import Layout
 from shardwise.model.checkpoint import Checkpoint, checkpoint_path
 from shardwise.model.load import load_weights
 from shardwise.parallel.apply import Program, apply, draw_weights
-from shardwise.parallel.launch import Place
+from shardwise.parallel.launch import STOP_SIGNALS, Place
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.params import flops_per_token
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
@@ -26,12 +27,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after `step` steps, `stopped` by a signal (its number) or done; the losses last seen."""
+    """How a run ended: after `step` steps, `stopped` by a signal (its number), `diverged` at a step whose gradient was
+    not finite and which was not taken, or done; the losses last seen."""
 
     step: int
     loss: float | None
     held_out_loss: float | None
-    stopped: int | None
+    stopped: int | None = None
+    diverged: int | None = None
 
 
 def train(place: Place, settings: Settings, config: ModelConfig, weights: Path | None, resumed: int) -> Outcome:
@@ -67,9 +70,13 @@ def run_steps(
         rate = lr.at(step - 1)
         began = time.perf_counter()
         mine, norm = take_step(program, mesh, batches.batch(step - 1), rate, optimizer.max_norm)
-        loss, *signals = mesh.world.sum(mine, float(stop.signal or 0), float(stop.signal is not None))
+        asked = [float(stop.signal == number) for number in STOP_SIGNALS]
+        summed, *asked = mesh.world.sum(mine, *asked)
         seconds = time.perf_counter() - began
-        stopped = round(signals[0] / signals[1]) if signals[1] else None
+        if not math.isfinite(norm):
+            return Outcome(step - 1, loss, held_out_loss, diverged=step)
+        loss = summed
+        stopped = next((int(number) for number, ranks in zip(STOP_SIGNALS, asked, strict=True) if ranks), None)
         metrics.step(meter.read(step, loss, norm, rate, seconds))
         last = step == run.steps or stopped is not None
         if run.eval_every and (step % run.eval_every == 0 or step == run.steps):
@@ -79,19 +86,21 @@ def run_steps(
             save(settings, program, mesh, step)
         if stopped is not None:
             return Outcome(step, loss, held_out_loss, stopped)
-    return Outcome(run.steps, loss, held_out_loss, None)
+    return Outcome(max(start, run.steps), loss, held_out_loss)
 
 
 def take_step(program: Program, mesh: Mesh, batch: Batch, lr: float, max_norm: float) -> tuple[float, float]:
-    """One optimizer step on a global batch; returns this rank's term of its mean loss, and the gradient's norm."""
+    """One optimizer step on a global batch; returns this rank's term of its mean loss, and the gradient's norm. No step
+    is taken with a norm that is not finite."""
     batch = on_device(batch, mesh.device)
-    scale = 1 / mesh.data.sum(batch.num_targets)[0]  # the only scaling of loss and gradients
+    scale = 1 / max(1.0, *mesh.data.sum(batch.num_targets))  # the only scaling of loss and gradients
     with torch.no_grad():  # F alone enables gradients
         for action in program.table:
             program.pipeline.execute(action, batch.microbatches, scale)
         program.store.finish()
         norm = program.store.norm()
-        program.store.step(lr, min(1.0, max_norm / norm) if max_norm and norm else 1.0)
+        if math.isfinite(norm):
+            program.store.step(lr, min(1.0, max_norm / norm) if max_norm and norm else 1.0)
     return program.pipeline.finish() * scale, norm
 
 
@@ -107,14 +116,14 @@ def evaluate(settings: Settings, program: Program, mesh: Mesh) -> float:
         summed += program.pipeline.evaluate(microbatch)
         targets += batch.num_targets
     summed, targets = mesh.data.sum(summed, targets)
-    return summed / targets
+    return summed / max(1.0, targets)
 
 
 def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:
     path = checkpoint_path(Path(settings.run.folder), step)
     save_checkpoint(path, program.store, mesh, program.specs, step)
     if mesh.rank == 0 and settings.run.keep_checkpoints:
-        remove_old(path.parent, settings.run.keep_checkpoints)
+        remove_old(path, settings.run.keep_checkpoints)
 
 
 def make_program(settings: Settings, config: ModelConfig, mesh: Mesh, weights: Path | None, resumed: int) -> Program:

@@ -75,7 +75,7 @@ class Meter:
 class Metrics:
     """Writes `metrics.jsonl` in the run's folder and shows progress on stderr: on rank 0 only, elsewhere silent.
 
-    Lines after `resumed_step` are of a run that was cut off and are dropped.
+    Lines after `resumed_step` are of a run that was cut off and are dropped; at 0 all are, since it starts anew.
     """
 
     def __init__(self, folder: Path, steps: int, resumed_step: int, tensorboard: bool, active: bool) -> None:
@@ -83,7 +83,7 @@ class Metrics:
         if not active:
             return
         path = folder / "metrics.jsonl"
-        kept = [line for line in read_lines(path) if json.loads(line)["step"] <= resumed_step]
+        kept = [line for line in read_lines(path) if resumed_step and json.loads(line)["step"] <= resumed_step]
         path.write_text("".join(line + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
         self._board = open_tensorboard(folder) if tensorboard else None

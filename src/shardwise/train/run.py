@@ -11,12 +11,14 @@ import os
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from shardwise.catalogue import find_model, model_path
 from shardwise.config import ModelConfig, to_hugging_face
 from shardwise.layout import Layout
-from shardwise.model.checkpoint import newest
+from shardwise.model.checkpoint import list_checkpoints, newest
+from shardwise.model.load import open_weights
 from shardwise.model.tokenizer import check_vocabulary, load_tokenizer
 from shardwise.parallel.apply import check_trainable
 from shardwise.parallel.launch import is_first_rank, joined_world_size, run_ranks
@@ -34,13 +36,22 @@ class Run:
     weights: Path | None
 
 
-def start_run(settings: Settings, resume: bool = False, warn: Callable[[str], None] = print) -> Outcome:
+def start_run(
+    settings: Settings,
+    resume: bool = False,
+    warn: Callable[[str], None] = print,
+    begin: Callable[[], None] = lambda: None,
+) -> Outcome:
     """Check, make the folder, start the ranks, train. Raises ValueError before anything is written or started.
 
-    `resume` goes on from the newest whole checkpoint; `warn` is told of damaged ones.
+    `resume` goes on from the newest whole checkpoint; `warn` is told of damaged ones. `begin` is called when nothing is
+    left to refuse.
     """
     run = check_run(settings)
-    resumed = prepare_folder(run, resume, warn) if is_first_rank() else 0
+    resumed = 0
+    if is_first_rank():
+        resumed = prepare_folder(run, resume, warn)
+        begin()
     layout = Layout.parse(settings.run.layout)
     outcome: Outcome = run_ranks(train, layout.world_size, run.settings, run.config, run.weights, resumed)
     return outcome
@@ -64,6 +75,7 @@ def check_run(settings: Settings) -> Run:
                 f"model {settings.model.name} names a shape and has no weights; name a folder, hub id or file"
             )
         weights = model_path(found)
+        open_weights(weights, config).close()
     check_trainable(layout, config)
     if tokens.vocab_size > config.vocab_size:
         raise ValueError(
@@ -76,6 +88,8 @@ def check_run(settings: Settings) -> Run:
     Batches(tokens, data.seq_len, data.global_batch, layout.microbatches, 0, layout.dp, settings.run.seed)
     if settings.run.eval_every:
         TokenFile(Path(data.folder), "held_out").num_samples(data.seq_len)
+    if settings.run.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError("run.tensorboard needs the extra: pip install 'shardwise[tensorboard]'")
     return Run(settings, config, weights)
 
 
@@ -92,13 +106,14 @@ def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
     resumed = 0
     if begun:
         check_same_run(folder, run)
-        resumed = newest(folder, warn).step
+        if list_checkpoints(folder / "checkpoints"):  # else it was cut off before it could save, and starts anew
+            resumed = newest(folder, warn).step
     try:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         load_tokenizer(Path(run.settings.data.folder)).save(folder / "model")
         (folder / "model" / "config.json").write_text(json.dumps(to_hugging_face(run.config), indent=2) + "\n")
         aside = folder / ".config.toml.partial"
-        aside.write_text(to_toml(run.settings))
+        aside.write_text(to_toml(run.settings), encoding="utf-8")
         os.replace(aside, folder / "config.toml")  # last: what has a config.toml is a whole run
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error.strerror or error}") from None
@@ -107,7 +122,7 @@ def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
 
 def check_same_run(folder: Path, run: Run) -> None:
     """What decides the weights and the order of the data may not change in the middle of a run."""
-    before = tomllib.loads((folder / "config.toml").read_text())
+    before = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     now = tomllib.loads(to_toml(run.settings))
     fixed = [("model", key) for key in now["model"]] + [("data", key) for key in now["data"]] + [("run", "seed")]
     for section, key in fixed:

@@ -5,6 +5,7 @@ The dataclasses below are the only list of them: the reader, the errors and the 
 
 import difflib
 import json
+import math
 import tomllib
 import types
 from collections.abc import Sequence
@@ -155,8 +156,8 @@ def parse_value(kind: Any, value: Any, name: str) -> Any:
     assert get_origin(kind) not in (Union, types.UnionType)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(value) is not kind:
-        word = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes"}[kind]
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        word = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text in quotes"}[kind]
         raise ValueError(f"{name} must be {word}, not {value!r}")
     return value
 
@@ -172,13 +173,11 @@ def default_of(section: Field[Any]) -> Any:
 
 
 def nearest(name: str) -> str:
+    sections = [section.name for section in fields(Settings)]
     known = [f"{section}.{entry.name}" for section, entry in all_fields()]
-    found = difflib.get_close_matches(name, known, 1, 0.5)
-    if not found and "." in name:  # the right key under the wrong section
-        found = [key for key in known if key.split(".")[1] == name.split(".")[1]][:1]
-    if not found:
-        found = [key for key in known if key.split(".")[1] == name][:1]
-    return f"; did you mean {found[0]}?" if found else f"; sections are {', '.join(f.name for f in fields(Settings))}"
+    found = [key for key in known if key.split(".")[1] == name.split(".")[-1]]  # the right key, in the wrong section
+    found += difflib.get_close_matches(name, known if "." in name else sections + known, 1, 0.5)
+    return f"; did you mean {found[0]}?" if found else f"; sections are {', '.join(sections)}"
 
 
 def to_toml(settings: Settings, explained: bool = False) -> str:
@@ -188,10 +187,15 @@ def to_toml(settings: Settings, explained: bool = False) -> str:
         lines.append(f"[{section.name}]")
         values = getattr(settings, section.name)
         for entry in fields(values):
-            text = f"{entry.name} = {json.dumps(getattr(values, entry.name))}"
+            text = f"{entry.name} = {to_toml_value(getattr(values, entry.name))}"
             lines.append(f"{text:<32} # {entry.metadata['explained']}" if explained else text)
         lines.append("")
     return "\n".join(lines)
+
+
+def to_toml_value(value: str | float | bool) -> str:
+    """JSON but for one character, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def shaped(config: ModelConfig, settings: ModelSettings, tokenizer_vocab_size: int, counted: bool) -> ModelConfig:
@@ -202,11 +206,12 @@ def shaped(config: ModelConfig, settings: ModelSettings, tokenizer_vocab_size: i
         raise ValueError(f"model.{next(iter(changed))} changes the shape, so the given weights do not fit; use random")
     if counted and "vocab_size" not in changed:
         changed["vocab_size"] = tokenizer_vocab_size
-    shape = replace(config, **changed)
+    heads = changed.get("num_heads", config.num_heads)
+    if "num_heads" in changed and "num_kv_heads" not in changed:
+        changed["num_kv_heads"] = max(n for n in range(1, config.num_kv_heads + 1) if heads % n == 0)
     if {"hidden_size", "num_heads"} & changed.keys():
-        if shape.hidden_size % shape.num_heads:
-            raise ValueError(f"model.hidden_size {shape.hidden_size} is not a multiple of {shape.num_heads} heads")
-        if "num_kv_heads" not in changed:
-            shape = replace(shape, num_kv_heads=min(shape.num_kv_heads, shape.num_heads))
-        shape = replace(shape, head_dim=shape.hidden_size // shape.num_heads)
-    return shape
+        hidden = changed.get("hidden_size", config.hidden_size)
+        if hidden % heads:
+            raise ValueError(f"model.hidden_size {hidden} is not a multiple of {heads} heads")
+        changed["head_dim"] = hidden // heads
+    return replace(config, **changed)

@@ -1,0 +1,502 @@
+"""`shardwise train` as its users start, stop and break it: real processes where processes matter, else in this one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.cli import main
+from shardwise.layout import Layout
+from shardwise.model.checkpoint import list_checkpoints
+from shardwise.parallel.launch import Place, RankFailed, run_ranks
+from shardwise.parallel.mesh import make_mesh, ring_all_reduce_bytes
+from shardwise.params import model_specs, num_params, units
+from shardwise.train import metrics as telling
+from shardwise.train.metrics import Metrics, StepMetrics
+from shardwise.train.run import check_run
+from shardwise.train.settings import ModelSettings, Settings, read_settings, to_toml
+from tiny_training import build_data, tiny_settings, write_source
+
+DEADLINE_S = 90.0
+STEPS = 150
+SIZES = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_positions")
+GIVEN = [word for key in SIZES for word in ("--set", f"model.{key}=0")] + ["--set", "model.weights=given"]
+TIMED = ("tokens_per_s", "mfu", "peak_bytes", "comm_bytes")
+LAUNCHED = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    source, made = str(write_source(folder)), folder / "data"
+    assert main(["data", "build", source, str(made), "--tokenizer", "bytes", "--held-out", "0.1"]) == 0
+    return made
+
+
+def config_file(folder: Path, data: Path, **changes: Any) -> Path:
+    """A settings file for a run in `folder`/run."""
+    path = folder / "c.toml"
+    path.write_text(to_toml(tiny_settings(data, folder / "run", **changes)))
+    return path
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows_of(run)]
+
+
+def last_state(run: Path) -> bytes:
+    return (list_checkpoints(run / "checkpoints")[-1] / "rank-00000.safetensors").read_bytes()
+
+
+# -- processes ----------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A command under way in a session of its own, as a terminal has it, ended with the block."""
+
+    def __init__(self, *args: str, command: tuple[str, ...] = (sys.executable, "-m", "shardwise", "train")) -> None:
+        self.process = subprocess.Popen(
+            [*command, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env=LAUNCHED,
+        )  # fmt: skip
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.session():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def session(self) -> list[int]:
+        """Every process of the session that has not ended."""
+        alive = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                except OSError:
+                    continue
+                if int(session) == self.process.pid and state != "Z":
+                    alive.append(int(folder.name))
+        return alive
+
+    def ranks(self) -> list[int]:
+        """The processes that multiprocessing spawned, in order of their start."""
+        spawned = []
+        for pid in sorted(set(self.session()) - {self.process.pid}):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"spawn_main" in command:
+                spawned.append(pid)
+        return spawned
+
+    def wait_until(self, true: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not true():
+            if self.process.poll() is not None:
+                pytest.fail(f"ended with {self.process.returncode} before {what}: {self.process.communicate()[1]}")
+            assert time.monotonic() < deadline, f"never {what}"
+
+    def wait_for_step(self, run: Path, step: int) -> None:
+        path = run / "metrics.jsonl"
+        self.wait_until(lambda: path.exists() and f'"step": {step}, "loss"' in path.read_text(), f"step {step}")
+
+    def interrupt(self) -> None:
+        """Ctrl-C in a terminal: every process of the foreground gets it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self) -> tuple[int, str, str]:
+        """Its exit code, stdout and stderr, once it has ended and left no process behind."""
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        deadline = time.monotonic() + DEADLINE_S
+        while self.session():
+            assert time.monotonic() < deadline, "processes outlive the command"
+        return self.process.returncode, out, err
+
+
+def told_lines(err: str) -> list[str]:
+    """What stderr holds beyond the settings and the progress."""
+    known = re.compile(r"\[\w+\]|\w+ = .*|step +\d+  .*|")
+    return [line for line in err.splitlines() if not known.fullmatch(line)]
+
+
+@pytest.fixture(scope="module")
+def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str]]:
+    """A run on two ranks from its first step to its last: its folder, stdout and stderr."""
+    folder = tmp_path_factory.mktemp("straight")
+    path = config_file(folder, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0)
+    with Training(str(path), "--json") as training:
+        code, out, err = training.end()
+    assert code == 0, err
+    yield folder / "run", out, err
+
+
+def test_two_ranks_train_and_tell(straight: tuple[Path, str, str]) -> None:
+    run, out, err = straight
+    answer = json.loads(out)
+    assert answer | {"loss": 0, "held_out_loss": 0} == {
+        "run": str(run), "step": STEPS, "loss": 0, "held_out_loss": 0, "stopped": None, "diverged": None,
+    }  # fmt: skip
+    assert told_lines(err) == [], "nothing stray on stderr"
+    assert read_settings(run / "config.toml").run.layout == "dp2"
+    rows = rows_of(run)
+    steps = [row for row in rows if "loss" in row]
+    held_out = {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    assert list(held_out) == [0, 50, 100, 150]
+    assert answer["loss"] == steps[-1]["loss"] < steps[0]["loss"] - 1.5
+    assert answer["held_out_loss"] == held_out[150] < held_out[50] < held_out[0] - 1.0
+    config = check_run(read_settings(run / "config.toml")).config
+    unit_bytes = [4 * num_params(owned) for owned in units(model_specs(config)).values()]
+    sent = sum(ring_all_reduce_bytes(num_bytes, 2) for num_bytes in unit_bytes)
+    assert sent == 4 * num_params(model_specs(config))
+    for row in steps:
+        assert row.keys() == {field for field in StepMetrics.__dataclass_fields__}
+        assert row["tokens"] == row["step"] * 4 * 16
+        assert row["tokens_per_s"] > 0 and 0 < row["mfu"] < 1 and row["grad_norm"] > 0
+        assert len(row["peak_bytes"]) == 2 and min(row["peak_bytes"]) > 50e6, "resident bytes of two processes"
+        assert row["comm_bytes"].keys() == {"dp", "tp", "pp", "cp", "control"}
+        assert row["comm_bytes"]["dp"] == sent
+    assert steps[0]["lr"] == pytest.approx(0.005) and steps[1]["lr"] == pytest.approx(0.01)
+
+
+def test_stopped_by_a_signal_it_goes_on_to_the_same_end(
+    straight: tuple[Path, str, str], data: Path, tmp_path: Path
+) -> None:
+    """SIGTERM to the launcher alone, then Ctrl-C in the terminal: each saves and stops; the third part ends bit for bit
+    where the straight run ended."""
+    path, run = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0), tmp_path / "run"
+    with Training(str(path)) as training:
+        training.wait_for_step(run, 2)
+        training.process.terminate()
+        code, out, err = training.end()
+    assert (code, out) == (143, ""), err
+    (line,) = told_lines(err)
+    stop = re.fullmatch(rf"shardwise: stopped by SIGTERM after step (\d+); {run} is saved, `(.*)` goes on", line)
+    assert stop, line
+    step, again = int(stop[1]), stop[2].split()
+    assert list_checkpoints(run / "checkpoints")[-1].name == f"step-{step:08d}"
+    assert again[:2] == ["shardwise", "train"]
+    with Training(*again[2:], "--json") as training:
+        training.wait_for_step(run, step + 2)
+        training.interrupt()
+        code, out, err = training.end()
+    assert code == 130, err
+    assert json.loads(out)["stopped"] == signal.SIGINT
+    assert "stopped by SIGINT after step" in err
+    with Training(*again[2:]) as training:
+        code, out, err = training.end()
+    assert (code, told_lines(err)) == (0, [])
+    assert out.startswith(f"{run}: {STEPS} steps, loss ")
+    assert untimed(run) == untimed(straight[0])
+    assert last_state(run) == last_state(straight[0])
+
+
+def test_under_torchrun_it_joins_and_computes_the_same(
+    straight: tuple[Path, str, str], data: Path, tmp_path: Path
+) -> None:
+    path, run = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0), tmp_path / "run"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    with Training("shardwise", "train", str(path), "--json", command=torchrun) as training:
+        code, out, err = training.end()
+    assert code == 0, err
+    assert json.loads(out) == json.loads(straight[1]) | {"run": str(run)}, "the first rank answers, once"
+    assert untimed(run) == untimed(straight[0])
+    assert last_state(run) == last_state(straight[0])
+
+
+def test_a_killed_rank_is_named_and_the_run_can_go_on(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It dies before the first checkpoint, so what goes on starts anew, here on one rank."""
+    path, run = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0), tmp_path / "run"
+    with Training(str(path), "--json") as training:
+        training.wait_for_step(run, 2)
+        victim = training.ranks()[1]
+        os.kill(victim, signal.SIGKILL)
+        killed_s = time.monotonic()
+        code, out, err = training.end()
+    assert time.monotonic() - killed_s < 30
+    assert (code, out) == (1, "")
+    again = f"`shardwise train {run}/config.toml --resume`"
+    assert told_lines(err) == [
+        f"Signal 9 (SIGKILL) received by PID {victim}",
+        "rank 1 failed first, with exit code -9",
+        f"shardwise: the run failed; its last checkpoint is kept, so {again} goes on",
+    ]
+    assert main(["train", str(path), "--resume", "--layout", "dp1", "--set", "run.steps=3"]) == 0
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(data: Path, tmp_path: Path) -> None:
+    """One rank sleeps and the other waits for it: the first Ctrl-C cannot save, the second ends all at once."""
+    path, run = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0), tmp_path / "run"
+    with Training(str(path)) as training:
+        training.wait_for_step(run, 2)
+        os.kill(training.ranks()[1], signal.SIGSTOP)
+        training.process.send_signal(signal.SIGINT)
+        pending = Path(f"/proc/{training.ranks()[1]}/status")
+        interrupted = re.compile(r"^ShdPnd:\s*0*[1-9a-f][0-9a-f]*$", re.MULTILINE)
+        training.wait_until(lambda: interrupted.search(pending.read_text()), "passed the signal on")
+        training.process.send_signal(signal.SIGINT)
+        code, out, err = training.end()
+    assert (code, out) == (130, "")
+    assert told_lines(err) == [
+        f"shardwise: stopped by SIGINT before it could save; `shardwise train {run}/config.toml --resume` goes on"
+    ]
+
+
+def test_a_signal_while_ranks_start_waits_until_they_can_save(data: Path, tmp_path: Path) -> None:
+    """Ctrl-C as soon as the first rank is there, while the others start and all import: no traceback, one step, a
+    checkpoint."""
+    path, run = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0), tmp_path / "run"
+    with Training(str(path)) as training:
+        training.wait_until(training.ranks, "a rank")
+        training.interrupt()
+        code, out, err = training.end()
+    assert (code, out) == (130, ""), err
+    (line,) = told_lines(err)
+    assert "stopped by SIGINT after step 1;" in line
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000001"]
+
+
+# -- the launcher -------------------------------------------------------------------------------------------
+
+
+def fail_on_the_last(place: Place) -> None:
+    mesh = make_mesh(Layout(dp=place.world_size), place.rank, place.device)
+    if place.rank == place.world_size - 1:
+        raise ValueError("the last rank gives up")
+    mesh.world.barrier()
+
+
+def threads_of(place: Place) -> tuple[int, int, int, str | None]:
+    return place.rank, place.world_size, torch.get_num_threads(), os.environ.get("MASTER_ADDR")
+
+
+def test_the_first_failure_comes_first_and_the_process_is_as_before() -> None:
+    """Rank 0 fails too, since rank 1 does not come to the barrier; it is not the one that is shown."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(fail_on_the_last, 2)
+    first, *_, last = str(caught.value).splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert "ValueError: the last rank gives up" in str(caught.value)
+    assert last == "rank 1 failed first, with exit code 1"
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
+def test_ranks_share_the_cores_and_meet_on_this_machine() -> None:
+    rank, world, threads, address = run_ranks(threads_of, 2)
+    assert (rank, world, threads) == (0, 2, max(1, (os.cpu_count() or 1) // 2))
+    assert address == "localhost", "no lookup of a host name, which may not resolve"
+
+
+# -- one rank, in this process ------------------------------------------------------------------------------
+
+
+def told_to_stop_at(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals) -> None:
+    """The process gets signals while it trains: just when a step is told."""
+    tell = Metrics.step
+
+    def tell_and_signal(self: Metrics, metrics: StepMetrics) -> None:
+        tell(self, metrics)
+        if metrics.step == step:
+            for number in numbers:
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(telling.Metrics, "step", tell_and_signal)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_rank_stops_after_the_step_and_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    number: signal.Signals, code: int,
+) -> None:  # fmt: skip
+    path, run = config_file(tmp_path, data, save_every=0), tmp_path / "run"
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        told_to_stop_at(patch, 2, number)
+        assert main(["train", str(path), "--json"]) == code
+    assert signal.getsignal(number) == handler
+    assert json.loads(capsys.readouterr().out)["step"] == 3, "the signal came when step 2 was done"
+    assert [checkpoint.name for checkpoint in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
+    assert main(["train", str(path), "--resume"]) == 0
+    assert capsys.readouterr().out.startswith(f"{run}: 6 steps, loss ")
+    (tmp_path / "other").mkdir()
+    assert main(["train", str(config_file(tmp_path / "other", data, save_every=0))]) == 0
+    assert untimed(run) == untimed(tmp_path / "other" / "run")
+    assert last_state(run) == last_state(tmp_path / "other" / "run")
+    capsys.readouterr()
+    assert main(["train", str(path), "--resume"]) == 0
+    assert capsys.readouterr().out == f"{run}: was done, after 6 steps\n"
+
+
+def test_a_second_ctrl_c_interrupts_one_rank_at_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_to_stop_at(monkeypatch, 2, signal.SIGINT, signal.SIGINT)
+    assert main(["train", str(config_file(tmp_path, data)), "--json"]) == 130
+    assert [row["step"] for row in rows_of(tmp_path / "run") if "loss" in row] == [1, 2]
+
+
+def test_a_run_that_diverges_says_so(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config_file(tmp_path, data, lr=1e30, warmup_steps=0, save_every=1)
+    assert main(["train", str(path), "--json"]) == 1
+    out, err = capsys.readouterr()
+    step = json.loads(out)["diverged"]
+    (line,) = told_lines(err)
+    assert line == (
+        f"shardwise: the gradient of step {step} is not finite, so that step was not taken; `shardwise train "
+        f"{tmp_path}/run/config.toml --resume` goes on from the last checkpoint, for example with a lower optimizer.lr"
+    )
+    assert main(["train", str(path), "--resume", "--set", "optimizer.lr=1e-3", "--json"]) in (0, 1)
+
+
+def test_weights_that_are_given(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run goes on from another's weights: it begins with the loss that the other ended with."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    assert main(["train", str(config_file(tmp_path / "first", data))]) == 0
+    settings = tiny_settings(data, tmp_path / "second" / "run", eval_sequences=6)
+    plain = ModelSettings(name=str(tmp_path / "first" / "run"), weights="given")
+    path = tmp_path / "second" / "c.toml"
+    path.write_text(to_toml(Settings(plain, settings.data, settings.optimizer, settings.run)))
+    assert main(["train", str(path)]) == 0
+    before = rows_of(tmp_path / "first" / "run")[-1]["held_out_loss"]
+    assert rows_of(tmp_path / "second" / "run")[0]["held_out_loss"] == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tensorboard_gets_what_metrics_get(data: Path, tmp_path: Path, precision: str) -> None:
+    assert main(["train", str(config_file(tmp_path, data, tensorboard=True, precision=precision))]) == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+def files_under(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--set", "run.layout=dp3"], "A global batch of 4 sequences does not divide among 3 data ranks x 1"),
+        (["--layout", "dp2.m4"], "does not divide among 2 data ranks x 4 micro-batches; 8 would"),
+        (["--layout", "dp2.tp2"], "layout dp2.tp2 can be planned but not trained yet; data parallel can: dp2"),
+        (["--layout", "tp4"], "layout tp4: tp4 does not divide 2 heads"),
+        (["--layout", "dp2.z1"], "can be planned but not trained yet"),
+        (["--layout", "dp2.q"], "'q' is not a part of a layout"),
+        (["--set", "data.seq_len=65"], "data.seq_len 65 is longer than the model's 64 positions"),
+        (["--set", "data.seq_len=40", "--set", "model.max_positions=39"], "longer than the model's 39 positions"),
+        (["--set", "data.folder=nowhere"], "nowhere is not a data set"),
+        (["--set", "model.vocab_size=100"], "was tokenized with 257 ids, but the model's vocabulary has 100"),
+        (["--set", "model.name=nothing"], "model 'nothing' is not known"),
+        ([*GIVEN, "--set", "model.num_layers=2"], "model.num_layers changes the shape, so the given weights do not"),
+        (GIVEN, "model 1M names a shape and has no weights; name a folder, hub id or file"),
+        (["--set", "model.hidden_size=15"], "model.hidden_size 15 is not a multiple of 2 heads"),
+        (["--set", "run.stps=5"], "run.stps is not a setting; did you mean run.steps?"),
+        (["--set", "run.steps=many"], "run.steps must be a whole number, not 'many'"),
+        (["--set", "run.folder=/proc/nowhere/run"], "/proc/nowhere/run cannot be written: "),
+        (["--resume"], "holds no run to resume; leave out --resume to start one"),
+        (["--again"], "train does not take --again"),
+    ],
+)
+def test_a_run_that_cannot_be_is_one_sentence_and_leaves_nothing(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    path = config_file(tmp_path, data)
+    before = files_under(tmp_path)
+    assert main(["train", str(path), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"shardwise: [^\n]+\n", err)
+    assert said in err
+    assert files_under(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda data: os.truncate(data / "train.bin", 100), "is damaged: it holds 100 bytes"),
+        (lambda data: os.truncate(data / "train.bin", 0), "is damaged: it holds 0 bytes"),
+        (lambda data: (data / "held_out.idx").unlink(), "held_out.idx is damaged"),
+        (lambda data: (data / "data.json").write_text("{}"), "does not describe a data set"),
+        (lambda data: (data / "tokenizer.json").unlink(), "holds no tokenizer"),
+    ],
+)
+def test_data_that_is_damaged_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], Any], said: str
+) -> None:
+    data = build_data(tmp_path)
+    spoil(data)
+    path = config_file(tmp_path, data)
+    assert main(["train", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"shardwise: [^\n]+\n", err) and said in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_run_or_something_else_is_left_alone(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = config_file(tmp_path, data), tmp_path / "run"
+    assert main(["train", str(path)]) == 0
+    before = files_under(run)
+    for flags, said in (
+        ([], "already holds a run; add --resume to go on with it, or choose another run.folder"),
+        (["--resume", "--set", "run.seed=1"], "was begun with run.seed = 0, not 1; resume it with the same"),
+        (["--resume", "--set", "data.global_batch=8"], "was begun with data.global_batch = 4, not 8"),
+        (["--resume", "--set", "model.num_layers=3"], "was begun with model.num_layers = 2, not 3"),
+        (["--set", f"run.folder={data}"], f"{data} is not empty and not a run; choose another run.folder"),
+        (["--set", f"run.folder={path}"], f"{path} is not empty and not a run"),
+    ):
+        capsys.readouterr()
+        assert main(["train", str(path), *flags]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and re.fullmatch(r"shardwise: [^\n]+\n", err) and said in err
+        assert files_under(run) == before
+    for checkpoint in list_checkpoints(run / "checkpoints"):
+        (checkpoint / "index.json").unlink()
+    assert main(["train", str(path), "--resume"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all("trying the one before" in line for line in lines[:2])
+    assert lines[2] == f"shardwise: {run} holds no whole checkpoint"
+
+
+def test_a_model_file_that_is_damaged_is_refused_before_a_rank_starts(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    assert main(["train", str(config_file(tmp_path, data))]) == 0
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_bytes((tmp_path / "run" / "model" / name).read_bytes())
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    settings = tiny_settings(data, tmp_path / "other", layout="dp2")
+    plain = ModelSettings(name=str(tmp_path / "model"), weights="given")
+    path = tmp_path / "given.toml"
+    path.write_text(to_toml(Settings(plain, settings.data, settings.optimizer, settings.run)))
+    capsys.readouterr()
+    assert main(["train", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"shardwise: [^\n]+\n", err) and "model.safetensors" in err
+    assert not (tmp_path / "other").exists()
