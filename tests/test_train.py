@@ -1,11 +1,13 @@
 """`shardwise train` as its users start, stop and break it: real processes where processes matter, else in this one."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -262,6 +264,26 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(data: Path, tmp_path: Path)
     ]
 
 
+def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path) -> None:
+    """Its two ranks have nobody left to tell, and a terminal that fails when they write to it."""
+    path, run = config_file(tmp_path, data, layout="dp2", steps=10**6, save_every=0), tmp_path / "run"
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "train", str(path)], stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), env=LAUNCHED,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        shown = b""
+        while b"tokens/s" not in shown:  # progress, drawn since this is a terminal
+            shown += os.read(ours, 1 << 16)
+    finally:
+        os.close(ours)
+    process.wait(DEADLINE_S)
+    steps = [row["step"] for row in rows_of(run) if "loss" in row]
+    assert [checkpoint.name for checkpoint in list_checkpoints(run / "checkpoints")] == [f"step-{steps[-1]:08d}"]
+
+
 def test_a_signal_while_ranks_start_waits_until_they_can_save(data: Path, tmp_path: Path) -> None:
     """Ctrl-C as soon as the first rank is there, while the others start and all import: no traceback, one step, a
     checkpoint."""
@@ -326,7 +348,7 @@ def told_to_stop_at(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal
     monkeypatch.setattr(telling.Metrics, "step", tell_and_signal)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_one_rank_stops_after_the_step_and_goes_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     number: signal.Signals, code: int,

@@ -96,11 +96,11 @@ def demo_settings(folder: Path) -> "Settings":
     return replace(
         usual,
         model=replace(usual.model, name="2M"),
-        data=replace(usual.data, folder=str(folder / "data"), seq_len=256, global_batch=16),
-        optimizer=replace(usual.optimizer, lr=4e-3, warmup_steps=10),
+        data=replace(usual.data, folder=str(folder / "data"), seq_len=128, global_batch=16),
+        optimizer=replace(usual.optimizer, lr=2e-3),
         run=replace(
-            usual.run, folder=str(folder / "run"), layout="dp4", steps=160, precision="fp32", eval_every=40,
-            eval_sequences=32, save_every=0,
+            usual.run, folder=str(folder / "run"), layout="dp4", steps=320, precision="fp32", eval_every=80,
+            eval_sequences=64, save_every=0,
         ),
     )  # fmt: skip
 
@@ -123,7 +123,9 @@ def train_small(console: "Console", folder: Path) -> Trained:
     title(console, "3. Train on 4 ranks: each has the whole model and a quarter of every batch (data parallel)",
           f"shardwise train {config}")  # fmt: skip
     began = time.perf_counter()
-    start_run(settings)
+    outcome = start_run(settings)
+    if outcome.step < settings.run.steps:
+        raise KeyboardInterrupt  # a signal stopped the run, and so the demo
     seconds = time.perf_counter() - began
     run = Path(settings.run.folder)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -26,7 +26,7 @@ def causal_attention(
 ) -> Tensor:
     """q [B, T, H, C], k and v [B, T, K, C] -> [B, T, H, C]: each token sees itself and what came before it.
 
-    With `window` only the last `window` tokens, itself included; with `documents` [B, T] only those of its own document.
+    With `window` only the last `window` tokens, itself included; with `documents` [B, T] only those of its document.
     Scores are scaled by C^-0.5 and summed in fp32.
     """
     if q.device.type == "cpu":

@@ -27,7 +27,9 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_si
 
 from shardwise.parallel.mesh import CollectiveFailed
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a scheduler's request, a terminal that was closed: each asks a run to save and stop."""
+
 BLAME_S = 5.0
 """How long a rank whose collective failed waits before it fails too, so that the one at fault is found first."""
 
@@ -66,10 +68,15 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def is_taken(number: int) -> bool:
+    """Whether a stop signal is heeded; under `nohup` a closed terminal is not."""
+    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+
+
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """Run `function(place, *args)` on every rank and return the result of this machine's first.
 
-    `function` must be importable by name; Ctrl-C and SIGTERM reach it as signals on every rank (`StopRequest` takes
+    `function` must be importable by name; STOP_SIGNALS reach it as signals on every rank (`StopRequest` takes
     them). Raises RankFailed or Stopped. One rank runs in this very process.
     """
     if started_by_torchrun():
@@ -89,10 +96,10 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
 
 @contextmanager
 def relayed_signals(num_ranks: int) -> Iterator[None]:
-    """While the block runs, Ctrl-C and SIGTERM go on to the ranks, which end in their own time; a second Ctrl-C ends
-    them at once.
+    """While the block runs, STOP_SIGNALS go on to the ranks, which end in their own time; a second Ctrl-C ends them at
+    once.
 
-    The main thread holds both signals back, which the ranks it starts inherit: none dies of one before it can save. A
+    The main thread holds the signals back, which the ranks it starts inherit: none dies of one before it can save. A
     second thread takes them from the system, and Python runs the handler in the main thread.
     """
     others = multiprocessing.active_children()
@@ -117,10 +124,10 @@ def relayed_signals(num_ranks: int) -> Iterator[None]:
             while early:
                 os.kill(os.getpid(), early.pop())
 
-    resource_tracker.ensure_running()  # now, since starting it lets both signals through
+    resource_tracker.ensure_running()  # now, since starting it lets signals through
     done = threading.Event()
     threading.Thread(target=repeat_early_ones, daemon=True).start()
-    former: dict[int, Any] = {number: signal.signal(number, relay) for number in STOP_SIGNALS}
+    former: dict[int, Any] = {number: signal.signal(number, relay) for number in STOP_SIGNALS if is_taken(number)}
     former[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)  # which the launcher takes and keeps
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -69,6 +69,7 @@ class Store:
         self._grads: dict[str, Tensor] = {}
         self._unit_of: dict[str, Unit] = {}
         self._pending: list[Pending] = []
+        self._grad_scale = 1.0
         for unit in self.units.values():
             leaves = {name: view.requires_grad_() for name, view in unit.views(unit.weights.data).items()}
             self._weights |= leaves
@@ -101,18 +102,21 @@ class Store:
             pending.wait()
         self._pending.clear()
 
-    def norm(self) -> float:
-        """The 2-norm of the whole gradient: each logical element counted once, summed in fp32 and fp64."""
+    def clip(self, max_norm: float) -> float:
+        """The 2-norm of the whole gradient, each logical element counted once, summed in fp32 and fp64. The next step
+        scales gradients so that it is at most `max_norm` (0: as they are)."""
         owned = self.mesh.replicate.rank == 0
         mine = sum(sum_of_squares(unit.grads) for unit in self.units.values()) if owned else 0.0
-        return self.mesh.world.sum(mine)[0] ** 0.5
+        norm = self.mesh.world.sum(mine)[0] ** 0.5
+        self._grad_scale = min(1.0, max_norm / norm) if max_norm and norm else 1.0
+        return norm
 
-    def step(self, lr: float, grad_scale: float = 1.0) -> None:
-        """One optimizer step on what this rank owns, with gradients times `grad_scale`."""
+    def step(self, lr: float) -> None:
+        """One optimizer step on what this rank owns; the gradients stay as they are."""
         self.num_steps += 1
         for unit in self.units.values():
             for part, decayed in unit.slices():
-                grad = unit.grads[part].float().mul_(grad_scale)
+                grad = unit.grads[part].float() * self._grad_scale
                 master = unit.master[part]
                 self.update(master, grad, unit.exp_avg[part], unit.exp_avg_sq[part], self.num_steps, lr, decayed)
                 if unit.master is not unit.weights:

@@ -98,9 +98,9 @@ def take_step(program: Program, mesh: Mesh, batch: Batch, lr: float, max_norm: f
         for action in program.table:
             program.pipeline.execute(action, batch.microbatches, scale)
         program.store.finish()
-        norm = program.store.norm()
+        norm = program.store.clip(max_norm)
         if math.isfinite(norm):
-            program.store.step(lr, min(1.0, max_norm / norm) if max_norm and norm else 1.0)
+            program.store.step(lr)
     return program.pipeline.finish() * scale, norm
 
 

@@ -4,9 +4,10 @@ import json
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 from rich.console import Console
@@ -72,6 +73,23 @@ class Meter:
         )  # fmt: skip
 
 
+class LastingStream:
+    """A stream that may go away, as a closed terminal does: the run that writes to it goes on, and can be saved."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding, self.isatty, self.fileno = stream.encoding, stream.isatty, stream.fileno
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
 class Metrics:
     """Writes `metrics.jsonl` in the run's folder and shows progress on stderr: on rank 0 only, elsewhere silent.
 
@@ -87,7 +105,7 @@ class Metrics:
         path.write_text("".join(line + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
         self._board = open_tensorboard(folder) if tensorboard else None
-        self._console = Console(stderr=True)
+        self._console = Console(file=cast(TextIO, LastingStream(sys.stderr)))
         self._progress = Progress(
             TextColumn("[bold]train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal,

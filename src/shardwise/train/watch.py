@@ -4,11 +4,11 @@ import signal
 from types import FrameType
 from typing import Any
 
-from shardwise.parallel.launch import STOP_SIGNALS
+from shardwise.parallel.launch import STOP_SIGNALS, is_taken
 
 
 class StopRequest:
-    """Set by Ctrl-C or SIGTERM while the block runs; a second Ctrl-C in the only process interrupts at once.
+    """Set by one of STOP_SIGNALS while the block runs; a second Ctrl-C in the only process interrupts at once.
 
     A context manager. `patient` ranks, which a launcher also signals, never interrupt, since terminal and launcher each
     tell them; signals held back while they started come now, and those that come after the block are ignored, since
@@ -22,7 +22,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         for number in STOP_SIGNALS:
-            self._former[number] = signal.signal(number, self._ask)
+            if is_taken(number):
+                self._former[number] = signal.signal(number, self._ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
