@@ -76,7 +76,7 @@ def free_folder(wanted: Path) -> Path:
 
 def title(console: "Console", text: str, command: str) -> None:
     console.print(f"\n[bold cyan]{text}[/]")
-    console.print(f"[dim]$ {command}[/]\n", markup=True)
+    console.print(f"$ {command}\n", style="dim", markup=False, soft_wrap=True)
 
 
 def explain(console: "Console") -> bool:
@@ -95,11 +95,11 @@ def demo_settings(folder: Path) -> "Settings":
     usual = Settings()
     return replace(
         usual,
-        model=replace(usual.model, name="2M"),
+        model=replace(usual.model, name="1M"),
         data=replace(usual.data, folder=str(folder / "data"), seq_len=128, global_batch=16),
-        optimizer=replace(usual.optimizer, lr=2e-3),
+        optimizer=replace(usual.optimizer, lr=3e-3),
         run=replace(
-            usual.run, folder=str(folder / "run"), layout="dp4", steps=320, precision="fp32", eval_every=80,
+            usual.run, folder=str(folder / "run"), layout="dp4", steps=400, precision="fp32", eval_every=100,
             eval_sequences=64, save_every=0,
         ),
     )  # fmt: skip
@@ -141,9 +141,9 @@ def train_small(console: "Console", folder: Path) -> Trained:
 
 def write_code(console: "Console", run: Path) -> str:
     title(console, "4. Saved, loaded back, and writing Python",
-          f"shardwise generate {run} --prompt {START_OF_CODE!r} --temperature 0.7 --seed 1")  # fmt: skip
+          f"shardwise generate {run} --prompt {START_OF_CODE!r} --temperature 0.3 --seed 1")  # fmt: skip
     console.print(START_OF_CODE, end="", markup=False)
-    return stream(console, run, START_OF_CODE, chat=False, temperature=0.7, max_tokens=120)
+    return stream(console, run, START_OF_CODE, chat=False, temperature=0.3, max_tokens=120)
 
 
 def talk(console: "Console") -> str | None:
