@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shardwise.cli import main
 from shardwise.train import documents
 from shardwise.train.corpus import build, read_corpus, staged
 from shardwise.train.data import NO_TARGET, Batches, Order, TokenFile, held_out_batches
@@ -91,9 +92,10 @@ def test_documents_come_back(texts: list[str], held_out: float) -> None:
             assert made.documents == len(expected)
             return
         held = read_documents(data, "held_out")
-        if len(expected) == 1:
-            assert train[0] + held[0] == expected[0]
-            assert len(train) == len(held) == 1 and train[0] and held[0]
+        if len(train) == len(expected):  # the last document was most of the text, and is cut in two
+            assert len(held) == 1 and held[0] and train[-1] and 2 * len(expected[-1]) > made.tokens
+            assert [*train[:-1], train[-1] + held[0]] == expected
+            assert len(held[0]) <= max(1, round(held_out * made.tokens))
             return
         assert train and held
         assert made.documents == len(expected) == len(train) + len(held)
@@ -111,6 +113,25 @@ def test_held_out_share_is_drawn_from_everywhere(tmp_path: Path) -> None:
     assert np.histogram(first_tokens, bins=4, range=(0, 4000))[0].min() > 25
     build(tmp_path / "numbers.jsonl", tmp_path / "again", Words(1_000_000), 0.1)
     assert (tmp_path / "again/held_out.idx").read_bytes() == (tmp_path / "data/held_out.idx").read_bytes()
+
+
+def test_a_folder_may_hold_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.txt").write_text("text")
+    (source / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    assert main(["data", "build", str(source), str(tmp_path / "data"), "--tokenizer", "bytes"]) == 0
+    assert f"1 file of {source} left out as no text" in capsys.readouterr().err
+    assert read_corpus(tmp_path / "data").files == (str(source / "a.txt"),)
+    with pytest.raises(ValueError, match=r"b\.png is not UTF-8"):
+        build(source / "b.png", tmp_path / "other", Bytes())
+
+
+@pytest.mark.parametrize("sizes", [(20, 90_000), (1, 1, 50)])
+def test_a_last_document_that_is_most_of_the_text_is_not_held_out_whole(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    source = write_jsonl(tmp_path / "d.jsonl", ["x" * size for size in sizes])
+    made = build(source, tmp_path / "data", Bytes(), 0.01)
+    assert made.splits["held_out"].tokens == max(1, round(0.01 * made.tokens))
 
 
 def test_folder_of_files(tmp_path: Path) -> None:

@@ -165,11 +165,11 @@ LLAMA = ModelConfig("llama", 2, 64, 96, 4, 2, 16, 256, 128)
 
 def test_sizes_change_the_shape() -> None:
     model = replace(SECTIONS["model"], num_layers=3, hidden_size=48, num_heads=6, max_positions=32)
-    config = shaped(LLAMA, model, 1000, counted=True)
+    config = shaped(LLAMA, model, 1000, 24, counted=True)
     assert config == replace(
         LLAMA, num_layers=3, hidden_size=48, num_heads=6, head_dim=8, max_positions=32, vocab_size=1000
     )
-    assert shaped(LLAMA, SECTIONS["model"], 1000, counted=False) == LLAMA
+    assert shaped(LLAMA, SECTIONS["model"], 1000, 24, counted=False) == LLAMA
 
 
 @pytest.mark.parametrize(
@@ -184,11 +184,11 @@ def test_sizes_change_the_shape() -> None:
 )
 def test_sizes_that_make_no_model(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        shaped(LLAMA, replace(SECTIONS["model"], **sizes), 256, counted=True)
+        shaped(LLAMA, replace(SECTIONS["model"], **sizes), 256, 24, counted=True)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (8, 2), (1, 1)])
 def test_fewer_heads_keep_kv_heads_that_divide(heads: int, kv_heads: int) -> None:
     """Heads alone are changed: kv heads follow to the largest count that still divides them."""
-    config = shaped(LLAMA, replace(SECTIONS["model"], num_heads=heads, hidden_size=48), 256, counted=True)
+    config = shaped(LLAMA, replace(SECTIONS["model"], num_heads=heads, hidden_size=48), 256, 24, counted=True)
     assert (config.num_heads, config.num_kv_heads) == (heads, kv_heads)

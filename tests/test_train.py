@@ -236,11 +236,11 @@ def test_a_killed_rank_is_named_and_the_run_can_go_on(
         code, out, err = training.end()
     assert time.monotonic() - killed_s < 30
     assert (code, out) == (1, "")
-    again = f"`shardwise train {run}/config.toml --resume`"
+    again = f"`shardwise train {run} --resume`"
     assert told_lines(err) == [
         f"Signal 9 (SIGKILL) received by PID {victim}",
         "rank 1 failed first, with exit code -9",
-        f"shardwise: the run failed; its last checkpoint is kept, so {again} goes on",
+        f"shardwise: the run failed; nothing was saved, {again} starts anew",
     ]
     assert main(["train", str(path), "--resume", "--layout", "dp1", "--set", "run.steps=3"]) == 0
     assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
@@ -260,7 +260,8 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(data: Path, tmp_path: Path)
         code, out, err = training.end()
     assert (code, out) == (130, "")
     assert told_lines(err) == [
-        f"shardwise: stopped by SIGINT before it could save; `shardwise train {run}/config.toml --resume` goes on"
+        "shardwise: stopped at once by a second SIGINT; nothing was saved, "
+        f"`shardwise train {run} --resume` starts anew"
     ]
 
 
@@ -387,10 +388,12 @@ def test_a_run_that_diverges_says_so(data: Path, tmp_path: Path, capsys: pytest.
     step = json.loads(out)["diverged"]
     (line,) = told_lines(err)
     assert line == (
-        f"shardwise: the gradient of step {step} is not finite, so that step was not taken; `shardwise train "
-        f"{tmp_path}/run/config.toml --resume` goes on from the last checkpoint, for example with a lower optimizer.lr"
+        f"shardwise: the gradient of step {step} is not finite, so that step was not taken (a lower optimizer.lr may "
+        f"help); {tmp_path}/run/checkpoints/step-{step - 1:08d} is kept, "
+        f"`shardwise train {tmp_path}/run --resume` goes on from there"
     )
-    assert main(["train", str(path), "--resume", "--set", "optimizer.lr=1e-3", "--json"]) in (0, 1)
+    assert main(["train", f"{tmp_path}/run", "--resume", "--set", "optimizer.lr=1e-3", "--json"]) in (0, 1)
+    assert "shardwise: optimizer.lr was 1e+30 and is 0.001 from here on" in capsys.readouterr().err
 
 
 def test_weights_that_are_given(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,6 +408,57 @@ def test_weights_that_are_given(data: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["train", str(path)]) == 0
     before = rows_of(tmp_path / "first" / "run")[-1]["held_out_loss"]
     assert rows_of(tmp_path / "second" / "run")[0]["held_out_loss"] == pytest.approx(before, rel=1e-6)
+
+
+def test_a_run_is_resumed_as_it_was_begun(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What may not change is refused; a run that has had its steps stays as it is; its folder says its settings."""
+    run = tmp_path / "run"
+    assert main(["train", str(config_file(tmp_path, data, save_every=0))]) == 0
+    kept = (run / "config.toml").read_text()
+    capsys.readouterr()
+    assert main(["train", str(run), "--resume", "--set", "run.precision=bf16"]) == 2
+    assert capsys.readouterr().err == (
+        f"shardwise: {run} was begun with run.precision = 'fp32', not 'bf16'; resume it with the same\n"
+    )
+    assert main(["train", str(run), "--resume", "--set", "run.steps=2"]) == 0
+    assert capsys.readouterr().out == f"{run}: was done, after 6 steps\n"
+    assert (run / "config.toml").read_text() == kept
+
+
+def test_a_model_that_does_not_fit_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config_file(tmp_path, data)
+    assert main(["train", str(path), "--set", "model.vocab_size=1000000000", "--layout", "dp2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"shardwise: the parameters, gradients and optimizer of dp2 take [\d,.]+ GB a rank, on 2 ranks more than the "
+        r"[\d.,]+ GB there are; `shardwise plan` tells what would fit",
+        line,
+    ), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_converted_whole(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights and tokenizer, so that transformers and `generate` have all they need."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert main(["train", str(config_file(tmp_path, data, save_every=0))]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "folder"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checked_logits"] == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "folder").decode(AutoTokenizer.from_pretrained(data).encode("a b"))
+        == "a b"
+    )
+    ask = ["--prompt", "a b", "--temperature", "0", "--max-tokens", "4", "--dtype", "fp32", "--json"]
+    answers = []
+    for model in ("run", "folder"):
+        assert main(["generate", str(tmp_path / model), *ask]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert answers[0] == answers[1] and theirs.num_parameters() > 0
+    assert (tmp_path / "folder" / "model.safetensors").stat().st_mode == (
+        tmp_path / "folder" / "config.json"
+    ).stat().st_mode
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode loses a bar, not the answer
+    warnings.showwarning = show_warning
     try:
         args = parse(argv)
         code: int = args.run(args)
@@ -124,6 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"shardwise: {sentence}", file=sys.stderr)
         return 2
+
+
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"shardwise: {message}", file=sys.stderr)
 
 
 def user_sentence(error: ValueError | OSError) -> str | None:

@@ -197,11 +197,12 @@ def num_params(specs: tuple[ParamSpec, ...]) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Floating-point operations of training on one token, forward and backward, recompute not counted: 6 per weight of
-    a matrix product (all but the embedding's lookup) and causal attention, which sees half of `seq_len` on average."""
-    specs = model_specs(config)
-    products = num_params(specs) - (0 if config.tied else specs[0].numel)
-    return 6 * products + 6 * config.num_layers * config.q_size * seq_len
+    """Floating-point operations of training on one token, forward and backward, recompute not counted: 6 per parameter
+    but those that are looked up (embedding, learned positions; a tied embedding is the head too), and causal attention,
+    which sees half of `seq_len` on average."""
+    looked_up = {"positions"} if config.tied else {"embed", "positions"}
+    multiplied = sum(spec.numel for spec in model_specs(config) if not spec.tied_to and spec.name not in looked_up)
+    return 6 * multiplied + 6 * config.num_layers * config.q_size * seq_len
 
 
 def model_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:

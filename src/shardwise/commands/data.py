@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,11 @@ def add_data(subparsers: Any) -> None:
         help="a model folder, .gguf file, run or hub id to take it from; `bytes`; or `bpe:4096` to train one",
     )  # fmt: skip
     parser.add_argument(
-        "--held-out", type=float, default=0.01, metavar="SHARE", help="share kept for evaluation (default: 0.01)"
+        "--held-out",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="share of the documents kept for evaluation (default: 0.01)",
     )
     parser.add_argument("--field", default="text", help="of .jsonl and .parquet (default: text)")
     parser.set_defaults(run=run_data)
@@ -39,7 +44,7 @@ def add_data(subparsers: Any) -> None:
 
 def run_data(args: argparse.Namespace) -> int:
     from shardwise.train.corpus import build
-    from shardwise.train.documents import python_source_files
+    from shardwise.train.documents import python_source_files, walk
 
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held-out must be at least 0 and below 1, not {args.held_out}")
@@ -51,6 +56,8 @@ def run_data(args: argparse.Namespace) -> int:
             source, destination, tokenizer, args.held_out,
             lambda done, total, tokens: advance(f"tokenize, {tokens:,} tokens", done / max(1, total)), args.field,
         )  # fmt: skip
+    if isinstance(source, Path) and source.is_dir() and (left_out := len(walk(source)) - len(corpus.files)):
+        print(f"shardwise: {left_out} file{'s' * (left_out > 1)} of {source} left out as no text", file=sys.stderr)
     files = [str(path) for path in sorted(destination.iterdir())]
     if args.json:
         print(json.dumps({"tokens": corpus.tokens, "documents": corpus.documents, "files": files}))

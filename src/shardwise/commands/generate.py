@@ -23,9 +23,15 @@ def add_generate(subparsers: Any) -> None:
         "--max-tokens", type=int, metavar="N",
         help=f"new tokens at most (default: {DEFAULT_TOKENS}, or what room the model's positions leave)",
     )  # fmt: skip
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that sum to P")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="0: the likeliest token (default: 1)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: 0, all)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that sum to P (default: 1, all)"
+    )
     parser.add_argument(
         "--min-p", type=float, default=0.0, metavar="P", help="only those P times as likely as the first"
     )

@@ -20,7 +20,7 @@ def add_train(subparsers: Any) -> None:
         description="Train as a TOML file says (`shardwise config` prints one). Starts the ranks of its layout on this "
         "machine; under torchrun it joins the ranks that are there.",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="the settings of the run")
+    parser.add_argument("config", metavar="CONFIG.toml", help="the settings of the run, or with --resume its folder")
     parser.add_argument("--layout", metavar="L", help="in place of run.layout, for example dp4.m2")
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
     parser.add_argument(
@@ -40,15 +40,15 @@ def run_train(args: argparse.Namespace) -> int:
     overrides = args.overrides + ([f"run.layout={json.dumps(args.layout)}"] if args.layout else [])
     settings = read_settings(Path(args.config), overrides)
     folder = settings.run.folder
-    again = f"shardwise train {shlex.quote(f'{folder}/config.toml')} --resume"
+    again = f"shardwise train {shlex.quote(folder)} --resume"
     try:
         outcome = start_run(settings, args.resume, warn, lambda: print(to_toml(settings), file=sys.stderr))
     except RankFailed as failure:
         print(failure, file=sys.stderr)
-        warn(f"the run failed; its last checkpoint is kept, so `{again}` goes on")
+        warn(f"the run failed; {what_is_left(folder, again)}")
         return 1
     except Stopped as stop:
-        warn(f"stopped by {stop} before it could save; `{again}` goes on")
+        warn(f"stopped at once by a second {stop}; {what_is_left(folder, again)}")
         return 128 + stop.signal
     if is_first_rank():
         if args.json:
@@ -65,8 +65,8 @@ def ending(outcome: "Outcome", folder: str, again: str) -> str:
     """How the run ended, in a sentence."""
     if outcome.diverged:
         return (
-            f"the gradient of step {outcome.diverged} is not finite, so that step was not taken; `{again}` goes on "
-            "from the last checkpoint, for example with a lower optimizer.lr"
+            f"the gradient of step {outcome.diverged} is not finite, so that step was not taken (a lower optimizer.lr "
+            f"may help); {what_is_left(folder, again)}"
         )
     if outcome.stopped:
         name = signal.Signals(outcome.stopped).name
@@ -74,6 +74,16 @@ def ending(outcome: "Outcome", folder: str, again: str) -> str:
     if outcome.loss is None:
         return f"{folder}: was done, after {outcome.step} steps"
     return f"{folder}: {outcome.step} steps, loss {outcome.loss:.4f}"
+
+
+def what_is_left(folder: str, again: str) -> str:
+    """Of a run that ended without saving."""
+    from shardwise.model.checkpoint import list_checkpoints
+
+    saved = list_checkpoints(Path(folder) / "checkpoints")
+    return (
+        f"{saved[-1]} is kept, `{again}` goes on from there" if saved else f"nothing was saved, `{again}` starts anew"
+    )
 
 
 def warn(text: str) -> None:

@@ -13,7 +13,7 @@ from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.folder import check_vacant, write_folder
 from shardwise.model.layers import Causal
-from shardwise.model.load import Reader, open_weights, read_config, read_param
+from shardwise.model.load import Reader, kind_of, open_weights, read_config, read_param
 from shardwise.model.tokenizer import Tokenizer, load_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.params import ParamSpec, model_specs, num_params
@@ -41,7 +41,7 @@ class Converted:
 def convert(
     source: str | Path, destination: str | Path, dtype: torch.dtype | None = None, progress: Progress | None = None
 ) -> Converted:
-    """Write the model at `source`, a Hugging Face folder or a `.gguf` file, as the Hugging Face folder `destination`.
+    """Write the model at `source`, a folder, a `.gguf` file or a run, as the Hugging Face folder `destination`.
 
     `dtype` of None keeps the source's; quantized weights become bf16. The tokenizer comes along. Ends by loading both
     and comparing logits in fp32. Raises ValueError for a source that cannot be read, a destination that is in use, or
@@ -67,8 +67,10 @@ def convert(
 
 def find_tokenizer(source: Path) -> tuple[Tokenizer | None, list[Path]]:
     """The source's tokenizer, as far as it has one that can be read, and the files to copy instead of saving it."""
-    if not source.is_dir():
+    if kind_of(source) == "gguf":
         return load_tokenizer(source), []
+    if kind_of(source) == "run":
+        source = source / "model"
     files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
     readable = any((source / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     return load_tokenizer(source) if readable else None, files

@@ -192,6 +192,7 @@ def write_shards(folder: Path, shards: dict[str, list[str]], tensors: Iterator[t
         assert list(shard) == members, "stored_forms and plan_shards follow the same order"
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
         save_file(shard, folder / file, metadata={"format": "pt"})
+        share_mode(folder / file)
     assert next(tensors, None) is None, "stored_forms and plan_shards hold the same tensors"
     if len(shards) > 1:
         weight_map = {name: file for file, members in shards.items() for name in members}
@@ -227,3 +228,11 @@ def folder_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def share_mode(path: Path) -> None:
+    """Let others read a file as far as they may read any new one: safetensors makes files for their owner alone."""
+    plain = path.with_suffix(".mode")
+    plain.touch()
+    path.chmod(plain.stat().st_mode)
+    plain.unlink()

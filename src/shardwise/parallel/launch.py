@@ -64,6 +64,11 @@ def joined_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
 
 
+def local_world_size() -> int | None:
+    """The number of ranks that torchrun started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) if started_by_torchrun() else None
+
+
 def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 

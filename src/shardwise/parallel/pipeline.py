@@ -68,8 +68,10 @@ class Pipeline:
         self.stage, self.store = stage, store
         self._loss: Tensor | None = None
         self._saved: dict[tuple[int, str], Saved] = {}
-        self._flowing: dict[int, Tensor] = {}
-        """Per micro-batch what goes from piece to piece: activations on the way up, cotangents on the way down."""
+        self._activations: dict[int, Tensor] = {}
+        """Per micro-batch what goes up from piece to piece."""
+        self._cotangents: dict[int, Tensor] = {}
+        """Per micro-batch what goes down again."""
         self._contexts: dict[int, Context] = {}
 
     def execute(self, action: Action, microbatches: Sequence[MicroBatch], scale: float) -> None:
@@ -83,7 +85,7 @@ class Pipeline:
 
     def forward(self, action: Action, microbatch: MicroBatch) -> None:
         at = action.microbatch
-        x = self._flowing.pop(at, None)
+        x = self._activations.pop(at, None)
         if x is None:
             self._contexts[at] = self.stage.context(microbatch)
         else:
@@ -95,12 +97,12 @@ class Pipeline:
         if y.dim() == 0:
             self._loss = y.detach() if self._loss is None else self._loss + y.detach()
         else:
-            self._flowing[at] = y
+            self._activations[at] = y
 
     def backward(self, action: Action, scale: float) -> None:
         at = action.microbatch
         saved = self._saved.pop((at, action.piece))
-        dy = self._flowing.pop(at, None)
+        dy = self._cotangents.pop(at, None)
         if dy is None:
             dy = torch.full_like(saved.y, scale)
         inputs = ([] if saved.x is None else [saved.x]) + list(saved.weights.values())
@@ -108,13 +110,14 @@ class Pipeline:
         if saved.x is None:
             del self._contexts[at]
         else:
-            self._flowing[at] = grads.pop(0)
+            self._cotangents[at] = grads.pop(0)
         for name, grad in zip(saved.weights, grads, strict=True):
             self.store.add(name, grad)
 
     def finish(self) -> float:
         """The summed loss of this rank's tokens in this step; asserts that nothing is left half done."""
-        assert not self._saved and not self._flowing and not self._contexts, "the table left work undone"
+        left = (self._saved, self._activations, self._cotangents, self._contexts)
+        assert not any(left), "the table left work undone"
         loss, self._loss = self._loss, None
         return 0.0 if loss is None else loss.item()
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shardwise.model.checkpoint import FORMAT_VERSION, Checkpoint, Entry, checksum, list_checkpoints
+from shardwise.model.folder import share_mode
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.zero import Store
 from shardwise.params import ParamSpec, boxes
@@ -53,6 +54,7 @@ def write_rank(folder: Path, store: Store, mesh: Mesh, specs: Iterable[ParamSpec
             entries.append(asdict(Entry(parameter, state, name, key, box.start, box.shape)))
     path = folder / name
     save_file(tensors, path)
+    share_mode(path)
     record = {"entries": entries, "bytes": path.stat().st_size, "sha256": checksum(path)}
     (folder / f"{name}.json").write_text(json.dumps(record))
 

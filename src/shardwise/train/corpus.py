@@ -87,11 +87,11 @@ def build(
 ) -> Corpus:
     """Tokenize text once, so that training reads tokens at the speed of memory and any layout reads the same ones.
 
-    `source` is a file, a folder (walked in sorted order, without hidden files and `__pycache__`) or a list of
-    files. A `.jsonl` file holds a document a line and a `.parquet` file one a row, under `field`; any other file
-    is one document of UTF-8 text. Empty documents are left out. `held_out` is the share of documents put into
-    the held-out split, chosen by a hash of the document's number; each split gets at least one, and a document
-    that is alone is cut in two.
+    `source` is a file, a folder (walked in sorted order, without hidden files, `__pycache__` and what is no text) or
+    a list of files. A `.jsonl` file holds a document a line and a `.parquet` file one a row, under `field`; any other
+    file is one document of UTF-8 text. Empty documents are left out. `held_out` is the share of documents put into
+    the held-out split, chosen by a hash of the document's number; each split gets at least one, and a last
+    document that is most of the text is cut in two.
 
     The folder appears under its name only when complete. Raises ValueError for a destination in use, a source
     without text, and a file that cannot be read (with its line or row).
@@ -283,11 +283,10 @@ def is_held_out(number: int, share: float) -> bool:
 
 
 def hold_out_last(train: SplitWriter, held_out: SplitWriter, share: float) -> None:
-    """Hold out the last document where the hash chose none; of a document that is alone, its last tokens."""
-    if train.num_documents > 1:
-        start = train.last_start()
-    else:
-        start = train.num_tokens - min(train.num_tokens - 1, max(1, round(share * train.num_tokens)))
+    """Hold out the last document where the hash chose none; where it is most of the text, its last tokens alone."""
+    start = train.last_start()
+    if 2 * (train.num_tokens - start) > train.num_tokens:
+        start = train.num_tokens - min(train.num_tokens - start - 1, max(1, round(share * train.num_tokens)))
     train.move_tail(start, held_out)
 
 

@@ -35,11 +35,24 @@ def source_files(source: Path | Sequence[Path]) -> list[Path]:
     for root in roots:
         if not root.exists():
             raise ValueError(f"{root} does not exist.")
-    files = [file for root in roots for file in (walk(root) if root.is_dir() else [root])]
+    files = [file for root in roots for file in (text_files(root) if root.is_dir() else [root])]
     if not files:
         name = source if isinstance(source, Path) else "The list of source files"
         raise ValueError(f"{name} holds no files to read.")
     return files
+
+
+def text_files(root: Path) -> list[Path]:
+    """The files under `root` but those that are no text: a folder of texts holds pictures too."""
+    return [file for file in walk(root) if not is_binary(file)]
+
+
+def is_binary(path: Path) -> bool:
+    """Whether a file is of none of the known formats and, like any that is no text, has a zero byte near its start."""
+    if path.suffix.lower() in (".jsonl", ".parquet"):
+        return False
+    with path.open("rb") as file:
+        return b"\0" in file.read(8192)
 
 
 def walk(root: Path, left_out: frozenset[str] = COMPILED) -> list[Path]:

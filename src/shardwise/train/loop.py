@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.checkpoint import Checkpoint, checkpoint_path
-from shardwise.model.load import load_weights
+from shardwise.model.load import open_weights, read_param
 from shardwise.parallel.apply import Program, apply, draw_weights
 from shardwise.parallel.launch import STOP_SIGNALS, Place
 from shardwise.parallel.mesh import Mesh, make_mesh
@@ -137,9 +138,11 @@ def make_program(settings: Settings, config: ModelConfig, mesh: Mesh, weights: P
     elif weights is None:
         draw_weights(program, mesh, settings.run.seed)
     else:
-        given = load_weights(weights, config, program.specs, mesh.layout, mesh.coord, torch.float32, mesh.device)
-        for name, values in given.items():
-            program.store.set_weights(name, values)
+        with closing(open_weights(weights, config)) as reader:
+            for spec in program.specs:
+                if spec.tied_to is None:
+                    values = read_param(reader, spec, mesh.layout, mesh.coord, torch.float32, mesh.device)
+                    program.store.set_weights(spec.name, values)
     return program
 
 

@@ -17,6 +17,8 @@ from shardwise.hardware import device_for
 from shardwise.parallel.mesh import Mesh
 
 MATRIX_SIZE = 1024
+SECONDS_BETWEEN_LINES = 10.0
+"""Of progress, where there is no terminal to draw a bar on."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Metrics:
             TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal,
         )  # fmt: skip
         self._task = self._progress.add_task("train", total=steps, completed=resumed_step, told="")
-        self._every = max(1, steps // 10)
+        self._told_at = 0.0
         self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
@@ -123,7 +125,8 @@ class Metrics:
             f"{max(metrics.peak_bytes) / 1e9:.2f} GB"
         )
         self._progress.update(self._task, completed=metrics.step, told=told)
-        if not self._console.is_terminal and (metrics.step % self._every == 0 or metrics.step == 1):
+        if not self._console.is_terminal and time.monotonic() - self._told_at >= SECONDS_BETWEEN_LINES:
+            self._told_at = time.monotonic()
             self.say(f"step {metrics.step:>6}  {told}")
 
     def held_out(self, step: int, loss: float) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from shardwise.catalogue import find_model, model_path
 from shardwise.config import ModelConfig, to_hugging_face
 from shardwise.layout import Layout
@@ -21,10 +23,13 @@ from shardwise.model.checkpoint import list_checkpoints, newest
 from shardwise.model.load import open_weights
 from shardwise.model.tokenizer import check_vocabulary, load_tokenizer
 from shardwise.parallel.apply import check_trainable
-from shardwise.parallel.launch import is_first_rank, joined_world_size, run_ranks
+from shardwise.parallel.launch import device_of, is_first_rank, joined_world_size, local_world_size, run_ranks
+from shardwise.plan.memory import Precision, training_ledgers
 from shardwise.train.data import Batches, TokenFile
 from shardwise.train.loop import Outcome, train
 from shardwise.train.settings import Settings, shaped, to_toml
+
+FIXED = {("run", "seed"), ("run", "precision"), ("run", "gradients")}
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,15 @@ def check_run(settings: Settings) -> Run:
     layout = Layout.parse(settings.run.layout)
     joined = joined_world_size()
     if joined is not None and joined != layout.world_size:
-        raise ValueError(f"layout {layout} is for {layout.world_size} ranks, but torchrun started {joined}")
+        raise ValueError(
+            f"torchrun started {joined} ranks, but layout {layout} is for {layout.world_size}; "
+            f"--layout dp{joined} works"
+        )
     data = settings.data
     tokens = TokenFile(Path(data.folder), "train")
     tokenizer = load_tokenizer(Path(data.folder))
     found = find_model(settings.model.name)
-    config = shaped(found.config, settings.model, tokenizer.vocab_size, found.kind == "count")
+    config = shaped(found.config, settings.model, tokenizer.vocab_size, data.seq_len, found.kind == "count")
     weights = None
     if settings.model.weights == "given":
         if found.kind in ("count", "catalogue"):
@@ -77,6 +85,7 @@ def check_run(settings: Settings) -> Run:
         weights = model_path(found)
         open_weights(weights, config).close()
     check_trainable(layout, config)
+    check_memory(config, layout, settings.run.precision)
     if tokens.vocab_size > config.vocab_size:
         raise ValueError(
             f"{data.folder} was tokenized with {tokens.vocab_size} ids, but the model's vocabulary has "
@@ -87,10 +96,39 @@ def check_run(settings: Settings) -> Run:
         raise ValueError(f"data.seq_len {data.seq_len} is longer than the model's {config.max_positions} positions")
     Batches(tokens, data.seq_len, data.global_batch, layout.microbatches, 0, layout.dp, settings.run.seed)
     if settings.run.eval_every:
-        TokenFile(Path(data.folder), "held_out").num_samples(data.seq_len)
+        check_held_out(settings)
     if settings.run.tensorboard and find_spec("tensorboard") is None:
         raise ValueError("run.tensorboard needs the extra: pip install 'shardwise[tensorboard]'")
     return Run(settings, config, weights)
+
+
+def check_held_out(settings: Settings) -> None:
+    try:
+        TokenFile(Path(settings.data.folder), "held_out").num_samples(settings.data.seq_len)
+    except ValueError as error:
+        raise ValueError(
+            f"{str(error).rstrip('.')}; without evaluation (run.eval_every=0) it trains as it is"
+        ) from None
+
+
+def check_memory(config: ModelConfig, layout: Layout, precision: Precision) -> None:
+    """Refuse a run whose states alone exceed the memory, by the planner's figures, before it exceeds it."""
+    needed = max(stage.total_bytes for stage in training_ledgers(config, layout, precision))
+    ranks = (local_world_size() or layout.world_size) if device_of(0, layout.world_size).type == "cpu" else 1
+    held = memory_bytes(device_of(0, layout.world_size))
+    if needed * ranks > held:
+        raise ValueError(
+            f"the parameters, gradients and optimizer of {layout} take {needed / 1e9:,.3g} GB a rank, on {ranks} "
+            f"rank{'s' if ranks > 1 else ''} more than the {held / 1e9:,.3g} GB there are; "
+            "`shardwise plan` tells what would fit"
+        )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All the memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
@@ -105,9 +143,11 @@ def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
         raise ValueError(f"{folder} is not empty and not a run; choose another run.folder")
     resumed = 0
     if begun:
-        check_same_run(folder, run)
+        check_same_run(folder, run, warn)
         if list_checkpoints(folder / "checkpoints"):  # else it was cut off before it could save, and starts anew
             resumed = newest(folder, warn).step
+        if resumed >= run.settings.run.steps:
+            return resumed  # nothing to do, and nothing to write down
     try:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         load_tokenizer(Path(run.settings.data.folder)).save(folder / "model")
@@ -120,12 +160,15 @@ def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
     return resumed
 
 
-def check_same_run(folder: Path, run: Run) -> None:
-    """What decides the weights and the order of the data may not change in the middle of a run."""
+def check_same_run(folder: Path, run: Run, warn: Callable[[str], None]) -> None:
+    """What the weights are and in which order the data comes may not change in the middle of a run; other settings may,
+    and are told."""
     before = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     now = tomllib.loads(to_toml(run.settings))
-    fixed = [("model", key) for key in now["model"]] + [("data", key) for key in now["data"]] + [("run", "seed")]
-    for section, key in fixed:
+    for section, key in ((name, key) for name, values in now.items() for key in values):
         old, new = before.get(section, {}).get(key), now[section][key]
-        if old != new:
+        if old == new:
+            continue
+        if section in ("model", "data") or (section, key) in FIXED:
             raise ValueError(f"{folder} was begun with {section}.{key} = {old!r}, not {new!r}; resume it with the same")
+        warn(f"{section}.{key} was {old!r} and is {new!r} from here on")

@@ -26,7 +26,7 @@ class ModelSettings:
         "10M", "a catalogue name (smollm2-135m), a folder, a hub id, a .gguf file, or a count of parameters"
     )
     weights: Literal["random", "given"] = setting(
-        "random", "random: drawn from the seed; given: those of the named model"
+        "random", "random | given: drawn from the seed, or those of the named model"
     )
     num_layers: int = setting(0, "0: as the model has; so for every number below. They need random weights")
     hidden_size: int = setting(0, "width of the residual stream")
@@ -49,7 +49,7 @@ class DataSettings:
 class OptimizerSettings:
     lr: float = setting(1e-3, "the peak learning rate")
     schedule: Literal["cosine", "wsd", "constant"] = setting(
-        "cosine", "after warm-up: falls, or stays then falls, or stays"
+        "cosine", "cosine | wsd | constant: after warm-up falls, or stays and then falls, or stays"
     )
     warmup_steps: int = setting(20, "steps of linear warm-up")
     decay_steps: int = setting(0, "wsd: steps of the final linear decay")
@@ -68,9 +68,11 @@ class RunSettings:
     steps: int = setting(200, "optimizer steps in all")
     seed: int = setting(0, "of the first weights and of the order of the data")
     precision: Literal["bf16", "fp32"] = setting(
-        "bf16", "of weights, activations and gradients; bf16 keeps fp32 masters"
+        "bf16", "bf16 | fp32, of weights, activations and gradients; bf16 keeps fp32 masters"
     )
-    gradients: Literal["same", "fp32"] = setting("same", "dtype gradients accumulate in: that of the weights, or fp32")
+    gradients: Literal["same", "fp32"] = setting(
+        "same", "same | fp32: gradients accumulate in the dtype of the weights, or in fp32"
+    )
     eval_every: int = setting(50, "steps between evaluations on held-out data; 0: never")
     eval_sequences: int = setting(64, "held-out sequences of one evaluation")
     save_every: int = setting(100, "steps between checkpoints; the last step is saved as well; 0: the last only")
@@ -104,7 +106,10 @@ class Settings:
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
-    """The settings in a TOML file, with `section.key=value` overrides. Raises ValueError that names the nearest key."""
+    """The settings in a TOML file or a run's folder, with `section.key=value` overrides. Raises ValueError that names
+    the nearest key."""
+    if (path / "config.toml").is_file():
+        path = path / "config.toml"  # of a run
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -198,14 +203,17 @@ def to_toml_value(value: str | float | bool) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def shaped(config: ModelConfig, settings: ModelSettings, tokenizer_vocab_size: int, counted: bool) -> ModelConfig:
-    """The model with the sizes that the settings change; a counted one takes the vocabulary of the tokenizer."""
+def shaped(
+    config: ModelConfig, settings: ModelSettings, tokenizer_vocab_size: int, seq_len: int, counted: bool
+) -> ModelConfig:
+    """The model with the sizes that the settings change; a counted one takes the vocabulary of the tokenizer, and the
+    positions that it is trained on."""
     sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "vocab_size", "max_positions")
     changed = {name: size for name in sizes if (size := getattr(settings, name))}
     if changed and settings.weights == "given":
         raise ValueError(f"model.{next(iter(changed))} changes the shape, so the given weights do not fit; use random")
-    if counted and "vocab_size" not in changed:
-        changed["vocab_size"] = tokenizer_vocab_size
+    if counted:
+        changed = {"vocab_size": tokenizer_vocab_size, "max_positions": seq_len} | changed
     heads = changed.get("num_heads", config.num_heads)
     if "num_heads" in changed and "num_kv_heads" not in changed:
         changed["num_kv_heads"] = max(n for n in range(1, config.num_kv_heads + 1) if heads % n == 0)
