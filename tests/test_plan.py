@@ -133,7 +133,7 @@ def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
         assert said in str(serve.why_not)
     assert "15 GPUs" in str(train.smallest_change)
     assert "dp15.z3" in str(train.smallest_change)
-    assert "2 GPUs of this kind with tp2" in str(serve.smallest_change)
+    assert "at least 2 GPUs of this kind, with tp2" in str(serve.smallest_change)
 
 
 def test_weights_that_would_fit_are_said_to() -> None:

@@ -24,6 +24,8 @@ class Answer:
     candidates: tuple[Candidate, ...]
     reasons: tuple[str, ...]
     smallest_change: str | None
+    remark: str | None = None
+    """What was asked for and is not answered."""
 
     @property
     def why_not(self) -> str | None:
@@ -117,7 +119,10 @@ def answer(job: Job, num_gpus: int, wanted: Layout | None) -> Answer:
     else:
         candidates = job.candidates(num_gpus)
         start = candidates[0] if candidates[0].fits else job.candidate(Layout(dp=num_gpus))
-    return Answer(job, candidates, why_one_is_not_enough(job), smallest_change(job, start))
+    remark = None
+    if wanted and candidates[0].layout != wanted:
+        remark = f"{wanted} is a layout for training; these are layouts that serve, on as many GPUs."
+    return Answer(job, candidates, why_one_is_not_enough(job), smallest_change(job, start), remark)
 
 
 def as_model(model: str | ModelConfig | FoundModel) -> FoundModel:

@@ -38,7 +38,9 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def answer_text(plan: Plan, answer: Answer) -> RenderableType:
     parts: list[RenderableType] = [Text(f"\n{title(plan, answer)}", style="bold"), table(answer)]
-    if answer.reasons:
+    if answer.remark:
+        parts.insert(1, Text(answer.remark, style="dim"))
+    if answer.reasons and not answer.fits:
         parts += [Text("Why one GPU is not enough"), *map(indented, answer.reasons)]
     if answer.smallest_change:
         parts += [Text("The smallest change that fits"), indented(answer.smallest_change)]

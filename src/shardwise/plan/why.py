@@ -75,7 +75,7 @@ def smallest_change(job: Job, candidate: Candidate) -> str | None:
     if gpus == layout.world_size:
         change = f"{found.layout} on the same {gpus} GPUs: {uses}"
     else:
-        change = f"{gpus} GPUs of this kind with {found.layout} ({fewest(job, layout)}): {uses}"
+        change = f"at least {gpus} GPUs of this kind, with {found.layout} ({fewest(job, layout)}): {uses}"
     left = f", which leaves {gb(found.limit_bytes - found.peak_bytes)} for {UNCOUNTED}"
     return f"{change}{left}{'; or ' + shortened if shortened else ''}."
 
