@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -137,6 +138,7 @@ class Raising:
         (ValueError("two\nlines"), 2, "shardwise: two lines\n"),
         (PermissionError(13, "Permission denied", "a.toml"), 2, "shardwise: a.toml: Permission denied\n"),
         (OSError(28, "No space left on device"), 2, "shardwise: No space left on device\n"),
+        (OSError(5, "Input/output error", "/proc/x"), 2, "shardwise: /proc/x: Input/output error\n"),
     ],
 )
 def test_how_commands_end(
@@ -147,11 +149,20 @@ def test_how_commands_end(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("ours"), AssertionError()])
+@pytest.mark.parametrize("error", [OSError("ours"), RuntimeError("ours"), AssertionError()])
 def test_our_own_faults_are_not_hidden(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "COMMANDS", (Raising(error).add,))
     with pytest.raises(type(error)):
         main(["fail"])
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_fault(closed: str) -> None:
+    """What would go to a closed stream goes nowhere, and nowhere else: stdout stays one JSON object."""
+    command = f"{shlex.join([*COMMAND, 'config', '--json'])} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == "" if closed.startswith(">") else json.loads(done.stdout)["run"]["steps"] > 0
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from shardwise.config import (
     read_folder_config,
     to_hugging_face,
 )
-from shardwise.gguf import Gguf
+from shardwise.gguf import Gguf, GgufTensor
 from shardwise.params import model_specs, num_params
 
 LLAMA = {
@@ -131,11 +132,31 @@ def test_windows_are_those_of_the_family() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope scaling 'yarn' is not known"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"num_key_value_heads": 3}, "3 kv heads do not divide 4 heads; [1, 2, 4] do"),
-        ({"num_hidden_layers": 0}, "num_layers must be a whole number of at least 1, not 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, not 0"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number"),
-        ({"num_hidden_layers": True}, "num_layers must be a whole number"),
-        ({"hidden_size": "wide"}, "not a whole number above 0"),
-        ({"num_attention_heads": 0}, "not a whole number above 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
+        ({"hidden_size": "wide"}, "hidden_size must be a whole number of at least 1, not 'wide'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, not 0"),
+        ({"model_type": []}, "[] is not known"),
+        ({"hidden_act": ["silu"]}, "activation ['silu'] is not known"),
+        ({"rope_scaling": "abc"}, "rope_scaling must be an object, not 'abc'"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object, not [1]"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a finite number above 0, not 0"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a finite number above 0, not '2'"),
+        ({"rope_scaling": {"type": ["linear"]}}, "rope scaling ['linear'] is not known"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a finite number above 0, not None"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number"),
+        ({"rope_theta": "nan"}, "rope_theta must be a finite number above 0, not 'nan'"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number above 0, not nan"),
+        ({"rope_theta": -1}, "rope_theta must be a finite number above 0, not -1"),
+        ({"rope_theta": 0}, "rope_theta must be a finite number above 0, not 0"),
+        ({"rope_theta": 10**400}, "malformed"),
+        ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window must be a whole number"),
+        ({"model_type": "mistral", "sliding_window": -3}, "sliding_window must be a whole number of at least 1"),
+        ({"model_type": "mistral", "sliding_window": 8, "layer_types": 5}, "malformed"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
+        ({"attention_bias": "no"}, "attention_bias must be true or false"),
+        ({"num_key_value_heads": [2]}, "num_kv_heads must be a whole number"),
         ({"head_dim": 15}, "even head size, not 15"),
     ],
 )
@@ -143,6 +164,33 @@ def test_bad_configs_are_refused_in_a_sentence(change: dict[str, Any], said: str
     with pytest.raises(ValueError) as caught:
         from_hugging_face(LLAMA | change)
     assert said in str(caught.value)
+    assert str(caught.value).startswith("config.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 0.0}, {"rope_theta": float("inf")}, {"norm_eps": float("nan")}, {"norm_eps": None},
+        {"sliding_window": 0}, {"sliding_window": 1.5}, {"tied": "false"}, {"qk_norm": 1}, {"qkv_bias": None},
+    ],
+)  # fmt: skip
+def test_a_config_holds_only_what_a_model_can_be(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"model config: {next(iter(change))} must be"):
+        replace(CATALOGUE["mistral-7b"], **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"factor": 0.0}, "factor must be"),
+        ({"factor": float("inf")}, "factor must be"),
+        ({"high_freq_factor": 1.0}, "high_freq_factor must be above"),
+        ({"original_max_positions": 0}, "original_max_positions must be"),
+    ],
+)
+def test_a_scaling_divides_by_no_zero(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(RopeScaling("llama3", 8.0), **change)
 
 
 def test_a_missing_size_is_named() -> None:
@@ -158,19 +206,109 @@ def test_gpt2_with_another_attention_scale_is_refused() -> None:
             from_hugging_face(raw | change)
 
 
-def test_a_gguf_header_that_describes_no_model_is_refused() -> None:
-    path = Path("model.gguf")
-    sizes = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "context_length": 128,
-             "attention.layer_norm_rms_epsilon": 1e-5}  # fmt: skip
-    for heads, said in ((0, "not a whole number"), ([4, 4], "not a whole number"), (None, "head_count is missing")):
-        keys = {f"llama.{key}": value for key, value in (sizes | {"attention.head_count": heads}).items()}
-        with pytest.raises(ValueError, match=said):
-            from_gguf(Gguf(path, {"general.architecture": "llama", **keys}, {}, ()), str(path))
-    with pytest.raises(ValueError, match="'bert' is not known"):
-        from_gguf(Gguf(path, {"general.architecture": "bert"}, {}, ()), str(path))
+GGUF_KEYS = {
+    "general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96, "llama.context_length": 128, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.attention.head_count": 4, "llama.vocab_size": 100,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
+def gguf_config(change: dict[str, Any], divisors: np.ndarray | None = None, kind: str = "F32") -> ModelConfig:
+    tensors, parts = {}, ()
+    if divisors is not None:
+        stored = divisors.astype("<f4").view(np.uint8)
+        tensors["rope_freqs.weight"] = GgufTensor("rope_freqs.weight", divisors.shape, kind, 0, stored.size)
+        parts = (stored,)
+    return from_gguf(Gguf(Path("model.gguf"), GGUF_KEYS | change, tensors, parts), "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("general.architecture", "bert", "'bert' is not known"),
+        ("general.architecture", [], "[] is not known"),
+        ("llama.attention.head_count", 0, "llama.attention.head_count must be a whole number"),
+        ("llama.attention.head_count", [4, 4], "llama.attention.head_count must be a whole number"),
+        ("llama.attention.head_count", None, "llama.attention.head_count is missing"),
+        ("llama.attention.head_count_kv", 3, "3 kv heads do not divide 4 heads"),
+        ("llama.attention.sliding_window", "x", "llama.attention.sliding_window must be a whole number"),
+        ("llama.attention.sliding_window", -3, "llama.attention.sliding_window must be a whole number"),
+        ("llama.rope.freq_base", "abc", "llama.rope.freq_base must be a finite number above 0, not 'abc'"),
+        ("llama.rope.freq_base", float("nan"), "llama.rope.freq_base must be a finite number"),
+        ("llama.rope.scaling.factor", "2", "llama.rope.scaling.factor must be a finite number"),
+        ("llama.rope.scaling.factor", 0.0, "llama.rope.scaling.factor must be a finite number"),
+        ("llama.rope.scaling.type", "yarn", "rope scaling 'yarn' is not known"),
+        ("llama.rope.dimension_count", 8, "llama.rope.dimension_count is 8"),
+        ("llama.attention.layer_norm_rms_epsilon", "x", "layer_norm_rms_epsilon must be a finite number"),
+        ("llama.vocab_size", "x", "vocab_size must be a whole number"),
+    ],
+)
+def test_a_gguf_header_that_describes_no_model_is_refused(key: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        gguf_config({key: value})
+    assert str(caught.value).startswith("model.gguf") and said in str(caught.value)
+
+
+def test_a_gguf_window_is_read() -> None:
+    config = gguf_config({"llama.attention.sliding_window": 16})
+    assert (config.sliding_window, config.windowed_layers) == (16, {0, 1})
+    for change in ({}, {"llama.attention.sliding_window": 0}):
+        assert gguf_config(change).sliding_window is None and not gguf_config(change).windowed_layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "scaling"),
+    [
+        ("linear", 4.0, RopeScaling("linear", 4.0)),
+        (None, 4.0, RopeScaling("linear", 4.0)),  # llama.cpp: linear where no type is given
+        ("none", 4.0, None),
+        (None, 1.0, None),
+        ("linear", None, None),
+    ],
+)
+def test_a_gguf_linear_factor_is_read(kind: str | None, factor: float | None, scaling: RopeScaling | None) -> None:
+    keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": factor, "llama.rope.dimension_count": 16}
+    assert gguf_config({key: value for key, value in keys.items() if value is not None}).rope_scaling == scaling
+
+
+def published_divisors(factor: float, low: float = 1.0) -> np.ndarray:
+    """Of transformers, for heads of 64 and theta 5e5: unscaled over scaled frequencies."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": low, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}  # fmt: skip
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=rope)
+    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].double().numpy()
+    return 5e5 ** -(np.arange(0, 64, 2) / 64) / scaled
+
+
+HEADS_OF_64 = {"llama.attention.key_length": 64, "llama.rope.freq_base": 5e5}
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_rope_divisors_of_llama_31_are_known(factor: float) -> None:
+    scaling = gguf_config(HEADS_OF_64, published_divisors(factor)).rope_scaling
+    assert scaling and (scaling.kind, scaling.factor) == ("llama3", pytest.approx(factor, rel=1e-6))
+
+
+def test_other_rope_divisors_are_refused() -> None:
+    good = published_divisors(8.0)
+    for divisors in (np.linspace(1, 8, 32), published_divisors(8.0, low=2.0), good[::-1].copy(), np.full(32, 8.0)):
+        with pytest.raises(ValueError, match=r"model\.gguf: this file's rope frequencies .* are not Llama 3\.1's"):
+            gguf_config(HEADS_OF_64, divisors)
+    with pytest.raises(ValueError, match="are not Llama 3"):
+        gguf_config(HEADS_OF_64 | {"llama.rope.freq_base": 1e4}, good)
+    for divisors, kind in ((good, "F16"), (good[:16].copy(), "F32")):
+        with pytest.raises(ValueError, match=r"should be F32 of shape \(32,\)"):
+            gguf_config(HEADS_OF_64, divisors, kind)
+    with pytest.raises(ValueError, match="must be a finite number"):
+        gguf_config(HEADS_OF_64, np.full(32, np.inf))
+    with pytest.raises(ValueError, match="both by"):
+        gguf_config(HEADS_OF_64 | {"llama.rope.scaling.factor": 2.0}, good)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
 def test_a_broken_config_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json"):

@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from torch import Tensor
 
+from shardwise.config import RopeScaling, llama3_divisors
 from shardwise.layout import Layout
 from shardwise.model import load
 from shardwise.model.load import load_weights, open_weights, read_config
@@ -206,7 +207,8 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_stretched_frequencies_are_no_weight(tmp_path: Path) -> None:
-    stretch = {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}
+    divisors = llama3_divisors(RopeScaling("llama3", 8.0), 16, 10000.0).astype(np.float32)
+    stretch = {"rope_freqs.weight": divisors}
     path = write_gguf(tmp_path / "model.gguf", "llama", edit=lambda tensors: tensors.update(stretch))
     config, specs = read_config(path), stored_specs(path)
     assert config.rope_scaling and config.rope_scaling.factor == 8

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
-from shardwise.layout import Coord, Layout
+from shardwise.layout import Coord, Layout, nearest_divisor
 
 sizes = st.integers(1, 6)
 small = st.integers(1, 3)
@@ -88,6 +88,9 @@ def test_short_form_as_documented(layout: Layout, short: str) -> None:
         ("dp2.dp4", "says dp twice"),
         ("dp2.z1.z2", "says shard twice"),
         ("dp0", "at least 1"),
+        ("dp10000000000.z1.s3", "dp must be at most 10000000"),
+        ("dp10000.tp10000", "100000000 ranks are too many; at most 10000000 work"),
+        ("pp2.m100000000", "microbatches must be at most 10000000"),
         ("pp2.zb-auto@0", "above 0"),
         ("pp2.1f1b@", "'1f1b@'"),
     ],
@@ -101,6 +104,12 @@ def test_bad_values_are_refused() -> None:
     for field, value in (("dp", 0), ("tp", 1.5), ("shard", "zero4"), ("schedule", "2f2b"), ("recompute", "some")):
         with pytest.raises(ValueError, match=field):
             Layout(**{field: value})
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000))
+def test_nearest_divisor(of: int, number: int) -> None:
+    divisors = [d for d in range(1, of + 1) if of % d == 0]
+    assert nearest_divisor(of, number) == min(divisors, key=lambda d: (abs(d - number), d))
 
 
 @given(sizes, sizes, sizes, sizes)

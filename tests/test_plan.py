@@ -17,6 +17,7 @@ from shardwise.layout import Layout, Shard
 from shardwise.params import model_specs, num_params
 from shardwise.plan import plan
 from shardwise.plan.memory import Precision, serving_ledgers, training_ledgers, unit_sizes
+from shardwise.plan.search import Mode, serving_changes
 from shardwise.plan.why import count, gb
 
 GB = 10**9
@@ -323,3 +324,15 @@ def test_every_device_answers() -> None:
     for name, device in DEVICES.items():
         answer = plan("llama-3.1-8b", name, 1, mode="serve").answers[0]
         assert answer.fits == (device.memory_bytes >= 2 * 8_030_261_248 + 8192 * 131_072)
+
+
+@pytest.mark.parametrize("mode", ["train", "serve", None])
+def test_more_gpus_than_there_are_is_a_sentence(mode: Mode | None) -> None:
+    with pytest.raises(ValueError, match="number of GPUs must be at most 10000000, not 1000000000"):
+        plan("smollm2-135m", "v100-16gb", 10**9, mode=mode)
+
+
+def test_wider_serving_is_sought_among_the_heads_only() -> None:
+    wider = serving_changes(CATALOGUE["llama-3.1-8b"], Layout(dp=10**7))
+    assert [layout.tp for layout in wider] == [2, 4, 8, 16, 32]
+    assert {layout.world_size for layout in wider} == {10**7}

@@ -142,7 +142,7 @@ def values_of(section: str) -> st.SearchStrategy[Any]:
             drawn[entry.name] = st.sampled_from(get_args(kind))
         else:
             text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-            number = st.floats(0, 1, exclude_max=True) | st.sampled_from([1e-8, 1e-30])
+            number = st.floats(0, 1, exclude_min=True, exclude_max=True) | st.sampled_from([1e-8, 1e-30])
             drawn[entry.name] = {bool: st.booleans(), int: st.integers(1, 10**9), float: number, str: text}[kind]
     return st.builds(type(SECTIONS[section]), **drawn)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from gguf import GGUFWriter
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
@@ -389,6 +390,17 @@ def test_unicode_is_composed_for_qwen2_only() -> None:
         ({"bos_token_id": 999}, "bos token is id 999, but its vocabulary has 262 tokens"),
         ({"tokens": ["a", "a"]}, "lists 1 tokens twice"),
         ({"model": "llama"}, "262 tokens but 0 scores"),
+        ({"bos_token_id": "1"}, "the value of bos_token_id"),
+        ({"eos_token_id": 1.0}, "the value of eos_token_id"),
+        ({"merges": [1, 2]}, "the value of merges"),
+        ({"merges": 5}, "the value of merges"),
+        ({"tokens": 5}, "the value of tokens"),
+        ({"tokens": [1]}, "the value of tokens"),
+        ({"model": ["gpt2"]}, "the value of model"),
+        ({"pre": ["gpt-2"]}, "the value of pre"),
+        ({"token_type": "x"}, "the value of token_type"),
+        ({"scores": ["x"]}, "the value of scores"),
+        ({"add_bos_token": "no"}, "the value of add_bos_token"),
     ],
 )
 def test_gguf_faults_are_sentences(change: dict[str, Any], sentence: str) -> None:
@@ -525,6 +537,72 @@ def test_folder_faults_are_sentences(tmp_path: Path, files: dict[str, str], sent
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=sentence):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", {"eos_token": 5}),
+        ("tokenizer_config.json", {"eos_token": {"foo": 1}}),
+        ("tokenizer_config.json", {"bos_token": {"content": 1}}),
+        ("special_tokens_map.json", {"pad_token": ["x"]}),
+        ("tokenizer_config.json", {"chat_template": 5}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "x"}]}),
+        ("tokenizer_config.json", {"chat_template": ["x"]}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "x", "template": None}, {"name": []}]}),
+        ("generation_config.json", {"eos_token_id": {"a": 1}}),
+        ("generation_config.json", {"eos_token_id": [[1]]}),
+        ("generation_config.json", {"eos_token_id": -1}),
+        ("config.json", {"eos_token_id": [[1]]}),
+        ("config.json", {"eos_token_id": {"a": 1}}),
+        ("config.json", {"eos_token_id": "2"}),
+        ("config.json", {"eos_token_id": True}),
+    ],
+)
+def test_a_value_of_another_type_is_named(trained: Tokenizer, tmp_path: Path, file: str, change: Any) -> None:
+    trained.save(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / file).write_text(json.dumps(change))
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / file}: {next(iter(change))} should be")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("merges.txt", b"\xff"),
+        ("merges.txt", b"ab"),
+        ("vocab.json", b"[" * 100_000),
+        ("vocab.json", b'{"a": "b"}'),
+        ("added_tokens.json", b'{"<x>": "y"}'),
+        ("added_tokens.json", b'{"<x>": [1]}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"600": 5}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"600": {"content": 5}}}'),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_a_broken_file_of_an_old_folder_is_named(trained: Tokenizer, tmp_path: Path, file: str, content: bytes) -> None:
+    write_merges(trained, tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_a_gguf_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_token_list(["a", "b"])
+    writer.add_array("tokenizer.ggml.merges", [1, 2])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(path)
+    assert str(caught.value).startswith(f"{path}: the value of merges")
 
 
 def test_path_faults_are_sentences(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardwise.catalogue import CATALOGUE
 from shardwise.cli import main
 from shardwise.layout import Layout
 from shardwise.model.checkpoint import list_checkpoints
@@ -24,8 +26,8 @@ from shardwise.parallel.mesh import make_mesh, ring_all_reduce_bytes
 from shardwise.params import model_specs, num_params, units
 from shardwise.train import metrics as telling
 from shardwise.train.metrics import Metrics, StepMetrics
-from shardwise.train.run import check_run
-from shardwise.train.settings import ModelSettings, Settings, read_settings, to_toml
+from shardwise.train.run import check_run, locked
+from shardwise.train.settings import ModelSettings, Settings, read_settings, shaped, to_toml
 from tiny_training import build_data, tiny_settings, write_source
 
 DEADLINE_S = 90.0
@@ -388,8 +390,8 @@ def test_a_run_that_diverges_says_so(data: Path, tmp_path: Path, capsys: pytest.
     step = json.loads(out)["diverged"]
     (line,) = told_lines(err)
     assert line == (
-        f"shardwise: the gradient of step {step} is not finite, so that step was not taken (a lower optimizer.lr may "
-        f"help); {tmp_path}/run/checkpoints/step-{step - 1:08d} is kept, "
+        f"shardwise: the gradient or loss of step {step} is not finite, so that step is not kept "
+        f"(a lower optimizer.lr may help); {tmp_path}/run/checkpoints/step-{step - 1:08d} is kept, "
         f"`shardwise train {tmp_path}/run --resume` goes on from there"
     )
     assert main(["train", f"{tmp_path}/run", "--resume", "--set", "optimizer.lr=1e-3", "--json"]) in (0, 1)
@@ -423,6 +425,64 @@ def test_a_run_is_resumed_as_it_was_begun(data: Path, tmp_path: Path, capsys: py
     assert main(["train", str(run), "--resume", "--set", "run.steps=2"]) == 0
     assert capsys.readouterr().out == f"{run}: was done, after 6 steps\n"
     assert (run / "config.toml").read_text() == kept
+
+
+def test_a_run_goes_on_with_the_data_it_was_begun_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = build_data(tmp_path)
+    path, run = config_file(tmp_path, data, save_every=0), tmp_path / "run"
+    assert main(["train", str(path)]) == 0
+    record = json.loads((data / "data.json").read_text())
+    record["splits"]["train"]["sha256"] = "0" * 64
+    (data / "data.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert main(["train", str(path), "--resume", "--set", "run.steps=9"]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"shardwise: {data} is another data set than {run} was begun with; build that again\n"
+    )
+
+
+def test_one_process_trains_in_a_folder_at_a_time(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = config_file(tmp_path, data), tmp_path / "run"
+    with locked(run):
+        for flags in ([], ["--resume"]):
+            assert main(["train", str(path), *flags]) == 2
+            said = f"shardwise: {run} is being trained by another process; choose another run.folder\n"
+            assert capsys.readouterr().err == said
+    assert not run.exists(), "made for the lock alone, it goes with it"
+    assert main(["train", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (["model.name=gpt2", "model.num_heads=4", "model.num_kv_heads=2"], "no num_kv_heads of its own: 4 works"),
+        (["optimizer.eps=0"], "optimizer.eps must be above 0"),
+        (["data.global_batch=1000000000000"], "sequences exceeds the memory"),
+    ],
+)
+def test_what_could_not_be_read_back_or_run_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: list[str], said: str
+) -> None:
+    flags = [word for size in sizes for word in ("--set", size)]
+    assert main(["train", str(config_file(tmp_path, data)), *flags]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_window_on_every_layer_stays_on_every_layer() -> None:
+    settings = replace(Settings().model, num_layers=3)
+    assert shaped(CATALOGUE["mistral-7b"], settings, 100, 16, counted=False).windowed_layers == frozenset(range(3))
+
+
+def test_a_rank_in_the_environment_alone_is_no_torchrun(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    path = config_file(tmp_path, data)
+    assert main(["train", str(path)]) == 0
+    monkeypatch.setenv("RANK", "3")
+    assert main(["train", str(path)]) == 2, "its folder is not overwritten"
 
 
 def test_a_model_that_does_not_fit_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ Each command lives in `shardwise.commands` as `add_X(subparsers)`, which declare
 """
 
 import argparse
-import errno
 import io
 import itertools
 import os
@@ -25,12 +24,6 @@ from shardwise.commands.train import add_config, add_train
 from shardwise.hardware import nearest
 
 COMMANDS = (add_plan, add_data, add_config, add_train, add_convert, add_generate, add_demo)
-
-# What a user can mend: a missing or forbidden path, a wrong kind of path, a full or read-only disk.
-USER_ERRORS = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENOSPC,
-    errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -102,6 +95,7 @@ def check_flags(command: str, words: Sequence[str], flags: list[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode loses a bar, not the answer
@@ -132,10 +126,20 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"shardwise: {message}", file=sys.stderr)
 
 
+def open_closed_streams() -> None:
+    """A stream that the caller closed (`>&-`) is None to Python; what goes there is to go nowhere."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
 def user_sentence(error: ValueError | OSError) -> str | None:
     """What to tell the user; None for an error that is ours."""
     if isinstance(error, ValueError):
         return " ".join(str(error).split())
-    if error.errno not in USER_ERRORS:
+    if error.strerror is None:
         return None
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -3,9 +3,14 @@
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.gguf import Gguf
 
@@ -34,6 +39,16 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check_positive(f"rope scaling: {name}", getattr(self, name))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope scaling: high_freq_factor must be above low_freq_factor {self.low_freq_factor}, "
+                f"not {self.high_freq_factor}"
+            )
+        check_size("rope scaling: original_max_positions", self.original_max_positions)
 
 
 @dataclass(frozen=True)
@@ -69,9 +84,13 @@ class ModelConfig:
         sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
                  "max_positions")  # fmt: skip
         for name in sizes:
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"model config: {name} must be a whole number of at least 1, not {size!r}")
+            check_size(f"model config: {name}", getattr(self, name))
+        for name in ("tied", "gated", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
+            check_flag(f"model config: {name}", getattr(self, name))
+        for name in ("norm_eps", "rope_theta"):
+            check_positive(f"model config: {name}", getattr(self, name))
+        if self.sliding_window is not None:
+            check_size("model config: sliding_window", self.sliding_window)
         if self.num_heads % self.num_kv_heads:
             works = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             raise ValueError(
@@ -93,59 +112,99 @@ class ModelConfig:
         return 2 * self.num_layers * self.kv_size * element_bytes
 
 
+def check_size(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r:.60}")
+    return value
+
+
+def check_positive(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, not {value!r:.60}")
+    return float(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, not {value!r:.60}")
+    return value
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Whatever is wrong with the values of a config, say it in a sentence that begins with the file."""
+    try:
+        yield
+    except KeyError as missing:
+        raise ValueError(f"{source}: {missing.args[0]} is missing, so the model's shape is unknown") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    except (TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{source} is malformed: {error}") from None
+
+
 def from_hugging_face(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
     """Translate a Hugging Face `config.json`, of transformers 4 or 5. Raises ValueError for what is not supported."""
     family = raw.get("model_type")
-    if family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ValueError(f"{source}: architecture {family!r} is not known; known are {', '.join(ARCHITECTURES)}")
     if raw.get("quantization_config"):
         raise ValueError(f"{source}: quantized folders cannot be read yet; use the unquantized model or a GGUF file")
-    try:
-        return gpt2_config(raw) if family == "gpt2" else llama_config(raw, family, source)
-    except KeyError as missing:
-        raise ValueError(f"{source}: {missing.args[0]} is missing, so the model's shape is unknown") from None
-    except (TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{source}: a size in it is not a whole number above 0 ({error})") from None
-    except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
+    with reading(source):
+        return gpt2_config(raw) if family == "gpt2" else llama_config(raw, family)
+
+
+def flag(raw: dict[str, Any], key: str, default: bool = False) -> bool:
+    value = raw.get(key)
+    return default if value is None else check_flag(key, value)
+
+
+def table(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{key} must be an object, not {value!r:.60}")
+    return value or {}
 
 
 def gpt2_config(raw: dict[str, Any]) -> ModelConfig:
-    if raw.get("scale_attn_by_inverse_layer_idx") or not raw.get("scale_attn_weights", True):
+    if flag(raw, "scale_attn_by_inverse_layer_idx") or not flag(raw, "scale_attn_weights", True):
         raise ValueError("GPT-2 with another scale of attention than 1 / sqrt(head size) is not supported")
-    hidden = raw["n_embd"]
+    hidden, heads = check_size("n_embd", raw["n_embd"]), check_size("n_head", raw["n_head"])
     return ModelConfig(
         family="gpt2", num_layers=raw["n_layer"], hidden_size=hidden, ffn_size=raw.get("n_inner") or 4 * hidden,
-        num_heads=raw["n_head"], num_kv_heads=raw["n_head"], head_dim=hidden // raw["n_head"],
-        vocab_size=raw["vocab_size"], max_positions=raw["n_positions"], tied=raw.get("tie_word_embeddings", True),
-        norm="layer", norm_eps=raw.get("layer_norm_epsilon", 1e-5),
+        num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads,
+        vocab_size=raw["vocab_size"], max_positions=raw["n_positions"], tied=flag(raw, "tie_word_embeddings", True),
+        norm="layer", norm_eps=check_positive("layer_norm_epsilon", raw.get("layer_norm_epsilon", 1e-5)),
         activation=activation(raw.get("activation_function", "gelu_new")), gated=False, positions="learned",
         qkv_bias=True, out_bias=True, mlp_bias=True,
     )  # fmt: skip
 
 
-def llama_config(raw: dict[str, Any], family: str, source: str) -> ModelConfig:
+def llama_config(raw: dict[str, Any], family: str) -> ModelConfig:
     """Llama and the families that differ from it by a flag: biases, q/k norm, a window."""
-    heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
-    rope = raw.get("rope_parameters") or {}
-    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
+    hidden = check_size("hidden_size", raw["hidden_size"])
+    heads = check_size("num_attention_heads", raw["num_attention_heads"])
+    layers = check_size("num_hidden_layers", raw["num_hidden_layers"])
+    rope = table(raw, "rope_parameters")
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    bias = family in ("llama", "qwen3") and flag(raw, "attention_bias")
     window, windowed = sliding_window(raw, family, layers)
     return ModelConfig(
-        family=family, num_layers=layers, hidden_size=raw["hidden_size"], ffn_size=raw["intermediate_size"],
+        family=family, num_layers=layers, hidden_size=hidden, ffn_size=raw["intermediate_size"],
         num_heads=heads, num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, vocab_size=raw["vocab_size"],
-        max_positions=raw.get("max_position_embeddings", 2048), tied=raw.get("tie_word_embeddings", False),
-        norm_eps=raw.get("rms_norm_eps", 1e-6), activation=activation(raw.get("hidden_act", "silu")),
-        rope_theta=float(theta), rope_scaling=rope_scaling(rope or raw.get("rope_scaling") or {}, source),
+        head_dim=raw.get("head_dim") or hidden // heads, vocab_size=raw["vocab_size"],
+        max_positions=raw.get("max_position_embeddings", 2048), tied=flag(raw, "tie_word_embeddings"),
+        norm_eps=check_positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+        activation=activation(raw.get("hidden_act", "silu")), rope_theta=check_positive("rope_theta", theta),
+        rope_scaling=rope_scaling(rope or table(raw, "rope_scaling")),
         qkv_bias=family == "qwen2" or bias, out_bias=family != "qwen2" and bias,
-        mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)), qk_norm=family == "qwen3",
+        mlp_bias=family == "llama" and flag(raw, "mlp_bias"), qk_norm=family == "qwen3",
         sliding_window=window, windowed_layers=windowed,
     )  # fmt: skip
 
 
-def activation(name: str) -> Activation:
-    if name not in ACTIVATIONS:
+def activation(name: Any) -> Activation:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not known; known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -153,8 +212,9 @@ def activation(name: str) -> Activation:
 def sliding_window(raw: dict[str, Any], family: str, num_layers: int) -> tuple[int | None, frozenset[int]]:
     """The window and its layers: Mistral windows all; Qwen only on request, from layer `max_window_layers` on."""
     window = raw.get("sliding_window")
-    if not window or family == "llama" or (family != "mistral" and not raw.get("use_sliding_window")):
+    if not window or family == "llama" or (family != "mistral" and not flag(raw, "use_sliding_window")):
         return None, frozenset()
+    check_size("sliding_window", window)
     if types := raw.get("layer_types"):
         layers = [i for i, kind in enumerate(types) if kind == "sliding_attention"]
     else:
@@ -162,18 +222,17 @@ def sliding_window(raw: dict[str, Any], family: str, num_layers: int) -> tuple[i
     return (window, frozenset(layers)) if layers else (None, frozenset())
 
 
-def rope_scaling(raw: dict[str, Any], source: str) -> RopeScaling | None:
+def rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling("linear", float(raw["factor"]))
+        return RopeScaling("linear", check_positive("rope scaling: factor", raw["factor"]))
     if kind == "llama3":
-        return RopeScaling(
-            "llama3", float(raw["factor"]), float(raw["low_freq_factor"]), float(raw["high_freq_factor"]),
-            int(raw["original_max_position_embeddings"]),
-        )  # fmt: skip
-    raise ValueError(f"{source}: rope scaling {kind!r} is not known; known are linear, llama3")
+        keys = ("factor", "low_freq_factor", "high_freq_factor")
+        factor, low, high = (check_positive(f"rope scaling: {key}", raw[key]) for key in keys)
+        return RopeScaling("llama3", factor, low, high, raw["original_max_position_embeddings"])
+    raise ValueError(f"rope scaling {kind!r} is not known; known are linear, llama3")
 
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
@@ -225,53 +284,84 @@ def rope_scaling_to_hugging_face(scaling: RopeScaling) -> dict[str, Any]:
 def from_gguf(file: Gguf, source: str) -> ModelConfig:
     """Translate the metadata of a GGUF file; what its keys leave out (ties, biases) is read off the tensor names."""
     arch = file.metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ValueError(f"{source}: architecture {arch!r} is not known; known are {', '.join(ARCHITECTURES)}")
-    try:
-        return gguf_config(file, arch, source)
-    except (TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{source}: a size in its metadata is not a whole number above 0 ({error})") from None
+    with reading(source):
+        return gguf_config(file, arch)
 
 
-def gguf_config(file: Gguf, arch: str, source: str) -> ModelConfig:
-    metadata, names = file.metadata, file.tensors.keys()
+def gguf_config(file: Gguf, arch: str) -> ModelConfig:
+    names, gpt2 = file.tensors.keys(), arch == "gpt2"
+    keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
 
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{arch}.{key}", default)
+    def size(key: str, default: int | None = None) -> int:
+        value = keys.get(key, default)
         if value is None:
-            raise ValueError(f"{source}: {arch}.{key} is missing, so the model's shape is unknown")
-        return value
+            raise KeyError(f"{arch}.{key}")
+        return check_size(f"{arch}.{key}", value)
 
-    hidden, heads = get("embedding_length"), get("attention.head_count")
-    kv_heads = get("attention.head_count_kv", heads)
-    vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
-    gpt2 = arch == "gpt2"
-    window = get("attention.sliding_window", 0)
-    layers = get("block_count")
+    def number(key: str, default: float | None = None) -> float:
+        value = keys.get(key, default)
+        if value is None:
+            raise KeyError(f"{arch}.{key}")
+        return check_positive(f"{arch}.{key}", value)
+
+    hidden, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
+    head_dim, theta = size("attention.key_length", hidden // heads), number("rope.freq_base", 10000.0)
+    if not gpt2 and size("rope.dimension_count", head_dim) != head_dim:
+        raise ValueError(
+            f"{arch}.rope.dimension_count is {keys['rope.dimension_count']}, and only rotary positions over the whole "
+            f"head of {head_dim} are supported"
+        )
+    window = size("attention.sliding_window") if keys.get("attention.sliding_window", 0) != 0 else None
     return ModelConfig(
-        family=arch, num_layers=layers, hidden_size=hidden, ffn_size=get("feed_forward_length"), num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=get("attention.key_length", hidden // heads), vocab_size=vocab,
-        max_positions=get("context_length"), tied="output.weight" not in names,
+        family=arch, num_layers=layers, hidden_size=hidden, ffn_size=size("feed_forward_length"), num_heads=heads,
+        num_kv_heads=size("attention.head_count_kv", heads), head_dim=head_dim,
+        vocab_size=keys.get("vocab_size") or len(file.metadata.get("tokenizer.ggml.tokens", ())),
+        max_positions=size("context_length"), tied="output.weight" not in names,
         norm="layer" if gpt2 else "rms",
-        norm_eps=get("attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon"),
+        norm_eps=number("attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon"),
         activation="gelu_tanh" if gpt2 else "silu", gated=not gpt2, positions="learned" if gpt2 else "rope",
-        rope_theta=float(get("rope.freq_base", 10000.0)), rope_scaling=gguf_rope_scaling(file, arch, source),
+        rope_theta=theta, rope_scaling=None if gpt2 else gguf_rope_scaling(file, arch, keys, head_dim, theta),
         qkv_bias=gpt2 or "blk.0.attn_q.bias" in names, out_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names, qk_norm="blk.0.attn_q_norm.weight" in names,
-        sliding_window=window or None, windowed_layers=frozenset(range(layers)) if window else frozenset(),
+        sliding_window=window, windowed_layers=frozenset(range(layers)) if window else frozenset(),
     )  # fmt: skip
 
 
-def gguf_rope_scaling(file: Gguf, arch: str, source: str) -> RopeScaling | None:
-    if "rope_freqs.weight" in file.tensors:  # Llama 3.1: what divides each frequency; the largest is the factor
-        divisors = file.raw_rows("rope_freqs.weight", 0, file.tensors["rope_freqs.weight"].shape[0]).view("<f4")
-        return RopeScaling("llama3", float(divisors.max()))
-    kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(file.metadata.get(f"{arch}.rope.scaling.factor", 1.0)))
-    raise ValueError(f"{source}: rope scaling {kind!r} is not known; known are linear, llama3")
+def gguf_rope_scaling(
+    file: Gguf, arch: str, keys: Mapping[str, Any], head_dim: int, theta: float
+) -> RopeScaling | None:
+    """As llama.cpp reads it: a factor without a type is linear, and a tensor of divisors is how Llama 3.1 is stored."""
+    kind = keys.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise ValueError(f"rope scaling {kind!r} is not known; known are linear, llama3")
+    factor = check_positive(f"{arch}.rope.scaling.factor", keys.get("rope.scaling.factor", 1.0))
+    linear = RopeScaling("linear", factor) if kind == "linear" and factor != 1 else None
+    if "rope_freqs.weight" not in file.tensors:
+        return linear
+    if linear:
+        raise ValueError("rotary positions scaled both by rope_freqs.weight and by a linear factor are not supported")
+    tensor = file.tensors["rope_freqs.weight"]
+    if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
+        raise ValueError(
+            f"rope_freqs.weight is {tensor.kind} of shape {tensor.shape}, and should be F32 of shape ({head_dim // 2},)"
+        )
+    stored = file.raw_rows(tensor.name, 0, tensor.shape[0]).view("<f4")
+    scaling = RopeScaling("llama3", check_positive("the largest value of rope_freqs.weight", float(stored.max())))
+    if not np.allclose(stored, llama3_divisors(scaling, head_dim, theta), rtol=1e-3, atol=0):
+        raise ValueError("this file's rope frequencies (rope_freqs.weight) are not Llama 3.1's, which alone are known")
+    return scaling
+
+
+def llama3_divisors(scaling: RopeScaling, head_dim: int, theta: float) -> NDArray[np.float64]:
+    """What Llama 3.1 divides the frequency of each pair of elements by, [head_dim / 2]."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    divisors: NDArray[np.float64] = 1 / (kept + (1 - kept) / scaling.factor)
+    return divisors
 
 
 LLAMA_WIDTHS = (  # hidden sizes with the number of layers that models of that width have
@@ -318,7 +408,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{folder} is not a model folder: it has no config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} does not hold a JSON object")

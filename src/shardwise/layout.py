@@ -26,6 +26,7 @@ PART = re.compile(
     r"|(?P<flag>sp|a2a|keep)|rc-(?P<recompute>selective|full)"
 )
 SIZES = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "s": "shard_group", "v": "chunks", "m": "microbatches"}
+MAX_SIZE = 10**7  # far above any cluster, so that no slip of the finger is computed for hours
 FLAGS = {"sp": "sequence_parallel", "a2a": "all_to_all", "keep": "keep"}
 
 
@@ -68,6 +69,10 @@ class Layout:
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or size < 1):
                 raise ValueError(f"layout: {name} must be a whole number of at least 1, not {size!r}")
+            if size is not None and size > MAX_SIZE:
+                raise ValueError(f"layout: {name} must be at most {MAX_SIZE}, not {size}")
+        if self.world_size > MAX_SIZE:
+            raise ValueError(f"layout: {self.world_size} ranks are too many; at most {MAX_SIZE} work")
         if self.memory_limit is not None and not 0 < self.memory_limit < math.inf:
             raise ValueError(f"layout: memory_limit must be above 0, not {self.memory_limit}")
         for name, known in (("shard", Shard), ("schedule", Schedule), ("recompute", Recompute)):
@@ -227,7 +232,8 @@ def nearest_multiple(number: int, of: int) -> int:
 
 
 def nearest_divisor(of: int, number: int) -> int:
-    return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - number), d))
+    below = [d for d in range(1, math.isqrt(of) + 1) if of % d == 0]
+    return min((d for low in below for d in (low, of // low)), key=lambda d: (abs(d - number), d))
 
 
 assert {*SIZES.values(), *FLAGS.values()} <= {field.name for field in fields(Layout)}

@@ -44,6 +44,8 @@ class Trained:
 
 
 def run_demo(args: argparse.Namespace) -> int:
+    from rich.markup import escape
+
     console = answer_console(stderr=args.json)
     folder = free_folder(Path(args.folder))
     began = time.perf_counter()
@@ -54,7 +56,8 @@ def run_demo(args: argparse.Namespace) -> int:
     chat = talk(console)
     seconds = time.perf_counter() - began
     console.print(
-        f"\n[bold]Done in {seconds:.0f} s.[/] Everything is in {folder}; `shardwise --help` lists the commands."
+        f"\n[bold]Done in {seconds:.0f} s.[/] Everything is in {escape(str(folder))}; `shardwise --help` lists the "
+        "commands."
     )
     if args.json:
         answer = {

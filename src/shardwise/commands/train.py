@@ -37,7 +37,7 @@ def run_train(args: argparse.Namespace) -> int:
     from shardwise.train.run import start_run
     from shardwise.train.settings import read_settings, to_toml
 
-    overrides = args.overrides + ([f"run.layout={json.dumps(args.layout)}"] if args.layout else [])
+    overrides = args.overrides + ([f"run.layout={json.dumps(args.layout)}"] if args.layout is not None else [])
     settings = read_settings(Path(args.config), overrides)
     folder = settings.run.folder
     again = f"shardwise train {shlex.quote(folder)} --resume"
@@ -65,8 +65,8 @@ def ending(outcome: "Outcome", folder: str, again: str) -> str:
     """How the run ended, in a sentence."""
     if outcome.diverged:
         return (
-            f"the gradient of step {outcome.diverged} is not finite, so that step was not taken (a lower optimizer.lr "
-            f"may help); {what_is_left(folder, again)}"
+            f"the gradient or loss of step {outcome.diverged} is not finite, so that step is not kept (a lower "
+            f"optimizer.lr may help); {what_is_left(folder, again)}"
         )
     if outcome.stopped:
         name = signal.Signals(outcome.stopped).name

@@ -115,7 +115,7 @@ class Block:
 def blocks(groups: Tensor, window: int | None) -> Iterator[Block]:
     """Blocks of scores of about BLOCK_BYTES: rows first, then as many batch rows as fit."""
     num_batch, num_kv, num_groups, num_tokens, _ = groups.shape
-    row_bytes = 4 * num_kv * num_groups * num_tokens
+    row_bytes = 4 * num_kv * num_groups * max(1, num_tokens)
     size = max(1, min(BLOCK_ROWS, num_tokens, BLOCK_BYTES // row_bytes))
     batch_size = max(1, BLOCK_BYTES // (row_bytes * size))
     for batch in range(0, num_batch, batch_size):

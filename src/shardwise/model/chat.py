@@ -38,6 +38,8 @@ def compile_template(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template is not valid Jinja (line {error.lineno}): {error.message}.") from error
+    except RecursionError as error:
+        raise ValueError(f"the chat template is nested too deeply to be read: {error}.") from error
 
 
 def render_chat(

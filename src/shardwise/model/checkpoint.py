@@ -51,26 +51,42 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
 
 
+class Damaged(ValueError):
+    """A checkpoint that is not as it was written."""
+
+
 class Checkpoint:
     """An open checkpoint: its step and layout, and any box of any parameter's state.
 
-    Raises ValueError in one sentence if a file is missing, of the wrong size, or does not match its checksum.
+    Raises Damaged if a file is missing, of the wrong size, or does not match its checksum; ValueError for a format that
+    is not known and OSError for what cannot be read, neither of which says that anything is wrong with it.
     """
 
     def __init__(self, path: Path, verify: bool = True) -> None:
         try:
             if checksum(path / "index.json") != (path / "index.sha256").read_text(encoding="utf-8"):
-                raise OSError("index.json does not match its checksum")
+                raise Damaged(f"checkpoint {path} is damaged: index.json does not match its checksum")
             index = json.loads((path / "index.json").read_text(encoding="utf-8"))
             if index["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"{path} is of format version {index['format_version']}, not {FORMAT_VERSION}")
+                known = f"this version reads {FORMAT_VERSION}"
+                raise ValueError(f"checkpoint {path} is of format version {index['format_version']}, and {known}")
             self.step, self.layout = int(index["step"]), str(index["layout"])
             entries = [Entry(**{**e, "start": tuple(e["start"]), "shape": tuple(e["shape"])}) for e in index["entries"]]
+            self.shapes = {name: tuple(shape) for name, shape in index["shapes"].items()}
             for name, record in index["files"].items():
                 check_file(path / name, record, verify)
             self._files = {name: safe_open(path / name, "pt") for name in index["files"]}
-        except (OSError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
-            raise ValueError(f"checkpoint {path} is damaged: {type(error).__name__} {error}") from None
+        except FileNotFoundError as error:
+            raise Damaged(f"checkpoint {path} is damaged: {Path(str(error.filename)).name} is missing") from None
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            UnicodeDecodeError,
+            json.JSONDecodeError,
+            SafetensorError,
+        ) as error:
+            raise Damaged(f"checkpoint {path} is damaged: {type(error).__name__} {error}") from None
         self.path = path
         self.entries: dict[tuple[str, State], list[Entry]] = {}
         for entry in entries:
@@ -92,13 +108,20 @@ class Checkpoint:
             raise ValueError(f"checkpoint {self.path} does not hold all of {state} of {spec.name}")
         return out
 
-    def check_names(self, specs: Iterable[ParamSpec]) -> None:
-        """Raise ValueError that names the first parameter missing here, or here and not in the model."""
+    def check_model(self, specs: Iterable[ParamSpec]) -> None:
+        """Raise ValueError that names a parameter missing here, or here and not in the model, or of another shape."""
+        specs = tuple(specs)
         wanted = {(spec.name, state) for spec in specs if spec.tied_to is None for state in STATES}
         for what, odd in (("lacks", wanted - self.entries.keys()), ("has unknown", self.entries.keys() - wanted)):
             if odd:
                 name, state = min(odd)
                 raise ValueError(f"checkpoint {self.path} {what} {state} of {name}: it is of another model")
+        for spec in specs:
+            if not spec.tied_to and self.shapes.get(spec.name) != spec.shape:
+                held = self.shapes.get(spec.name)
+                raise ValueError(
+                    f"checkpoint {self.path} holds {spec.name} as {held}, not {spec.shape}: it is of another model"
+                )
 
 
 def overlap(start_a: int, size_a: int, start_b: int, size_b: int) -> tuple[int, int]:
@@ -107,9 +130,10 @@ def overlap(start_a: int, size_a: int, start_b: int, size_b: int) -> tuple[int, 
 
 def check_file(path: Path, record: dict[str, object], verify: bool) -> None:
     if path.stat().st_size != record["bytes"]:
-        raise OSError(f"{path.name} has {path.stat().st_size} bytes where {record['bytes']} were written")
+        size = path.stat().st_size
+        raise Damaged(f"checkpoint {path.parent} is damaged: {path.name} has {size} bytes, not {record['bytes']}")
     if verify and checksum(path) != record["sha256"]:
-        raise OSError(f"{path.name} does not match its checksum")
+        raise Damaged(f"checkpoint {path.parent} is damaged: {path.name} does not match its checksum")
 
 
 def checksum(path: Path) -> str:
@@ -122,6 +146,6 @@ def newest(run: Path, warn: Callable[[str], None], verify: bool = True) -> Check
     for path in reversed(list_checkpoints(run / "checkpoints")):
         try:
             return Checkpoint(path, verify)
-        except ValueError as error:
+        except Damaged as error:
             warn(f"{error}; trying the one before")
     raise ValueError(f"{run} holds no whole checkpoint")

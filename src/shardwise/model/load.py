@@ -124,7 +124,7 @@ class RunReader:
 
     def __init__(self, path: str | Path, config: ModelConfig) -> None:
         self._checkpoint = newest(Path(path), warnings.warn)
-        self._checkpoint.check_names(model_specs(config))
+        self._checkpoint.check_model(model_specs(config))
         self.dtype = torch.float32
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:

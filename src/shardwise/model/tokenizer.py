@@ -157,7 +157,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(f"{path} is neither a folder nor a .gguf file, so there is no tokenizer to read.")
     from shardwise.gguf import read_gguf
 
-    return from_gguf(read_gguf(path))
+    file = read_gguf(path)
+    try:
+        return from_gguf(file)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -222,9 +226,18 @@ def _backend_from_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
             f"{' and '.join(pre_by_class)}, not for {kind}; save it once with transformers to get a tokenizer.json."
         )
     vocab = _read_json(folder / "vocab.json")
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    merges = [parse_merge(line) for line in lines if line and not line.startswith("#version")]
-    backend = byte_level_bpe(vocab, merges, pre_by_class[kind])
+    try:
+        lines = _read_text(folder / "merges.txt").split("\n")
+        merges = [parse_merge(line) for line in lines if line and not line.startswith("#version")]
+        backend = byte_level_bpe(vocab, merges, pre_by_class[kind])
+        return _with_added_tokens(folder, config, backend)
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from None
+    except (TypeError, AttributeError, KeyError, OverflowError) as error:
+        raise ValueError(f"{folder}: the list of its added tokens is malformed ({error!r:.80}).") from None
+
+
+def _with_added_tokens(folder: Path, config: Mapping[str, Any], backend: Backend) -> Backend:
     added = {int(index): token for index, token in config.get("added_tokens_decoder", {}).items()}
     added |= {index: {"content": text} for text, index in _read_json(folder / "added_tokens.json").items()}
     for index, token in sorted(added.items()):
@@ -237,25 +250,45 @@ def _backend_from_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
 
 def _special_tokens(folder: Path, config: Mapping[str, Any], backend: Backend) -> tuple[dict[str, str], frozenset[int]]:
     """Texts of the special tokens and ids of all end tokens, from whichever of the four files has them."""
-    tables = [config, _read_json(folder / "special_tokens_map.json")]
-    model, generation = _read_json(folder / "config.json"), _read_json(folder / "generation_config.json")
+    tables = {"tokenizer_config.json": config}
+    tables["special_tokens_map.json"] = _read_json(folder / "special_tokens_map.json")
     special: dict[str, str] = {}
     for name in SPECIAL_NAMES:
-        entry = next((table[name] for table in tables if table.get(name) is not None), None)
-        text = entry["content"] if isinstance(entry, dict) else entry
+        file = next((file for file, table in tables.items() if table.get(name) is not None), None)
+        text = None if file is None else _token_text(folder / file, name, tables[file][name])
         if text is not None and backend.token_to_id(text) is not None:
             special[name] = text
-    ends = generation.get("eos_token_id", model.get("eos_token_id"))
-    eos_ids = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    if "eos_token" in special:
-        eos_ids.add(backend.token_to_id(special["eos_token"]))
-    if not any(table.get("eos_token") for table in tables):  # GPT-2's own folder names none: the model's config does
+    eos_ids = set(_token_ids(folder, "eos_token_id"))
+    end = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    if end is not None:
+        eos_ids.add(end)
+    if not any(table.get("eos_token") for table in tables.values()):  # GPT-2's folder has it in the model's config only
         for name in ("bos_token", "eos_token"):
-            index = generation.get(f"{name}_id", model.get(f"{name}_id"))
-            text = backend.id_to_token(index[0] if isinstance(index, list) else index) if index is not None else None
+            ids = _token_ids(folder, f"{name}_id")
+            text = backend.id_to_token(ids[0]) if ids else None
             if text is not None:
                 special.setdefault(name, text)
     return special, frozenset(eos_ids)
+
+
+def _token_text(file: Path, name: str, entry: Any) -> str:
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    if not isinstance(text, str):
+        raise ValueError(f"{file}: {name} should be a text, or an object whose content is one, not {entry!r:.60}.")
+    return text
+
+
+def _token_ids(folder: Path, key: str) -> list[int]:
+    """One id or a list of them, out of generation_config.json if it has the key, else out of config.json."""
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        table = _read_json(file)
+        if key in table:
+            ids = table[key]
+            ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+            if not all(type(index) is int and 0 <= index < 2**32 for index in ids):
+                raise ValueError(f"{file}: {key} should be a token's id or a list of ids, not {table[key]!r:.60}.")
+            return ids
+    return []
 
 
 def _added(backend: Backend) -> set[str]:
@@ -266,12 +299,28 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template: a file of its own, or in the config, alone or as one of several with names."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return _read_text(file)
     template = config.get("chat_template")
-    if isinstance(template, list):
+    if isinstance(template, list) and all(map(_is_named_template, template)):
         named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default") or next(iter(named.values()), None)
+        template = named.get("default") or next(iter(named.values()), None)
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template should be a text, or a list of objects with name and "
+            f"template, not {config['chat_template']!r:.60}."
+        )
     return template
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}.") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -280,7 +329,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} should hold one JSON object, but it holds a {type(content).__name__}.")
@@ -304,6 +353,7 @@ class GgufLike(Protocol):
 def from_gguf(gguf: GgufLike) -> Tokenizer:
     """The tokenizer, end tokens and chat template that a GGUF file carries in its metadata."""
     metadata = gguf.metadata
+    _check_gguf_types(metadata)
     backend = backend_from_gguf(metadata)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {name: gguf_special(metadata, short) for name, short in names.items()}
@@ -313,6 +363,28 @@ def from_gguf(gguf: GgufLike) -> Tokenizer:
     ends = (control & ENDS_OF_TURN) | {gguf_special(metadata, name) for name in ("eos", "eot", "eom")} - {None}
     eos_ids = frozenset(index for index, text in enumerate(tokens) if text in ends)
     return Tokenizer(backend, special, eos_ids, metadata.get("tokenizer.chat_template") or None)
+
+
+def _check_gguf_types(metadata: Mapping[str, Any]) -> None:
+    """ValueError for a key whose value is of another type than https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    says: a file's header may hold anything under any name."""
+    ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items() if value is not None}
+    kinds: dict[str, type] = {"model": str, "pre": str, "tokenizer.chat_template": str}
+    kinds |= {f"{name}_token_id": int for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
+    kinds |= {f"add_{name}": bool for name in ("bos_token", "eos_token", "space_prefix")}
+    wrong = [key for key, kind in kinds.items() if key in ggml and type(ggml[key]) is not kind]
+    lists: dict[str, set[type]] = {
+        "tokens": {str},
+        "merges": {str},
+        "token_type": {int, TokenType},
+        "scores": {int, float},
+    }
+    for key, item_kinds in lists.items():
+        items = ggml.get(key, ())
+        if not isinstance(items, list | tuple) or not item_kinds.issuperset(map(type, items)):
+            wrong.append(key)
+    if wrong:
+        raise ValueError(f"the value of {wrong[0]} in this GGUF file's metadata is of a wrong type; convert it again.")
 
 
 def byte_tokenizer() -> Tokenizer:

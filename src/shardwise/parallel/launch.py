@@ -70,7 +70,7 @@ def local_world_size() -> int | None:
 
 
 def is_first_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+    return not started_by_torchrun() or int(os.environ["RANK"]) == 0
 
 
 def is_taken(number: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shardwise.config import ModelConfig
 from shardwise.hardware import Device
-from shardwise.layout import Layout, Shard
+from shardwise.layout import MAX_SIZE, Layout, Shard
 from shardwise.plan.memory import Ledger, Precision, serving_ledgers, training_ledgers
 
 Mode = Literal["train", "serve"]
@@ -70,6 +70,8 @@ class Job:
 
     def candidates(self, num_gpus: int) -> tuple[Candidate, ...]:
         """The layouts worth comparing on `num_gpus`: those that fit first, then the nearest to fitting."""
+        if num_gpus > MAX_SIZE:
+            raise ValueError(f"the number of GPUs must be at most {MAX_SIZE}, not {num_gpus}")
         layouts = training_layouts if self.mode == "train" else serving_layouts
         found = [self.candidate(layout) for layout in layouts(self.config, num_gpus)]
         return tuple(sorted(found, key=lambda each: (not each.fits, 0 if each.fits else each.peak_bytes)))
@@ -87,7 +89,8 @@ class Job:
         """The fewest data ranks over which stage 3 cuts the states of `layout` until they fit."""
         whole = replace(layout, dp=1, shard="zero3", shard_group=None)
         low = max(1, self.candidate(whole).peak_bytes // self.device.memory_bytes)
-        sizes = range(low, 2 * low + 2)  # padding is far below a half, so twice the ranks are more than enough
+        most = min(2 * low + 1, MAX_SIZE // whole.world_size)  # padding is far below a half: twice is more than enough
+        sizes = range(low, most + 1)
         at = bisect_left(sizes, True, key=lambda dp: self.candidate(replace(whole, dp=dp)).fits)
         return self.candidate(replace(whole, dp=sizes[at])) if at < len(sizes) else None
 
@@ -129,6 +132,6 @@ def training_changes(config: ModelConfig, layout: Layout) -> list[Layout]:
 
 def serving_changes(config: ModelConfig, layout: Layout) -> list[Layout]:
     """Wider tensor parallelism on the same GPUs, then on more of them."""
-    same = [tp for tp in tensor_sizes(config, layout.world_size, layout.world_size) if tp > layout.tp]
+    same = [tp for tp in tensor_sizes(config, layout.world_size, config.num_heads) if tp > layout.tp]
     more = [tp for tp in range(layout.world_size + 1, config.num_heads + 1) if not Layout(tp=tp).problems(config)]
     return [Layout(dp=layout.world_size // tp, tp=tp) for tp in same] + [Layout(tp=tp) for tp in more]

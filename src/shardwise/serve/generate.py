@@ -1,5 +1,6 @@
 """One prompt, one answer, token by token: prefill, then a step for each new token over the KV cache."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ def generate(
     while len(tokens) < params.max_tokens:
         picked, logprob = pick(logits, [params], generators)
         token = int(picked[0])
+        if math.isnan(float(logprob[0])):
+            raise ValueError("the model's logits are not numbers: its weights are damaged, or it diverged in training")
         first_at = first_at if tokens else time.perf_counter()
         if token in model.tokenizer.eos_ids:
             finish = "stop"

@@ -33,7 +33,7 @@ def save_checkpoint(target: Path, store: Store, mesh: Mesh, specs: Iterable[Para
         error = attempt(lambda: write_rank(aside, store, mesh, specs))
     raise_together(mesh, error)
     if mesh.rank == 0:
-        error = attempt(lambda: publish(aside, target, str(mesh.layout), step))
+        error = attempt(lambda: publish(aside, target, str(mesh.layout), specs, step))
     raise_together(mesh, error)
 
 
@@ -59,7 +59,7 @@ def write_rank(folder: Path, store: Store, mesh: Mesh, specs: Iterable[ParamSpec
     (folder / f"{name}.json").write_text(json.dumps(record))
 
 
-def publish(aside: Path, target: Path, layout: str, step: int) -> None:
+def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], step: int) -> None:
     """Join the ranks' records into one index and give the checkpoint its name."""
     files, entries = {}, []
     for path in sorted(aside.glob("rank-*.safetensors.json")):
@@ -67,7 +67,9 @@ def publish(aside: Path, target: Path, layout: str, step: int) -> None:
         files[path.name.removesuffix(".json")] = {"bytes": record["bytes"], "sha256": record["sha256"]}
         entries += record["entries"]
         path.unlink()
-    index = {"format_version": FORMAT_VERSION, "step": step, "layout": layout, "files": files, "entries": entries}
+    shapes = {spec.name: spec.shape for spec in specs if spec.tied_to is None}
+    index = {"format_version": FORMAT_VERSION, "step": step, "layout": layout, "shapes": shapes, "files": files,
+             "entries": entries}  # fmt: skip
     (aside / "index.json").write_text(json.dumps(index))
     (aside / "index.sha256").write_text(checksum(aside / "index.json"))
     if target.exists():
@@ -100,21 +102,18 @@ def raise_together(mesh: Mesh, error: OSError | None) -> None:
 def remove_old(latest: Path, keep: int) -> None:
     """Remove all but the last `keep` checkpoints up to `latest`, and what a kill left half written.
 
-    Later ones were damaged, since the run went on from before them; they must not push out whole ones.
+    Later ones, which the run could not go on from, push out none and are left to whoever can mend them.
     """
     for partial in latest.parent.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
-    known = list_checkpoints(latest.parent)
-    kept = [path for path in known if path.name <= latest.name][-keep:]
-    for path in known:
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+    for path in [path for path in list_checkpoints(latest.parent) if path.name <= latest.name][:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def load_state(checkpoint: Checkpoint, store: Store, mesh: Mesh, specs: Iterable[ParamSpec]) -> None:
     """Fill the store from a checkpoint of any layout."""
     by_name = {spec.name: spec for spec in specs}
-    checkpoint.check_names(by_name.values())
+    checkpoint.check_model(by_name.values())
     for name, state, local in store.state():
         for box in boxes(by_name[name], mesh.layout, mesh.coord):
             local[box.local_slices] = checkpoint.read(by_name[name], state, box).to(local.device)

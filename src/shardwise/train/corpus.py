@@ -52,10 +52,11 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """How much one part of a data set holds."""
+    """How much one part of a data set holds, and the checksum of its tokens."""
 
     tokens: int
     documents: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def read_corpus(folder: Path) -> Corpus:
                 f"{folder} is a data set of format version {record['format_version']}, and this program reads version "
                 f"{FORMAT_VERSION}; build it again."
             )
-        if record["dtype"] not in ("uint16", "uint32"):
+        if record["dtype"] not in ("uint16", "uint32") or type(record["vocab_size"]) is not int:
             raise TypeError(record["dtype"])
         splits = {name: Split(**counts) for name, counts in record["splits"].items()}
         return Corpus(record["dtype"], record["vocab_size"], record["end_of_text"], splits, tuple(record["files"]))
@@ -148,7 +149,8 @@ def write_corpus(corpus: Corpus, folder: Path) -> None:
         "vocab_size": corpus.vocab_size,
         "end_of_text": corpus.end_of_text,
         "splits": {
-            name: {"tokens": split.tokens, "documents": split.documents} for name, split in corpus.splits.items()
+            name: {"tokens": split.tokens, "documents": split.documents, "sha256": split.sha256}
+            for name, split in corpus.splits.items()
         },
         "files": corpus.files,
     }
@@ -228,6 +230,12 @@ class SplitWriter:
         self.starts_file.write(np.asarray(start, dtype=START_DTYPE).tobytes())
         self.num_documents += 1
 
+    def split(self) -> Split:
+        self.tokens_file.flush()
+        self.tokens_file.seek(0)
+        digest = hashlib.file_digest(self.tokens_file, "sha256").hexdigest()
+        return Split(self.num_tokens, self.num_documents, digest)
+
     def last_start(self) -> int:
         self.starts_file.seek(-START_DTYPE.itemsize, os.SEEK_END)
         return int(np.frombuffer(self.starts_file.read(START_DTYPE.itemsize), START_DTYPE)[0])
@@ -273,7 +281,7 @@ def write_splits(
             raise ValueError("The source holds no text: every document in it is empty.")
         if held_out and not writers[HELD_OUT].num_documents:
             hold_out_last(writers[TRAIN], writers[HELD_OUT], held_out)
-        return {name: Split(writer.num_tokens, writer.num_documents) for name, writer in writers.items()}
+        return {name: writer.split() for name, writer in writers.items()}
 
 
 def is_held_out(number: int, share: float) -> bool:

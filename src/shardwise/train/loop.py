@@ -28,8 +28,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after `step` steps, `stopped` by a signal (its number), `diverged` at a step whose gradient was
-    not finite and which was not taken, or done; the losses last seen."""
+    """How a run ended: after `step` steps, `stopped` by a signal (its number), `diverged` at a step that is not
+    finite and is not kept, or done; the losses last seen."""
 
     step: int
     loss: float | None
@@ -83,6 +83,8 @@ def run_steps(
         if run.eval_every and (step % run.eval_every == 0 or step == run.steps):
             held_out_loss = evaluate(settings, program, mesh)
             metrics.held_out(step, held_out_loss)
+            if not math.isfinite(held_out_loss):
+                return Outcome(step - 1, loss, None, diverged=step)
         if last or (run.save_every and step % run.save_every == 0):
             save(settings, program, mesh, step)
         if stopped is not None:

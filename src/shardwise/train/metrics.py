@@ -103,7 +103,7 @@ class Metrics:
         if not active:
             return
         path = folder / "metrics.jsonl"
-        kept = [line for line in read_lines(path) if resumed_step and json.loads(line)["step"] <= resumed_step]
+        kept = [line for line in read_lines(path) if resumed_step and step_of(line) <= resumed_step]
         path.write_text("".join(line + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
         self._board = open_tensorboard(folder) if tensorboard else None
@@ -160,6 +160,14 @@ def read_lines(path: Path) -> list[str]:
         return []
     whole = path.read_text().rpartition("\n")[0]
     return whole.split("\n") if whole else []
+
+
+def step_of(line: str) -> float:
+    """The step of a line of metrics; one that is none is of no step that was ever reached."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")
 
 
 def open_tensorboard(folder: Path) -> Any:

@@ -70,9 +70,7 @@ class RunSettings:
     precision: Literal["bf16", "fp32"] = setting(
         "bf16", "bf16 | fp32, of weights, activations and gradients; bf16 keeps fp32 masters"
     )
-    gradients: Literal["same", "fp32"] = setting(
-        "same", "same | fp32: gradients accumulate in the dtype of the weights, or in fp32"
-    )
+    gradients: Literal["same", "fp32"] = setting("same", "same | fp32: what the gradients of micro-batches add up in")
     eval_every: int = setting(50, "steps between evaluations on held-out data; 0: never")
     eval_sequences: int = setting(64, "held-out sequences of one evaluation")
     save_every: int = setting(100, "steps between checkpoints; the last step is saved as well; 0: the last only")
@@ -94,12 +92,14 @@ class Settings:
             ("run.eval_every", run.eval_every, 0), ("run.eval_sequences", run.eval_sequences, 1),
             ("run.save_every", run.save_every, 0), ("run.keep_checkpoints", run.keep_checkpoints, 0),
             ("optimizer.warmup_steps", optimizer.warmup_steps, 0), ("optimizer.decay_steps", optimizer.decay_steps, 0),
-            ("optimizer.lr", optimizer.lr, 0), ("optimizer.eps", optimizer.eps, 0),
+            ("optimizer.lr", optimizer.lr, 0),
             ("optimizer.weight_decay", optimizer.weight_decay, 0), ("optimizer.max_norm", optimizer.max_norm, 0),
             ("optimizer.final_lr", optimizer.final_lr, 0), ("run.seed", run.seed, 0),
         ):  # fmt: skip
             if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+        if not optimizer.eps > 0:
+            raise ValueError(f"optimizer.eps must be above 0, not {optimizer.eps}, or the first step divides by zero")
         for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
             if not 0 <= beta < 1:
                 raise ValueError(f"optimizer.{name} must be at least 0 and below 1, not {beta}")
@@ -222,4 +222,9 @@ def shaped(
         if hidden % heads:
             raise ValueError(f"model.hidden_size {hidden} is not a multiple of {heads} heads")
         changed["head_dim"] = hidden // heads
+    if config.windowed_layers and "num_layers" in changed:
+        kept = range(changed["num_layers"])
+        everywhere = len(config.windowed_layers) == config.num_layers
+        windowed = frozenset(kept) if everywhere else config.windowed_layers & frozenset(kept)
+        return replace(config, **changed, windowed_layers=windowed)
     return replace(config, **changed)
