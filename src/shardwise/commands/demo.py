@@ -146,7 +146,7 @@ def write_code(console: "Console", run: Path) -> str:
     title(console, "4. Saved, loaded back, and writing Python",
           f"shardwise generate {run} --prompt {START_OF_CODE!r} --temperature 0.3 --seed 1")  # fmt: skip
     console.print(START_OF_CODE, end="", markup=False)
-    return stream(console, run, START_OF_CODE, chat=False, temperature=0.3, max_tokens=120)
+    return stream(console, run, START_OF_CODE, chat=False, temperature=0.3, max_tokens=100)
 
 
 def talk(console: "Console") -> str | None:
