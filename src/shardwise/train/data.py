@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.model.loss import IGNORED
 from shardwise.train.corpus import START_DTYPE, read_corpus
 
-NO_TARGET = -100  # torch's `ignore_index`
+NO_TARGET = IGNORED  # as the loss knows it
 NUM_ROUNDS = 8  # four suffice for many samples; eight also shuffle a handful evenly
 
 
