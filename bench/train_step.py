@@ -28,7 +28,7 @@ def ours() -> Callable[[torch.Tensor], float]:
     mesh = make_mesh(Layout(), 0, torch.device("cpu"))
     config = from_hugging_face({"model_type": "llama", **SHAPE})
     program = apply(config, mesh, torch.bfloat16, torch.bfloat16, AdamW().update)
-    draw_weights(program, mesh, seed=0)
+    draw_weights(program, seed=0)
     positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
 
     def step(tokens: torch.Tensor) -> float:

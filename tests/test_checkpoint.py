@@ -6,28 +6,39 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 import shardwise.train.checkpoint as writing
+from memory import forget_peak, process_bytes
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.checkpoint import STATES, Checkpoint, checkpoint_path, list_checkpoints, newest
 from shardwise.model.load import load_weights
+from shardwise.model.safetensors import SLICE_BYTES, Shapes, write_safetensors
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Mesh, make_mesh
-from shardwise.params import ParamSpec, boxes, model_specs
+from shardwise.parallel.zero import Store
+from shardwise.params import Init, ParamSpec, boxes, model_specs, units
+from shardwise.train.check import check_run
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.loop import Outcome, make_program, train
-from shardwise.train.run import check_run, prepare_folder
+from shardwise.train.optim import AdamW
+from shardwise.train.run import prepare_folder
 from shardwise.train.settings import Settings
-from tiny_training import build_data, tiny_settings
+from tiny_training import build_data, seeded, tiny_settings, whole
 
 CPU = torch.device("cpu")
 State = dict[tuple[str, str], Tensor]
@@ -79,7 +90,7 @@ def cut_off(whole: Path, into: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", ["dp1.m2", "dp2"])
+@pytest.mark.parametrize("layout", ["dp1.m2", "dp2", "dp2.z3"])
 def test_straight_and_resumed_are_equal_bit_for_bit(
     ranks: Ranks, data: Path, tmp_path: Path, layout: str, precision: str
 ) -> None:
@@ -108,30 +119,36 @@ def test_a_run_that_is_done_stays_as_it_is(ranks: Ranks, data: Path, tmp_path: P
 def state_on(rank: int, world: int, settings: Settings, config: ModelConfig, step: int) -> State:
     mesh = make_mesh(Layout.parse(settings.run.layout), rank, CPU)
     program = make_program(settings, config, mesh, None, step)
-    found = {(name, state): view.clone() for name, state, view in program.store.state()}
-    weights = program.store.weights(tuple(spec.name for spec in program.specs if spec.tied_to is None))
-    for name, weight in weights.items():
-        assert torch.equal(weight, found[name, "master"].to(weight.dtype)), f"{name} was not brought in line"
-    assert program.store.num_steps == step
+    store = program.store
+    found = {(name, kind): x for kind in STATES for name, x in whole(store, mesh, program.specs, kind).items()}
+    for name, unit in store.units.items():
+        store.gather(name)
+        store.need([name])
+        for of, weight in store.weights(place.spec.name for place in unit.places).items():
+            assert torch.equal(weight, found[of, "master"].to(weight.dtype)), f"{of} was not brought in line"
+    assert store.num_steps == step
     return found
 
 
-@pytest.mark.parametrize("layout", ["dp1", "dp4", "dp2.m2"])
-def test_any_layout_goes_on_from_any(ranks: Ranks, data: Path, tmp_path: Path, layout: str) -> None:
-    """What two ranks saved is loaded whole by one or four, and what they do next is the same to 1e-5."""
-    whole, other = tmp_path / "dp2", tmp_path / "other"
-    settings = tiny_settings(data, whole, layout="dp2", precision="fp32")
+@pytest.mark.parametrize(
+    ("writer", "layout"),
+    [("dp2", "dp1"), ("dp2", "dp4.z2"), ("dp4.z3", "dp2.m2"), ("dp2.z1", "dp4.z3.s2"), ("dp4.z2.s2", "dp1.z3")],
+)
+def test_any_layout_goes_on_from_any(ranks: Ranks, data: Path, tmp_path: Path, writer: str, layout: str) -> None:
+    """What some ranks saved is loaded whole by more or fewer, and what they do next is the same to 1e-5."""
+    written, other = tmp_path / "written", tmp_path / "other"
+    settings = tiny_settings(data, written, layout=writer, precision="fp32")
     config = check_run(settings).config
     trained(ranks, settings)
-    cut_off(whole, other, 3)
+    cut_off(written, other, 3)
     elsewhere = tiny_settings(data, other, layout=layout)
-    expected = whole_state(checkpoint_path(whole, 3), config)
+    expected = whole_state(checkpoint_path(written, 3), config)
     assert any(state != "master" and bool(values.any()) for (_, state), values in expected.items())
     for found in ranks.run(Layout.parse(layout).world_size, state_on, elsewhere, config, 3):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
     trained(ranks, elsewhere, 3)
-    for mine, theirs in zip(told(other), told(whole), strict=True):
+    for mine, theirs in zip(told(other), told(written), strict=True):
         assert mine.keys() == theirs.keys()
         assert mine == pytest.approx(theirs, rel=1e-5)
 
@@ -227,7 +244,7 @@ def test_a_checkpoint_of_another_version_is_named_as_such(whole_run: tuple[Path,
 def load_on(rank: int, world: int, path: Path, settings: Settings, config: ModelConfig) -> None:
     mesh = make_mesh(Layout(), rank, CPU)
     program = make_program(settings, config, mesh, None, 0)
-    load_state(Checkpoint(path), program.store, mesh, program.specs)
+    load_state(Checkpoint(path), program.store, program.specs)
 
 
 @pytest.mark.parametrize(
@@ -291,20 +308,19 @@ def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def real_limit(tensors: dict[str, Tensor], path: Path) -> None:
-    """Save as ever, but the system allows this process no file above 4 kB."""
+def real_limit(path: Path, shapes: Shapes, tensors: Iterable[Tensor]) -> str:
+    """Write as ever, but the system allows this process no file above 4 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        SAVE_FILE(tensors, path)
+        return write_safetensors(path, shapes, tensors)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-SAVE_FILE = writing.save_file
 BREAKERS = {
-    "disk full": ("save_file", full_disk, errno.ENOSPC),
-    "file too large": ("save_file", real_limit, errno.EFBIG),
+    "disk full": ("write_safetensors", full_disk, errno.ENOSPC),
+    "file too large": ("write_safetensors", real_limit, errno.EFBIG),
     "no room for the index": ("publish", full_disk, errno.ENOSPC),
 }
 
@@ -411,6 +427,105 @@ def test_a_damaged_later_checkpoint_does_not_push_out_whole_ones(tmp_path: Path)
     assert left == ["notes", "step-00000015", "step-00000020"]
 
 
+# -- as a stream --------------------------------------------------------------------------------------------
+
+DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+"""What is stored, with the integers that have its bits."""
+
+
+@st.composite
+def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Tensors of any bits, NaN among them; wider dtypes first. Some are empty and some have no dims."""
+    shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6))
+    dtypes = sorted(draw(st.lists(st.sampled_from(list(DTYPES)), min_size=len(shapes), max_size=len(shapes))),
+                    key=lambda dtype: -dtype.itemsize)  # fmt: skip
+    names = draw(st.lists(st.text(max_size=5), min_size=len(shapes), max_size=len(shapes), unique=True))
+    random = seeded(draw(st.integers(0, 99)))
+    drawn = [torch.randint(-(2**15), 2**15, shape, generator=random) for shape in shapes]
+    return {
+        name: (bits.to(DTYPES[dtype]) * (65537 if dtype.itemsize == 4 else 1)).view(dtype)
+        for name, dtype, bits in zip(names, dtypes, drawn, strict=True)
+        if name != "__metadata__"
+    }
+
+
+def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def read_back(path: Path) -> dict[str, Tensor]:
+    """What the reference implementation makes of a file, as bits."""
+    return {name: tensor.view(DTYPES[tensor.dtype]) for name, tensor in load_file(path).items()}
+
+
+@given(named_tensors(), st.sampled_from([4, 8, SLICE_BYTES]))
+def test_safetensors_reads_what_was_streamed(tensors: dict[str, Tensor], slice_bytes: int) -> None:
+    """Bit for bit, in slices of any size; the checksum is that of the file."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.model.safetensors.SLICE_BYTES", slice_bytes)
+        path = Path(folder, "one.safetensors")
+        assert write_safetensors(path, shapes_of(tensors), iter(tensors.values())) == writing.checksum(path)
+        content, found = path.read_bytes(), read_back(path)
+        assert int.from_bytes(content[:8], "little") % 8 == 0, "the first tensor is aligned"
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(found[name], tensor.view(DTYPES[tensor.dtype])), name
+
+
+def test_tensors_that_are_not_as_announced_are_not_written(tmp_path: Path) -> None:
+    one, other = torch.zeros(3, 4), torch.zeros(4, 3)
+    for given_ in ([other], [one.T], [one.bfloat16()]):
+        with pytest.raises(AssertionError, match="one"):
+            write_safetensors(tmp_path / "file", shapes_of({"one": one}), given_)
+    for wrong in ([], [one, other]):
+        with pytest.raises(ValueError, match=r"argument 2 is (shorter|longer)"):
+            write_safetensors(tmp_path / "file", shapes_of({"one": one}), wrong)
+    mixed = {"one": torch.zeros(3, dtype=torch.bfloat16), "two": one}
+    with pytest.raises(AssertionError, match="two is not aligned: wider dtypes come first"):
+        write_safetensors(tmp_path / "file", shapes_of(mixed), mixed.values())
+
+
+def test_a_file_may_be_read_by_whoever_may_read_new_ones(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_safetensors(tmp_path / "file", {}, [])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def test_saving_takes_a_few_megabytes(tmp_path: Path) -> None:
+    """96 MB of state and no second copy of it, not even of one tensor (16 MB): the most that is resident grows by
+    less than 12 MB, three slices."""
+    script = [sys.executable, __file__, str(tmp_path / "step-00000001")]
+    held, grown = map(int, subprocess.run(script, check=True, capture_output=True, text=True).stdout.split())
+    assert held == 96 << 20
+    assert grown < 3 * SLICE_BYTES
+    assert sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir()) > held
+
+
+def save_and_tell(target: Path) -> None:
+    """In a process of its own: print the bytes of state, and by how much saving them raised the peak."""
+    torch.set_num_threads(1)
+    save_matrices(2, target.with_name("step-00000000"))  # what is loaded on first use is there
+    held, before = save_matrices(2048, target)
+    print(held, process_bytes("VmHWM") - before)
+
+
+def save_matrices(size: int, target: Path) -> tuple[int, int]:
+    """Save two square matrices and their moments; the bytes of them all, and the peak of memory before."""
+    specs = [ParamSpec(f"blocks.{i}.m", (size, size), ("ffn", "embed"), Init("normal", 1.0)) for i in range(2)]
+    mesh = make_mesh(Layout(), 0, CPU)
+    store = Store(mesh, units(tuple(specs)), torch.bfloat16, torch.bfloat16, AdamW().update)
+    views = [view for *_, view in writing.owned(store)]
+    for view in views:
+        view.fill_(1.0)
+    forget_peak()
+    before = process_bytes("VmHWM")
+    save_checkpoint(target, store, mesh, specs, 1)
+    return sum(view.nbytes for view in views), before
+
+
 # -- boxes --------------------------------------------------------------------------------------------------
 
 
@@ -437,10 +552,14 @@ def test_mesh_is_all_that_saving_asks(tmp_path: Path, data: Path) -> None:
     config = check_run(settings).config
     mesh: Mesh = make_mesh(Layout(), 0, CPU)
     program, other = (make_program(settings, config, mesh, None, 0) for _ in range(2))
-    for number, (_, _, view) in enumerate(program.store.state()):
-        view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(number)))
+    for number, (*_, view) in enumerate(writing.owned(program.store)):
+        view.copy_(torch.randn(view.shape, generator=seeded(number)))
     save_checkpoint(tmp_path / "step-00000004", program.store, mesh, program.specs, 4)
-    load_state(Checkpoint(tmp_path / "step-00000004"), other.store, mesh, other.specs)
+    load_state(Checkpoint(tmp_path / "step-00000004"), other.store, other.specs)
     assert other.store.num_steps == 4
-    for (_, _, mine), (_, _, theirs) in zip(program.store.state(), other.store.state(), strict=True):
+    for (*_, mine), (*_, theirs) in zip(writing.owned(program.store), writing.owned(other.store), strict=True):
         assert torch.equal(mine, theirs)
+
+
+if __name__ == "__main__":
+    save_and_tell(Path(sys.argv[1]))

@@ -1,31 +1,43 @@
 """Data parallel against one process that knows nothing of it: plain autograd of the summed loss over the global count
-of targets, and torch's own AdamW and clipping."""
+of targets, and torch's own AdamW and clipping. Both the simple class and the store with nothing cut are held to it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ranks import RankFailed, Ranks
-from shardwise.layout import Layout
-from shardwise.model.layers import Causal
-from shardwise.model.transformer import Transformer
+from shardwise.layout import Layout, Shard
+from shardwise.parallel import mesh as meshes
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
-from shardwise.parallel.mesh import Mesh, make_mesh, ring_all_reduce_bytes
+from shardwise.parallel.data import DataParallel
+from shardwise.parallel.mesh import Mesh, add_rows, make_mesh, ring_bytes
+from shardwise.parallel.pipeline import Pipeline
 from shardwise.params import model_specs, num_params, units
+from shardwise.train.data import Batch
 from shardwise.train.loop import DTYPES, take_step
-from shardwise.train.optim import AdamW, LearningRate
-from tiny_training import FAMILIES, global_batch, part_of, tiny_weights
+from tiny_training import (
+    FAMILIES,
+    OPTIMIZER,
+    RATE,
+    digest,
+    fill_store,
+    global_batch,
+    part_of,
+    plain_steps,
+    relative,
+    seeded,
+    tiny_weights,
+    whole,
+    worst,
+)
 
 CPU = torch.device("cpu")
 LAYOUTS = ["dp1", "dp1.m4", "dp2", "dp2.m2", "dp3", "dp4"]
-OPTIMIZER = AdamW(eps=1e-6)
-RATE = LearningRate(1e-2, 4, 2, "cosine")
 DTYPE_WORDS = {"bf16": "bfloat16", "fp32": "float32"}
 MAX_NORM = 0.5
 UNCLIPPED = 0.0
@@ -58,15 +70,119 @@ def test_all_reduce_and_its_bytes(ranks: Ranks, world: int, operation: str) -> N
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_bf16_is_summed_in_fp32_and_rounded_once(ranks: Ranks, world: int) -> None:
-    """Bit for bit; a sum in bf16 would lose the small terms: 256 + 1 is 256 there."""
-    drawn = torch.randn(999, generator=torch.Generator().manual_seed(world)).bfloat16()
+    """Bit for bit, in the order of the ranks; a sum in bf16 would lose the small terms: 256 + 1 is 256 there. What
+    travels is bf16."""
+    drawn = torch.randn(1199, generator=seeded(world)).bfloat16()
     first = [torch.tensor([256.0 if r == 0 else 1.0]) for r in range(world)]
     values = [torch.cat([first[r], drawn.float() * 3.0**r]).bfloat16() for r in range(world)]
     exact = torch.stack(values).double().sum(0)
     for x, sent, _ in ranks.run(world, reduce_on, values, "sum", torch.float32):
         torch.testing.assert_close(x, exact.float().bfloat16(), rtol=0, atol=0)
         assert x.dtype == torch.bfloat16 and x[0] == torch.tensor(255.0 + world).bfloat16()
-        assert sent["dp"] == ring_all_reduce_bytes(1000 * 4, world), "what travels is fp32"
+        assert sent["dp"] == 2 * 1200 * 2 * (world - 1) // world
+
+
+def refused_on(rank: int, world: int) -> str:
+    x = torch.ones(7, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError):
+        make_mesh(Layout(dp=world), rank, CPU).data.all_reduce(x, dtype=torch.float32)
+    with pytest.raises(AssertionError):
+        make_mesh(Layout(dp=world), rank, CPU).data.all_reduce(x[:4].view(2, 2), dtype=torch.float32)
+    return "refused"
+
+
+def test_what_cannot_be_halved_is_not_summed_wider(ranks: Ranks) -> None:
+    assert ranks.run(2, refused_on) == ["refused", "refused"]
+
+
+def rows_of(case: "Case", rank: int) -> Tensor:
+    """What a rank brings to a reduce-scatter: a row [S] for each rank."""
+    return torch.randn(case.world, case.size, generator=seeded(10 * case.size + rank)).to(case.dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One reduce-scatter of `size` elements a rank."""
+
+    world: int
+    size: int
+    dtype: torch.dtype
+    wider: torch.dtype | None
+    accumulate: bool
+    in_place: bool
+    """Whether the result overwrites this rank's row of what is summed."""
+
+
+CASES = [
+    Case(0, size, dtype, wider, accumulate, in_place)
+    for size in (1, 7, 50)
+    for dtype, wider in (
+        (torch.float32, None), (torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16), (torch.bfloat16, None),
+    )
+    for accumulate, in_place in ((False, False), (True, False), (False, True))
+]  # fmt: skip
+
+
+def scatter_on(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, int]]:
+    axis, told = make_mesh(Layout(dp=world), rank, CPU).data, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "SLICE_ELEMENTS", 8)  # so that short rows are added in several slices
+        for case in cases:
+            x = rows_of(case, rank)
+            out = x[rank] if case.in_place else torch.full((case.size,), 0.5, dtype=case.dtype)
+            before = axis.bytes_sent
+            axis.reduce_scatter(x, out, case.wider, case.accumulate).wait()
+            told.append((out.clone(), axis.bytes_sent - before))
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_reduce_scatter_is_the_sum_of_every_rank_s_row(ranks: Ranks, world: int) -> None:
+    """Bit for bit: the sum in the order of the ranks in the wider dtype, what was there last, then rounded once."""
+    cases = [replace(case, world=world) for case in CASES]
+    for rank, told in enumerate(ranks.run(world, scatter_on, cases)):
+        for case, (out, sent) in zip(cases, told, strict=True):
+            total = rows_of(case, 0)[rank].to(case.wider or case.dtype)
+            for other in range(1, world):
+                total = total + rows_of(case, other)[rank]
+            expected = (total + 0.5 if case.accumulate else total).to(case.dtype)
+            assert torch.equal(out, expected), case
+            assert sent == world * case.size * case.dtype.itemsize * (world - 1) // world, case
+
+
+@given(st.integers(1, 5), st.integers(0, 40), st.integers(1, 9), st.booleans())
+def test_rows_are_added_slice_by_slice(n: int, size: int, step: int, accumulate: bool) -> None:
+    """Into one of the rows too, of which each slice is read before it is written."""
+    rows = torch.randn(n, size, generator=seeded(n * 100 + size)).bfloat16()
+    exact = rows.double().sum(0)
+    for out in (torch.ones(size, dtype=torch.bfloat16), rows[n - 1]):
+        before = out.double()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meshes, "SLICE_ELEMENTS", step)
+            add_rows(rows, out, torch.float32, accumulate)
+        torch.testing.assert_close(out.double(), exact + before * accumulate, rtol=2**-8, atol=1e-5)
+
+
+def gather_on(rank: int, world: int, size: int) -> list[tuple[Tensor, int]]:
+    axis, told = make_mesh(Layout(dp=world), rank, CPU).data, []
+    for in_place in (False, True):
+        out = torch.full((world * size,), math.nan)
+        part = out.view(world, size)[rank] if in_place else torch.empty(size)
+        part.copy_(torch.arange(size) + 100.0 * rank)
+        before = axis.bytes_sent
+        axis.all_gather(part, out).wait()
+        told.append((out, axis.bytes_sent - before))
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_gather_puts_parts_in_the_order_of_ranks(ranks: Ranks, world: int) -> None:
+    expected = torch.cat([torch.arange(7) + 100.0 * rank for rank in range(world)])
+    for told in ranks.run(world, gather_on, 7):
+        for out, sent in told:
+            assert torch.equal(out, expected)
+            assert sent == 7 * 4 * (world - 1)
 
 
 def numbers_on(rank: int, world: int) -> object:
@@ -84,7 +200,7 @@ def test_numbers_for_reports(ranks: Ranks, world: int) -> None:
         assert summed[2] == pytest.approx(0.1 * world, rel=1e-15)
         assert highest == [world - 1, 0]
         assert gathered == [10.0 * r for r in range(world)]
-        assert (sent, control) == (0, sum(ring_all_reduce_bytes(8 * n, world) for n in (3, 2, world, 1)))
+        assert (sent, control) == (0, sum(ring_bytes(2 * 8 * n, world) for n in (3, 2, world, 1)))
 
 
 def mesh_on(rank: int, world: int, layout: str) -> object:
@@ -109,7 +225,7 @@ def test_axes_are_those_of_the_layout(ranks: Ranks, layout: str) -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells after its steps: those of the last step, then the state."""
+    """What a rank tells after its steps: gradients and bytes of the last one, the state, and whole weights."""
 
     losses: list[float]
     norms: list[float]
@@ -118,73 +234,41 @@ class Told:
     masters: dict[str, Tensor]
     bytes_sent: dict[str, int]
     num_steps: int
+    digest: str
+    dtypes: tuple[torch.dtype, ...]
 
 
 def ready(rank: int, layout: Layout, family: str, precision: str, gradients: str) -> tuple[Program, Mesh]:
     mesh = make_mesh(layout, rank, CPU)
     program = apply(FAMILIES[family], mesh, DTYPES[precision], DTYPES[gradients], OPTIMIZER.update)
-    for name, values in tiny_weights(FAMILIES[family]).items():
-        program.store.set_weights(name, values)
+    fill_store(program.store, tiny_weights(FAMILIES[family]))
     return program, mesh
+
+
+def batch_of(step: int, mesh: Mesh, with_targets: bool = True) -> Batch:
+    tokens, targets = global_batch(step)
+    return part_of(tokens, targets if with_targets else torch.full_like(targets, -100), mesh.layout, mesh.data.rank)
 
 
 def steps_on(
     rank: int, world: int, short: str, family: str, num_steps: int, precision: str = "fp32", gradients: str = "fp32",
     max_norm: float = UNCLIPPED, spoil: str = "",
 ) -> Told:  # fmt: skip
-    layout = Layout.parse(short)
-    program, mesh = ready(rank, layout, family, precision, gradients)
+    program, mesh = ready(rank, Layout.parse(short), family, precision, gradients)
     store, losses, norms = program.store, [], []
     if spoil == "nan" and rank == world - 1:  # of one rank alone
         store.weights(("norm",))["norm"].data[0] = math.nan
     for step in range(num_steps):
-        tokens, targets = global_batch(step)
-        if spoil == "no targets":
-            targets = torch.full_like(targets, -100)
-        batch = part_of(tokens, targets, layout, mesh.data.rank)
         mesh.bytes_sent()
-        loss, norm = take_step(program, mesh, batch, RATE.at(step), max_norm)
+        loss, norm = take_step(program, mesh, batch_of(step, mesh, spoil != "no targets"), RATE.at(step), max_norm)
         losses.append(mesh.world.sum(loss)[0])
         norms.append(norm)
-
-    def cloned(which: str) -> dict[str, Tensor]:
-        views = (unit.views(getattr(unit, which)) for unit in store.units.values())
-        return {name: view.detach().clone() for view in views for name, view in view.items()}
-
-    return Told(losses, norms, cloned("grads"), cloned("weights"), cloned("master"), mesh.bytes_sent(), store.num_steps)
-
-
-def plain_steps(family: str, num_steps: int) -> Told:
-    """The same on one process, with what everybody trusts."""
-    config = FAMILIES[family]
-    weights = {name: w.requires_grad_() for name, w in tiny_weights(config).items()}
-    matrices, vectors = ([w for w in weights.values() if (w.dim() > 1) == wide] for wide in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": OPTIMIZER.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    theirs = torch.optim.AdamW(groups, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
-    losses, norms, grads = [], [], {}
-    for step in range(num_steps):
-        tokens, targets = global_batch(step)
-        positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-        logits = Transformer(config).forward(weights, tokens, positions, Causal(config))
-        summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-        loss = summed / int((targets != -100).sum())
-        theirs.zero_grad()
-        loss.backward()
-        grads = {name: w.grad.clone() for name, w in weights.items() if w.grad is not None}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), MAX_NORM)))
-        for group in theirs.param_groups:
-            group["lr"] = RATE.at(step)
-        theirs.step()
-        losses.append(loss.item())
-    final = {name: w.detach() for name, w in weights.items()}
-    return Told(losses, norms, grads, final, final, {}, num_steps)
-
-
-def relative(mine: Tensor, other: Tensor) -> float:
-    return float((mine.double() - other.double()).norm() / other.double().norm())
+    sent = mesh.bytes_sent()
+    names = [spec.name for spec in program.specs if spec.tied_to is None and mesh.layout.shard == "none"]
+    weights = {name: weight.detach().clone() for name, weight in store.weights(names).items()}
+    grads, masters = (whole(store, mesh, program.specs, kind) for kind in ("gradient", "master"))
+    dtypes = tuple(view.dtype for kind in ("gradient", "master") for _, _, view in store.owned(kind))
+    return Told(losses, norms, grads, weights, masters, sent, store.num_steps, digest(store), dtypes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -192,14 +276,12 @@ def relative(mine: Tensor, other: Tensor) -> float:
 def test_one_step_has_the_gradient_of_one_process(ranks: Ranks, layout: str, family: str) -> None:
     """Each gradient within 1e-5 of its size, loss and norm within 1e-6, on every rank, with ever fewer targets from
     rank to rank and micro-batch to micro-batch and none at all in some."""
-    expected = plain_steps(family, 1)
+    expected = plain_steps(FAMILIES[family], 1)
     world = Layout.parse(layout).world_size
     for told in ranks.run(world, steps_on, layout, family, 1):
-        assert told.grads.keys() == expected.grads.keys()
         assert told.losses == pytest.approx(expected.losses, rel=1e-6)
         assert told.norms == pytest.approx(expected.norms, rel=1e-6)
-        errors = {name: relative(grad, expected.grads[name]) for name, grad in told.grads.items()}
-        assert max(errors.values()) < 1e-5, errors
+        assert worst(told.grads, expected.grads) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
@@ -207,55 +289,116 @@ def test_one_step_has_the_gradient_of_one_process(ranks: Ranks, layout: str, fam
 def test_three_steps_end_where_torch_ends(ranks: Ranks, layout: str, family: str) -> None:
     """Clipped at every step, decayed as torch decays. Weights within 1e-4 of their size: Adam divides by the root of
     tiny squares, so the gradients' rounding grows. Replicas are equal bit for bit."""
-    expected = plain_steps(family, 3)
+    expected = plain_steps(FAMILIES[family], 3, MAX_NORM)
     assert min(expected.norms) > 2 * MAX_NORM, "every step is to be clipped"
     first, *others = ranks.run(Layout.parse(layout).world_size, steps_on, layout, family, 3, "fp32", "fp32", MAX_NORM)
     assert first.num_steps == 3
     assert first.losses == pytest.approx(expected.losses, rel=1e-5)
     assert first.norms == pytest.approx(expected.norms, rel=1e-4)
-    errors = {name: relative(weight, expected.weights[name]) for name, weight in first.weights.items()}
-    assert max(errors.values()) < 1e-4, errors
+    assert worst(first.weights, expected.weights) < 1e-4
+    assert worst(first.masters, first.weights) == 0
     for other in others:
         assert other.losses == first.losses and other.norms == first.norms
-        for name, weight in first.weights.items():
-            assert torch.equal(weight, other.weights[name]), f"{name} differs between replicas"
+        assert other.digest == first.digest, "replicas differ"
+        assert worst(other.weights, first.weights) == 0
 
 
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
-@pytest.mark.parametrize("layout", ["dp1.m4", "dp2", "dp4"])
+@pytest.mark.parametrize("layout", ["dp1.m4", "dp2", "dp4", "dp3.z1", "dp2.z2.m2", "dp4.z3"])
 def test_bf16_keeps_fp32_masters(ranks: Ranks, layout: str, gradients: str) -> None:
-    """The weights are the masters rounded, on every rank alike; gradients lie within 3 % of those in fp32 (a bf16
-    number has 8 bits, and weights, activations and gradients are all rounded to it), the loss within 0.5 %."""
-    exact = plain_steps("llama-tied", 1)
+    """Gradients lie within 3 % of those in fp32 (a bf16 number has 8 bits, and weights, activations and gradients are
+    all rounded to it), the loss within 0.5 %. Masters are fp32, and keep what bf16 weights would round away."""
+    exact = plain_steps(FAMILIES["llama-tied"], 1)
     for told in ranks.run(Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 1, "bf16", gradients):
-        assert {str(grad.dtype) for grad in told.grads.values()} == {f"torch.{DTYPE_WORDS[gradients]}"}
+        assert set(told.dtypes) == {DTYPES[gradients], torch.float32}
         assert told.losses == pytest.approx(exact.losses, rel=5e-3)
         assert told.norms == pytest.approx(exact.norms, rel=2e-2)
-        errors = {name: relative(grad, exact.grads[name]) for name, grad in told.grads.items()}
-        assert max(errors.values()) < 3e-2, errors
-    first, *others = ranks.run(Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", gradients)
-    for name, master in first.masters.items():
-        assert master.dtype == torch.float32 and not torch.equal(master, master.bfloat16().float()), name
-        assert torch.equal(first.weights[name], master.bfloat16()), f"{name} is not its master rounded"
-        assert all(torch.equal(master, other.masters[name]) for other in others)
+        assert worst(told.grads, exact.grads) < 3e-2
+    first, *_ = ranks.run(Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", gradients)
     start = tiny_weights(FAMILIES["llama-tied"])
-    moved = {name: relative(master, start[name]) for name, master in first.masters.items()}
-    assert min(moved.values()) > 1e-3, "a step in bf16 alone would round the change of large weights away"
+    for name, master in first.masters.items():
+        assert not torch.equal(master, master.bfloat16().float()), name
+        assert relative(master, start[name]) > 1e-3, "a step in bf16 alone would round the change of large weights away"
+
+
+@pytest.mark.parametrize("layout", ["dp1.m4", "dp2", "dp4"])
+def test_bf16_weights_are_the_masters_rounded(ranks: Ranks, layout: str) -> None:
+    """On every rank alike."""
+    first, *others = ranks.run(Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", "bf16")
+    for told in (first, *others):
+        assert told.digest == first.digest
+        for name, master in first.masters.items():
+            assert torch.equal(told.weights[name], master.bfloat16()), f"{name} is not its master rounded"
 
 
 @pytest.mark.parametrize("layout", ["dp1", "dp1.m4", "dp2", "dp2.m2", "dp3", "dp4"])
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 def test_bytes_sent_are_those_predicted(ranks: Ranks, layout: str, gradients: str) -> None:
-    """2 P (n - 1) / n elements of 4 bytes a step, whatever gradients are kept in and however many micro-batches; a ring
-    of three cuts each unit into thirds, so a byte of a unit may be rounded away."""
-    n, specs = Layout.parse(layout).dp, model_specs(FAMILIES["llama-tied"])
-    by_unit = [4 * sum(spec.numel for spec in owned) for owned in units(specs).values()]
-    assert sum(by_unit) == 4 * num_params(specs)
-    exact = 2 * 4 * num_params(specs) * (n - 1) / n
-    for told in ranks.run(n, steps_on, layout, "llama-tied", 1, "bf16", gradients):
-        assert told.bytes_sent["dp"] == sum(ring_all_reduce_bytes(num_bytes, n) for num_bytes in by_unit)
-        assert 0 <= exact - told.bytes_sent["dp"] < (len(by_unit) if n == 3 else 1e-9)
+    """2 P (n - 1) / n elements a step, in the dtype of the gradients, however many micro-batches; a unit of state is
+    padded to a multiple of the ranks."""
+    plan, specs = Layout.parse(layout), model_specs(FAMILIES["llama-tied"])
+    padded = sum(plan.padded(sum(spec.numel for spec in owned)) for owned in units(specs).values())
+    assert 0 <= padded - num_params(specs) < plan.dp * len(units(specs))
+    for told in ranks.run(plan.dp, steps_on, layout, "llama-tied", 1, "bf16", gradients):
+        assert told.bytes_sent["dp"] == 2 * padded * DTYPES[gradients].itemsize * (plan.dp - 1) // plan.dp
         assert [told.bytes_sent[axis] for axis in ("tp", "pp", "cp")] == [0, 0, 0]
+
+
+# -- the simple class ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Simple:
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def simple_steps_on(rank: int, world: int, short: str, family: str, num_steps: int, max_norm: float) -> Simple:
+    """Through the executor and the table of the store."""
+    config, mesh = FAMILIES[family], make_mesh(Layout.parse(short), rank, CPU)
+    fast = apply(config, mesh, torch.float32, torch.float32, OPTIMIZER.update)
+    store = DataParallel(mesh, tiny_weights(config), OPTIMIZER.update)
+    program = replace(fast, store=store, pipeline=Pipeline(fast.pipeline.stage, store))  # type: ignore[arg-type]
+    grads: dict[str, Tensor] = {}
+    losses, norms = [], []
+    clip = store.clip
+
+    def clip_and_look(max_norm: float) -> float:
+        grads.update({name: grad.clone() for name, grad in store.grads.items()})  # it scales them in place
+        return clip(max_norm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "clip", clip_and_look)
+        for step in range(num_steps):
+            loss, norm = take_step(program, mesh, batch_of(step, mesh), RATE.at(step), max_norm)
+            losses.append(mesh.world.sum(loss)[0])
+            norms.append(norm)
+    return Simple(losses, norms, grads, {name: weight.detach() for name, weight in store.master.items()})
+
+
+@pytest.mark.parametrize(("layout", "family"), [("dp1.m3", "llama"), ("dp2.m2", "gpt2"), ("dp3", "qwen3"),
+                                                ("dp4", "llama-tied"), ("dp4.m3", "qwen2")])  # fmt: skip
+def test_the_simple_class_is_one_process_and_the_store_is_the_simple_class(
+    ranks: Ranks, layout: str, family: str
+) -> None:
+    """Three clipped steps. To one process gradients within 1e-4, weights within 1e-4. To each other within 2e-5: only
+    the order of sums differs."""
+    world, expected = Layout.parse(layout).world_size, plain_steps(FAMILIES[family], 3, MAX_NORM)
+    simple, *others = ranks.run(world, simple_steps_on, layout, family, 3, MAX_NORM)
+    for other in others:
+        assert (other.losses, other.norms) == (simple.losses, simple.norms)
+        assert worst(other.weights, simple.weights) == 0
+    assert simple.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert simple.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert worst(simple.grads, expected.grads) < 1e-4
+    assert worst(simple.weights, expected.weights) < 1e-4
+    store = ranks.run(world, steps_on, layout, family, 3, "fp32", "fp32", MAX_NORM)[0]
+    assert store.losses == pytest.approx(simple.losses, rel=1e-6)
+    assert store.norms == pytest.approx(simple.norms, rel=1e-6)
+    assert worst(store.grads, simple.grads) < 2e-5
+    assert worst(store.weights, simple.weights) < 2e-5
 
 
 # -- what must not break a step -----------------------------------------------------------------------------
@@ -269,7 +412,7 @@ def broken_weight_on(rank: int, world: int, layout: str) -> Told:
     return steps_on(rank, world, layout, "llama", 1, max_norm=MAX_NORM, spoil="nan")
 
 
-@pytest.mark.parametrize("layout", ["dp1", "dp2"])
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "dp2.z2.m2"])
 def test_a_step_without_any_target_does_not_divide_by_zero(ranks: Ranks, layout: str) -> None:
     for told in ranks.run(Layout.parse(layout).world_size, no_targets_on, layout):
         assert told.losses == told.norms == [0.0, 0.0]
@@ -294,8 +437,8 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks: Ranks, layout: s
 def drawn_on(rank: int, world: int, layout: str, seed: int) -> dict[str, Tensor]:
     mesh = make_mesh(Layout.parse(layout), rank, CPU)
     program = apply(FAMILIES["gpt2"], mesh, torch.float32, torch.float32, OPTIMIZER.update)
-    draw_weights(program, mesh, seed)
-    return {name: view.clone() for name, state, view in program.store.state() if state == "master"}
+    draw_weights(program, seed)
+    return whole(program.store, mesh, program.specs, "master")
 
 
 def test_first_weights_do_not_depend_on_the_layout(ranks: Ranks) -> None:
@@ -309,18 +452,23 @@ def test_first_weights_do_not_depend_on_the_layout(ranks: Ranks) -> None:
 # -- what cannot be trained ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["dp2.tp2", "pp2.m2", "dp2.z1", "cp2", "dp2.rc-full", "dp4.z3.s2", "dp2.fsdp"])
+@pytest.mark.parametrize("layout", ["dp2.tp2", "pp2.m2", "tp2.dp2.z1", "cp2", "dp2.rc-full", "dp4.pp2.z3.s2"])
 def test_layouts_that_are_planned_only_are_refused_by_name(layout: str) -> None:
     plan = Layout.parse(layout)
     with pytest.raises(ValueError, match=rf"layout {plan} can be planned but not trained yet") as caught:
         check_trainable(plan, FAMILIES["llama"])
-    check_trainable(Layout.parse(str(caught.value).rsplit(": ", 1)[1]))  # what it names instead does train
+    named = str(caught.value).removesuffix(" can").rsplit(" ", 1)[1]
+    check_trainable(Layout.parse(named), FAMILIES["llama"])  # what it names instead does train
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_data_parallel_with_accumulation_is_trainable(dp: int, microbatches: int) -> None:
-    check_trainable(Layout(dp=dp, microbatches=microbatches), FAMILIES["gpt2"])
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 64), st.sampled_from(["none", "zero1", "zero2", "zero3"]))
+def test_data_parallel_with_accumulation_is_trainable(groups: int, size: int, microbatches: int, shard: Shard) -> None:
+    """Whatever is cut of it, in groups too."""
+    group = None if shard == "none" else size
+    layout = Layout(dp=groups * size, microbatches=microbatches, shard=shard, shard_group=group)
+    check_trainable(layout, FAMILIES["gpt2"])
+    check_trainable(replace(layout, keep=shard == "zero3"), FAMILIES["gpt2"])
 
 
 def fail_in_a_collective(rank: int, world: int) -> None:

@@ -1,6 +1,7 @@
 """The parameter table against published counts, and its cuts against the definition of a partition."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from shardwise.params import (
     ParamSpec,
     block_of,
     boxes,
+    boxes_within,
     local_shape,
     model_specs,
     num_params,
     partial_axes,
+    rectangles,
     stage_units,
     units,
 )
@@ -117,6 +120,55 @@ def test_local_shape_is_what_the_boxes_fill(case: tuple[ModelConfig, int]) -> No
                 assert local.min(initial=1) == 1, spec.name
         if "vocab" in spec.dims:
             assert shapes == {(math.ceil(config.vocab_size / tp), config.hidden_size)}
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 30))
+def test_rectangles_are_the_range_and_few(start: int, length: int, width: int) -> None:
+    """In order, without gap or overlap; the rest of a row, whole rows, the beginning of a row, and no more."""
+    found = list(rectangles(start, start + length, width))
+    places = [
+        (row + r) * width + column + c
+        for row, column, (rows, columns) in found
+        for r in range(rows)
+        for c in range(columns)
+    ]
+    assert places == list(range(start, start + length))
+    assert len(found) <= 3
+    for row, column, (rows, columns) in found:
+        assert row >= 0 and rows >= 1 and columns >= 1 and column + columns <= width
+        assert rows == 1 or columns == width
+    assert len([shape for *_, shape in found if shape[1] == width]) <= 1, "whole rows are one rectangle"
+
+
+@settings(max_examples=60)
+@given(models_with_tp(), st.integers(0, 40), st.data())
+def test_consecutive_ranges_tile_every_box(case: tuple[ModelConfig, int], num_cuts: int, data: st.DataObject) -> None:
+    """However the flat local tensor is cut, every element of every box is in one rectangle, at its own place; padding
+    is in none. Empty ranges and ranges beyond the end hold nothing more."""
+    config, tp = case
+    layout = Layout(tp=tp)
+    spec = data.draw(st.sampled_from(model_specs(config)))
+    coord = data.draw(st.sampled_from(tensor_coords(layout)))
+    shape = local_shape(spec, layout, coord)
+    size = math.prod(shape)
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), min_size=num_cuts, max_size=num_cuts)))
+    whole = np.arange(spec.numel).reshape(spec.shape)
+    local = np.full(shape, -1)
+    for box in boxes(spec, layout, coord):
+        local[box.local_slices] = whole[box.slices]
+    flat, rebuilt = local.reshape(-1), np.full(size, -1)
+    for start, stop in pairwise([0, *cuts, size]):
+        for box, first in boxes_within(spec, layout, coord, start, stop):
+            assert len(box.shape) == len(spec.shape) and math.prod(box.shape) >= 1
+            places = slice(first, first + math.prod(box.shape))
+            assert start <= places.start and places.stop <= stop
+            assert (rebuilt[places] == -1).all(), "no element twice"
+            rebuilt[places] = whole[box.slices].reshape(-1)
+            assert (local[box.local_slices] == whole[box.slices]).all()
+            assert box.part in {part.name for part in spec.rows}
+    assert (rebuilt == flat).all()
+    assert not list(boxes_within(spec, layout, coord, size, size))
+    assert not list(boxes_within(spec, layout, coord, size // 2, size // 2))
 
 
 @settings(max_examples=60)

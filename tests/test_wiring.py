@@ -25,13 +25,13 @@ from shardwise.parallel.apply import Program
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.params import flops_per_token
 from shardwise.train import metrics
+from shardwise.train.check import check_run
 from shardwise.train.corpus import build
 from shardwise.train.data import Batches, MicroBatch, TokenFile
 from shardwise.train.loop import evaluate, make_batches, make_program, take_step
 from shardwise.train.optim import LearningRate
-from shardwise.train.run import check_run
 from shardwise.train.settings import OptimizerSettings, Settings, to_toml
-from tiny_training import LLAMA, tiny_settings, write_source
+from tiny_training import LLAMA, fill_store, seeded, tiny_settings, write_source
 
 PEAK_FLOPS = 1e9
 LOSS = 2e-6  # relative, in fp32
@@ -252,9 +252,9 @@ def test_evaluation_keeps_documents_apart_as_it_is_told(
         program, mesh = program_of(settings)
         by_hand = held_out_loss(settings, program, num_sequences, separate)
         assert held_out_of(rows)[0] == pytest.approx(by_hand, rel=LOSS)
-        random = torch.Generator().manual_seed(3)
-        for name, weight in weights_of(program).items():
-            program.store.set_weights(name, torch.randn(weight.shape, generator=random))
+        random = seeded(3)
+        drawn = {name: torch.randn(w.shape, generator=random) for name, w in weights_of(program).items()}
+        fill_store(program.store, drawn)
         losses.append(evaluate(settings, program, mesh))
         by_hand = held_out_loss(settings, program, num_sequences, separate)
         assert losses[-1] == pytest.approx(by_hand, rel=1e-5)

@@ -1,18 +1,29 @@
-"""Tiny models and data for tests of training: a few thousand parameters, sequences of 16 tokens."""
+"""Tiny models and data for tests of training: a few thousand parameters, sequences of 16 tokens. And a few steps
+of them on one process, with what everybody trusts."""
 
-from dataclasses import replace
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
+from shardwise.model.layers import Causal
 from shardwise.model.tokenizer import byte_tokenizer
-from shardwise.params import model_specs
+from shardwise.model.transformer import Transformer
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.unit import Owned
+from shardwise.parallel.zero import Store
+from shardwise.params import ParamSpec, model_specs
 from shardwise.train.corpus import build
 from shardwise.train.data import Batch, MicroBatch
+from shardwise.train.optim import AdamW, LearningRate
 from shardwise.train.settings import Settings
 
 VOCAB, SEQ_LEN, SEQUENCES = 97, 16, 12
@@ -45,18 +56,19 @@ def tiny_weights(config: ModelConfig) -> dict[str, Tensor]:
     }
 
 
-def global_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [SEQUENCES, SEQ_LEN] of one step, row by row with ever fewer targets; the last three rows have
+def global_batch(step: int, sequences: int = SEQUENCES) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [sequences, SEQ_LEN] of one step, row by row with ever fewer targets; the last three rows have
     none, so that some rank or micro-batch of a layout may have none at all."""
     random = seeded(100 + step)
-    window = torch.randint(VOCAB, (SEQUENCES, SEQ_LEN + 1), generator=random)
-    kept = torch.rand(SEQUENCES, SEQ_LEN, generator=random) < torch.linspace(1.0, 0.1, SEQUENCES)[:, None]
+    window = torch.randint(VOCAB, (sequences, SEQ_LEN + 1), generator=random)
+    kept = torch.rand(sequences, SEQ_LEN, generator=random) < torch.linspace(1.0, 0.1, sequences)[:, None]
     kept[-3:] = False
     return window[:, :-1].contiguous(), torch.where(kept, window[:, 1:], -100)
 
 
 def part_of(tokens: Tensor, targets: Tensor, layout: Layout, data_rank: int) -> Batch:
-    """What one data rank takes of a global batch: ranks side by side, one micro-batch after another."""
+    """What one data rank takes of a global batch: ranks side by side, one micro-batch after another; what does
+    not divide is left out."""
     rows = len(tokens) // (layout.microbatches * layout.dp)
     positions = torch.arange(tokens.shape[1]).expand(rows, -1)
     firsts = [(m * layout.dp + data_rank) * rows for m in range(layout.microbatches)]
@@ -64,6 +76,102 @@ def part_of(tokens: Tensor, targets: Tensor, layout: Layout, data_rank: int) -> 
     microbatches = tuple(MicroBatch(tokens[rows], targets[rows], positions, None) for rows in cut)
     return Batch(microbatches, sum(int((each.targets != -100).sum()) for each in microbatches))
 
+
+# -- states, whatever rank owns what of them ----------------------------------------------------------------
+
+
+def fill_store(store: Store, weights: Mapping[str, Tensor]) -> None:
+    """Write whole weights into what this rank owns, as whoever draws or reads them does."""
+    for spec, box, view in store.owned("master"):
+        view.copy_(weights[spec.name][box.slices])
+    store.refresh()
+
+
+def whole(store: Store, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> dict[str, Tensor]:
+    """Whole tensors in fp32, put together on every rank from what each owns; every element must be owned once."""
+    held = [spec for spec in specs if spec.tied_to is None]
+    values, owners = torch.zeros(2, sum(spec.numel for spec in held))
+
+    def named(flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([spec.numel for spec in held])
+        return {spec.name: part.view(spec.shape) for spec, part in zip(held, parts, strict=True)}
+
+    found, counted = named(values), named(owners)
+    for spec, box, view in store.owned(kind) if mesh.replicate.rank == 0 else ():
+        found[spec.name][box.slices] += view.detach()
+        counted[spec.name][box.slices] += 1
+    for flat in (values, owners):
+        mesh.world.all_reduce(flat).wait()
+    assert bool((owners == 1).all()), "every element of every parameter is owned once"
+    return found
+
+
+def digest(store: Store) -> str:
+    """Of all the states and gradients that this rank owns: replicas must agree bit for bit."""
+    kinds: tuple[Owned, ...] = ("master", "exp_avg", "exp_avg_sq", "gradient")
+    parts = [view.detach().float().flatten() for kind in kinds for _, _, view in store.owned(kind)]
+    return hashlib.sha256(torch.cat([torch.empty(0), *parts]).numpy().tobytes()).hexdigest()
+
+
+# -- a few steps on one process -----------------------------------------------------------------------------
+
+OPTIMIZER = AdamW(eps=1e-6)
+RATE = LearningRate(1e-2, 4, 2, "cosine")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Losses and norms of every step; gradients of the last, as they were before clipping; states at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+
+
+def plain_steps(
+    config: ModelConfig, num_steps: int, max_norm: float = math.inf, sequences: int = SEQUENCES
+) -> Expected:
+    """Plain autograd of the summed loss over the count of targets, torch's own AdamW and torch's own clipping."""
+    weights = {name: weight.requires_grad_() for name, weight in tiny_weights(config).items()}
+    groups = [
+        {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [w for w in weights.values() if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
+    losses, norms, grads = [], [], {}
+    for step in range(num_steps):
+        tokens, targets = global_batch(step, sequences)
+        positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+        logits = Transformer(config).forward(weights, tokens, positions, Causal(config))
+        summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        loss = summed / int((targets != -100).sum())
+        theirs.zero_grad()
+        loss.backward()
+        grads = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)))
+        for group in theirs.param_groups:
+            group["lr"] = RATE.at(step)
+        theirs.step()
+        losses.append(loss.item())
+    moments = [{name: theirs.state[weight][kind] for name, weight in weights.items()} for kind in MOMENTS]
+    return Expected(losses, norms, grads, {name: weight.detach() for name, weight in weights.items()}, *moments)
+
+
+def relative(mine: Tensor, other: Tensor) -> float:
+    return float((mine.double() - other.double()).norm() / other.double().norm())
+
+
+def worst(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The largest relative difference of any parameter."""
+    assert mine.keys() == other.keys()
+    return max(relative(value, other[name]) for name, value in mine.items())
+
+
+# -- text and settings for a run ----------------------------------------------------------------------------
 
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 3
 

@@ -27,6 +27,14 @@ PART = re.compile(
 )
 SIZES = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "s": "shard_group", "v": "chunks", "m": "microbatches"}
 MAX_SIZE = 10**7  # far above any cluster, so that no slip of the finger is computed for hours
+STATES_CUT: dict[Shard, frozenset[str]] = {
+    "none": frozenset(),
+    "zero1": frozenset({"optimizer"}),
+    "zero2": frozenset({"optimizer", "gradients"}),
+    "zero3": frozenset({"optimizer", "gradients", "parameters"}),
+    "fsdp": frozenset({"optimizer", "gradients", "parameters"}),
+}
+"""What each stage of ZeRO cuts (Rajbhandari et al. 2020, figure 1); the rest every rank holds whole."""
 FLAGS = {"sp": "sequence_parallel", "a2a": "all_to_all", "keep": "keep"}
 
 
@@ -118,6 +126,14 @@ class Layout:
         """Ranks over which a unit of state is cut. No ZeRO is hybrid sharding in groups of one."""
         return 1 if self.shard == "none" else (self.shard_group or self.data_size)
 
+    def padded(self, num_elements: int) -> int:
+        """The size of a flat unit of state, which every data rank must be able to take an equal part of."""
+        return -(-num_elements // self.data_size) * self.data_size
+
+    def cuts(self, state: str) -> bool:
+        """Whether ranks of a shard group hold a part each of their `parameters`, `gradients` or `optimizer`."""
+        return state in STATES_CUT[self.shard]
+
     def coord(self, rank: int) -> Coord:
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rank, tp = divmod(rank, self.tp)
@@ -167,6 +183,8 @@ class Layout:
             yield f"zb-h2 needs at least 2p - 1 micro-batches, not m{m}; m{2 * p - 1} works, or zb-h1"
         if self.shard == "fsdp" and p > 1:
             yield "fsdp with pp is not supported; z3 in its place works"
+        elif self.shard == "fsdp" and self.shard_size == 1:
+            yield "fsdp cuts over at least 2 data ranks; z3 in its place works"
         if self.shard_group and self.shard == "none":
             yield f"s{self.shard_group} needs something to cut; add z1, z2 or z3, or leave it out"
         if self.shard_group and self.data_size % self.shard_group:

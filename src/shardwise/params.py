@@ -5,6 +5,7 @@ boxes, the axes over which a gradient is a partial sum, and the planner's bytes.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -153,6 +154,30 @@ def boxes(spec: ParamSpec, layout: Layout, coord: Coord) -> tuple[Box, ...]:
         found.append(Box(part.name, start, (local, *(0 for _ in columns)), shape))
         row, local = row + part.size, local + cut.size
     return tuple(found)
+
+
+def boxes_within(spec: ParamSpec, layout: Layout, coord: Coord, start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """The rectangles that make up elements [start, stop) of the local tensor, laid out flat by rows, each with the
+    place of its first element: the rest of a row, whole rows, the beginning of a row. Padding is in none."""
+    width = math.prod(local_shape(spec, layout, coord)[1:])
+    for box in boxes(spec, layout, coord):
+        first, last = box.local[0] * width, (box.local[0] + box.shape[0]) * width
+        for row, column, shape in rectangles(max(start, first), min(stop, last), width):
+            local = (row, column)[: len(box.shape)]
+            at = tuple(a + here - there for a, here, there in zip(box.start, local, box.local, strict=True))
+            yield Box(box.part, at, local, shape[: len(box.shape)]), row * width + column
+
+
+def rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """(row, column, shape) of the rectangles that make up elements [start, stop) of a matrix with rows of `width`."""
+    while start < stop:
+        row, column = divmod(start, width)
+        if column or stop - start < width:
+            shape = (1, min(width - column, stop - start))
+        else:
+            shape = ((stop - start) // width, width)
+        yield row, column, shape
+        start += math.prod(shape)
 
 
 def local_shape(spec: ParamSpec, layout: Layout, coord: Coord) -> tuple[int, ...]:

@@ -31,8 +31,8 @@ def add_train(subparsers: Any) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Exit 0 when the last step is done, 1 when a rank failed or the run diverged, 128 + its number when a signal
-    stopped it."""
+    """Exit 0 when the last step is done, 1 when a rank failed, the run diverged or could not be saved, 128 + its number
+    when a signal stopped it."""
     from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
     from shardwise.train.run import start_run
     from shardwise.train.settings import read_settings, to_toml
@@ -54,11 +54,11 @@ def run_train(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"run": folder, **asdict(outcome)}))
         text = ending(outcome, folder, again)
-        if outcome.stopped or outcome.diverged:
+        if outcome.stopped or outcome.diverged or outcome.unsaved:
             warn(text)
         elif not args.json:
             print(text)
-    return 128 + outcome.stopped if outcome.stopped else 1 if outcome.diverged else 0
+    return 128 + outcome.stopped if outcome.stopped else 1 if outcome.diverged or outcome.unsaved else 0
 
 
 def ending(outcome: "Outcome", folder: str, again: str) -> str:
@@ -68,6 +68,8 @@ def ending(outcome: "Outcome", folder: str, again: str) -> str:
             f"the gradient or loss of step {outcome.diverged} is not finite, so that step is not kept (a lower "
             f"optimizer.lr may help); {what_is_left(folder, again)}"
         )
+    if outcome.unsaved:
+        return f"step {outcome.step} could not be saved: {outcome.unsaved}; {what_is_left(folder, again)}"
     if outcome.stopped:
         name = signal.Signals(outcome.stopped).name
         return f"stopped by {name} after step {outcome.step}; {folder} is saved, `{again}` goes on"

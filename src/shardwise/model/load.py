@@ -100,9 +100,19 @@ def read_param(
     padded = sum(math.prod(box.shape) for box in held) < math.prod(shape)
     local = (torch.zeros if padded else torch.empty)(shape, dtype=dtype, device=device)
     for box in held:
-        for strip in strips(box, spec.head_dim):
-            local[strip.local_slices].copy_(reader.read(spec, strip))
+        read_box(reader, spec, box, local[box.local_slices])
     return local
+
+
+def read_box(reader: Reader, spec: ParamSpec, box: Box, out: Tensor) -> None:
+    """Read a box of a parameter into `out`, which has its shape."""
+    start, stop, head = box.start[0], box.start[0] + box.shape[0], spec.head_dim
+    first, last = start // head * head, min(-(-stop // head) * head, spec.shape[0])  # some files permute within heads
+    whole = replace(box, start=(first, *box.start[1:]), shape=(last - first, *box.shape[1:]))
+    for strip in strips(whole, head):
+        values = reader.read(spec, strip)
+        a, b = max(strip.start[0], start), min(strip.start[0] + strip.shape[0], stop)
+        out[a - start : b - start].copy_(values[a - strip.start[0] : b - strip.start[0]])
 
 
 def strips(box: Box, block: int) -> Iterator[Box]:

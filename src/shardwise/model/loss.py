@@ -62,7 +62,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         dx, dw = ctx.saved_tensors
         (scale,) = scales
-        return None if dx is None else dx * scale, None if dw is None else dw * scale, None
+        return None if dx is None else dx.mul_(scale), None if dw is None else dw.mul_(scale), None
 
 
 def softmax_less_one_(logits: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:

@@ -76,9 +76,14 @@ class Transformer:
             x = self.block(x, layer, BlockWeights.of(weights, layer), turned, attend)
         return self.final(weights, x)
 
-    def embed(self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
-        x = F.embedding(tokens, weights["embed"])
-        return x + F.embedding(positions, weights["positions"]) if self.config.positions == "learned" else x
+    def embed(
+        self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, sparse_grad: bool = False
+    ) -> Tensor:
+        """Rows of the embedding. With `sparse_grad` its gradient holds those rows alone, not the whole vocabulary."""
+        x = F.embedding(tokens, weights["embed"], sparse=sparse_grad)
+        if self.config.positions != "learned":
+            return x
+        return x + F.embedding(positions, weights["positions"], sparse=sparse_grad)
 
     def block(self, x: Tensor, layer: int, w: BlockWeights, turned: Rotation | None, attend: Attend) -> Tensor:
         """Attention, then MLP, each added to the residual x [..., D]."""

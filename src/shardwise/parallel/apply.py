@@ -9,14 +9,16 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.model.init import init_weights
+from shardwise.model.init import fill
 from shardwise.model.layers import Causal
+from shardwise.model.load import Reader, read_box
 from shardwise.model.loss import cross_entropy
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Context, MicroBatch, Pipeline, Run, Stage
+from shardwise.parallel.offload import Offload
+from shardwise.parallel.pipeline import Context, Executor, MicroBatch, Pipeline, Run, Stage
 from shardwise.parallel.schedule import Action, accumulate, lower, model_pieces
-from shardwise.parallel.zero import Store, Update
+from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
 from shardwise.params import ParamSpec, model_specs, units
 
 
@@ -26,35 +28,59 @@ class Program:
 
     config: ModelConfig
     specs: tuple[ParamSpec, ...]
-    store: Store
-    pipeline: Pipeline
+    store: States
+    pipeline: Executor
     table: list[Action]
+    evaluation: list[Action]
+    """The table of one forward."""
 
 
 def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
     """Raise ValueError with the first reason why `layout` cannot train (this model)."""
     for problem in layout.problems(config):
         raise ValueError(f"layout {layout}: {problem}")
-    plain = Layout(dp=layout.dp, microbatches=layout.microbatches)
+    plain = Layout(dp=layout.dp, shard=layout.shard, shard_group=layout.shard_group, keep=layout.keep,
+                   microbatches=layout.microbatches)  # fmt: skip
     if layout != plain:
-        raise ValueError(f"layout {layout} can be planned but not trained yet; data parallel can: {plain}")
+        raise ValueError(f"layout {layout} can be planned but not trained yet; without what cuts the model {plain} can")
 
 
-def apply(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, grad_dtype: torch.dtype, update: Update) -> Program:
-    """Build the program of this rank. Its weights are zero until `draw_weights` or a reader sets them."""
+def apply(
+    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, grad_dtype: torch.dtype, update: Update,
+    reduce_dtype: torch.dtype = torch.float32, bucket_bytes: int = BUCKET_BYTES, overlap: bool = True,
+    offload: Offload | None = None,
+) -> Program:  # fmt: skip
+    """Build the program of this rank. Its weights mean nothing until `draw_weights` or `read_weights` sets them."""
     check_trainable(mesh.layout, config)
-    specs = model_specs(config)
+    specs, model, layout = model_specs(config), Transformer(config), mesh.layout
+    context = functools.partial(make_context, model, dtype)
+    if layout.shard == "fsdp":  # which has buckets and an order of its own
+        assert offload is None
+        from shardwise.parallel.fsdp import make_fsdp
+
+        return Program(config, specs, *make_fsdp(config, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype))
     owned, pieces = units(specs), model_pieces(config)
-    store = Store(mesh, owned, dtype, grad_dtype, update)
+    store = Store(mesh, owned, dtype, grad_dtype, update, reduce_dtype, bucket_bytes, overlap, offload)
     names = {piece.name: tuple(spec.name for unit in piece.units for spec in owned[unit]) for piece in pieces}
-    stage = Stage(piece_runs(Transformer(config)), names, functools.partial(make_context, Transformer(config), dtype))
-    return Program(config, specs, store, Pipeline(stage, store), lower(accumulate(mesh.layout.microbatches), pieces))
+    stage = Stage({piece.name: piece for piece in pieces}, piece_runs(model), names, context)
+    table = lower(accumulate(layout.microbatches), pieces, layout, overlap)
+    return Program(
+        config, specs, store, Pipeline(stage, store), table, lower([Action("F", 0)], pieces, layout, overlap)
+    )
 
 
-def draw_weights(program: Program, mesh: Mesh, seed: int) -> None:
-    for spec in program.specs:
-        if spec.tied_to is None:
-            program.store.set_weights(spec.name, init_weights(spec, mesh.layout, mesh.coord, seed, torch.float32))
+def draw_weights(program: Program, seed: int) -> None:
+    """Draw what this rank owns, and no more of the model than that."""
+    for spec, box, view in program.store.owned("master"):
+        fill(view, spec, box, seed)
+    program.store.refresh()
+
+
+def read_weights(program: Program, reader: Reader) -> None:
+    """Read what this rank owns, and no more of the model than that."""
+    for spec, box, view in program.store.owned("master"):
+        read_box(reader, spec, box, view)
+    program.store.refresh()
 
 
 def make_context(model: Transformer, dtype: torch.dtype, microbatch: MicroBatch) -> Context:
@@ -66,7 +92,7 @@ def piece_runs(model: Transformer) -> dict[str, Run]:
     """The model as pieces that a table can name, by the names of `model_pieces`."""
 
     def embed(weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
-        return model.embed(weights, context.microbatch.tokens, context.microbatch.positions)
+        return model.embed(weights, context.microbatch.tokens, context.microbatch.positions, sparse_grad=True)
 
     def block(layer: int, weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
         assert x is not None

@@ -1,11 +1,12 @@
 """The live twin of a `Layout`: one `Axis` per way the ranks are grouped, and every collective goes through one.
 
 An axis of one rank is the identity, so no caller asks whether it is cut. An axis counts the bytes that this rank sends
-as a ring moves them: 2S(n-1)/n for an all-reduce of S bytes among n ranks.
+as a ring moves them: of S bytes among n ranks, 2S(n-1)/n for an all-reduce and S(n-1)/n for its halves, reduce-scatter
+and all-gather.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -16,6 +17,11 @@ from shardwise.layout import AxisName, Coord, Layout
 
 Operation = Literal["sum", "max"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+SLICE_ELEMENTS = 1 << 18
+
+# torch 2.13 renamed these and warns of the old names, which are all that 2.11 has
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class CollectiveFailed(RuntimeError):
@@ -29,8 +35,12 @@ class Pending:
     axis: str
     work: dist.Work | None = None
     then: Callable[[], object] | None = None
+    """What is left to do on this rank once the work has arrived."""
+    next: Callable[[], "Pending"] | None = None
+    """Starts the second half of a collective that is made of two."""
 
-    def wait(self) -> None:
+    def advance(self) -> "Pending | None":
+        """Wait for this half and start the next, if any; all ranks of an axis must do so in one order."""
         try:
             if self.work is not None:
                 self.work.wait()
@@ -38,6 +48,12 @@ class Pending:
             raise CollectiveFailed(f"a collective of axis {self.axis} broke off; has another rank ended?") from error
         if self.then is not None:
             self.then()
+        return None if self.next is None else self.next()
+
+    def wait(self) -> None:
+        pending: Pending | None = self
+        while pending is not None:
+            pending = pending.advance()
 
 
 @dataclass
@@ -54,13 +70,46 @@ class Axis:
     """Bytes of scalars for reports and decisions, apart from those of the work itself."""
 
     def all_reduce(self, x: Tensor, operation: Operation = "sum", dtype: torch.dtype | None = None) -> Pending:
-        """Start reducing `x` in place over the axis; with `dtype` the sum runs in it and is rounded once."""
+        """Start reducing `x` in place over the axis.
+
+        With a `dtype` wider than that of x, the sum runs in it and is rounded once; it is done in its two halves, so x
+        must be flat and divide among the ranks.
+        """
         if self.size == 1:
             return Pending(self.name)
-        wire = x if dtype in (None, x.dtype) else x.to(dtype)
-        self.bytes_sent += ring_all_reduce_bytes(wire.nbytes, self.size)
-        work = dist.all_reduce(wire, OPERATIONS[operation], group=self.group, async_op=True)
-        return Pending(self.name, work, None if wire is x else lambda: x.copy_(wire))
+        if dtype not in (None, x.dtype):
+            assert operation == "sum" and x.dim() == 1 and x.numel() % self.size == 0
+            rows = x.view(self.size, -1)
+            mine = rows[self.rank]
+            return replace(self.reduce_scatter(rows, mine, dtype), next=lambda: self.all_gather(mine, x))
+        self.bytes_sent += ring_bytes(2 * x.nbytes, self.size)
+        return Pending(self.name, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True))
+
+    def reduce_scatter(
+        self, x: Tensor, out: Tensor, dtype: torch.dtype | None = None, accumulate: bool = False
+    ) -> Pending:
+        """Start the sum over the axis of x [size, S], of which this rank takes its own row into `out` [S], or adds it
+        to what is there.
+
+        With a `dtype` wider than that of x, rows travel as they are and are added in it on arrival, in the order of the
+        ranks, and rounded once: what a ring in that dtype would compute, for half the bytes. `out` may be this rank's
+        row of x; the rest of x must stay as it is until the wait.
+        """
+        if self.size == 1:
+            return Pending(self.name, then=lambda: add_rows(x, out, dtype or x.dtype, accumulate))
+        self.bytes_sent += ring_bytes(x.nbytes, self.size)
+        if dtype in (None, x.dtype) and x.device.type != "cpu" and not accumulate:
+            return Pending(self.name, reduce_scatter_single(out, x.view(-1), group=self.group, async_op=True))
+        arrived = torch.empty_like(x)  # gloo has no reduce-scatter of its own: torch makes it of an all-reduce
+        work = dist.all_to_all_single(arrived.view(-1), x.view(-1), group=self.group, async_op=True)
+        return Pending(self.name, work, lambda: add_rows(arrived, out, dtype or x.dtype, accumulate))
+
+    def all_gather(self, part: Tensor, out: Tensor) -> Pending:
+        """Start to collect every rank's `part` [S] into `out` [size S], by rank. `part` may lie in its place in it."""
+        if self.size == 1:
+            return Pending(self.name, then=lambda: out.copy_(part))
+        self.bytes_sent += ring_bytes(out.nbytes, self.size)
+        return Pending(self.name, all_gather_single(out, part, group=self.group, async_op=True))
 
     def sum(self, *values: float) -> list[float]:
         """The sums over the axis of a few numbers, for reports and decisions."""
@@ -80,13 +129,25 @@ class Axis:
         if self.size == 1:
             return list(values)
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.control_bytes_sent += ring_all_reduce_bytes(x.nbytes, self.size)
+        self.control_bytes_sent += ring_bytes(2 * x.nbytes, self.size)
         Pending(self.name, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True)).wait()
         return x.tolist()
 
 
-def ring_all_reduce_bytes(num_bytes: int, size: int) -> int:
-    return 2 * num_bytes * (size - 1) // size
+def ring_bytes(num_bytes: int, size: int) -> int:
+    """What each of `size` ranks sends in one turn of a ring around `num_bytes`."""
+    return num_bytes * (size - 1) // size
+
+
+def add_rows(rows: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool) -> None:
+    """out [S] = or += the sum of rows [n, S] in `dtype`, in slices that stay in the cache; `out` may be a row."""
+    for part in range(0, out.numel(), SLICE_ELEMENTS):
+        first, *others = rows[:, part : part + SLICE_ELEMENTS]
+        total = first.to(dtype, copy=True)
+        for row in others:
+            total += row
+        wanted = out[part : part + SLICE_ELEMENTS]
+        wanted.copy_(total.add_(wanted) if accumulate else total)
 
 
 @dataclass

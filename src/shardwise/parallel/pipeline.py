@@ -2,7 +2,7 @@
 
 Gradients are asked for piece by piece with `torch.autograd.grad`, no hooks. F detaches its input, makes it a leaf, runs
 the piece and keeps both ends of the graph; B pulls the cotangent through it, gives the weights' gradients to the store
-and hands the input's on.
+and hands the input's on. What happens to units of state the store does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.layers import Attend, Rotation
-from shardwise.parallel.schedule import Action
+from shardwise.parallel.schedule import Action, Piece
 from shardwise.parallel.zero import Store
 
 
@@ -45,11 +45,21 @@ Run = Callable[[Mapping[str, Tensor], Tensor | None, Context], Tensor]
 
 @dataclass(frozen=True)
 class Stage:
-    """The pieces this rank computes, with the parameters each reads, and how a micro-batch's context is made."""
+    """The pieces this rank computes, what each runs and the parameters it reads, and how a micro-batch's context is
+    made."""
 
-    pieces: Mapping[str, Run]
+    pieces: Mapping[str, Piece]
+    runs: Mapping[str, Run]
     parameters: Mapping[str, tuple[str, ...]]
     context: Callable[[MicroBatch], Context]
+
+
+class Executor(Protocol):
+    """What runs a table: ours, or that of FSDP."""
+
+    def execute(self, action: Action, microbatches: Sequence[MicroBatch], scale: float) -> None: ...
+    def finish(self) -> float: ...
+    def evaluate(self, table: Sequence[Action], microbatch: MicroBatch) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,10 @@ class Pipeline:
             self.forward(action, microbatches[action.microbatch])
         elif action.kind == "B":
             self.backward(action, scale)
+        elif action.kind == "GATHER":
+            self.store.gather(action.unit)
+        elif action.kind == "FREE":
+            self.store.free(action.unit)
         else:
             self.store.reduce(action.unit)
 
@@ -90,9 +104,10 @@ class Pipeline:
             self._contexts[at] = self.stage.context(microbatch)
         else:
             x = x.detach().requires_grad_()
+        self.store.need(self.stage.pieces[action.piece].reads("F"))
         weights = self.store.weights(self.stage.parameters[action.piece])
         with torch.enable_grad():
-            y = self.stage.pieces[action.piece](weights, x, self._contexts[at])
+            y = self.stage.runs[action.piece](weights, x, self._contexts[at])
         self._saved[at, action.piece] = Saved(x, y, weights)
         if y.dim() == 0:
             self._loss = y.detach() if self._loss is None else self._loss + y.detach()
@@ -106,6 +121,7 @@ class Pipeline:
         if dy is None:
             dy = torch.full_like(saved.y, scale)
         inputs = ([] if saved.x is None else [saved.x]) + list(saved.weights.values())
+        self.store.need(self.stage.pieces[action.piece].reads("B"))
         grads = list(torch.autograd.grad(saved.y, inputs, dy))
         if saved.x is None:
             del self._contexts[at]
@@ -122,10 +138,14 @@ class Pipeline:
         return 0.0 if loss is None else loss.item()
 
     @torch.no_grad()
-    def evaluate(self, microbatch: MicroBatch) -> float:
-        """The summed loss of one micro-batch, without gradients."""
+    def evaluate(self, table: Sequence[Action], microbatch: MicroBatch) -> float:
+        """The summed loss of one micro-batch, by a table of forwards, without gradients."""
         context, x = self.stage.context(microbatch), None
-        for name, run in self.stage.pieces.items():
-            x = run(self.store.weights(self.stage.parameters[name]), x, context)
+        for action in table:
+            if action.kind == "F":
+                self.store.need(self.stage.pieces[action.piece].reads("F"))
+                x = self.stage.runs[action.piece](self.store.weights(self.stage.parameters[action.piece]), x, context)
+            else:
+                self.execute(action, [], 0.0)
         assert x is not None
         return x.item()

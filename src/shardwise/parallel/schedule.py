@@ -2,19 +2,26 @@
 check. Nothing here runs anything, or imports torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.config import ModelConfig
+from shardwise.layout import Layout
 
-Kind = Literal["F", "B", "REDUCE"]
+Kind = Literal["F", "B", "GATHER", "FREE", "REDUCE"]
+
+BUCKET_BYTES = 64 << 20
+"""A unit's gradient travels in buckets of at most this size."""
+IN_FLIGHT = 2
+"""Reductions under way at a time: one on the wire, one whose rows are added up meanwhile."""
 
 
 @dataclass(frozen=True)
 class Action:
     """One thing to do. F and B are a forward and a backward of one micro-batch: of a whole stage as scheduled, of one
-    `piece` of it once lowered. REDUCE starts the sum of a unit's gradient over the data ranks."""
+    `piece` of it once lowered. GATHER starts to collect a unit's weights from the ranks that share it, FREE gives back
+    what was collected, REDUCE starts the sum of its gradient over the data ranks."""
 
     kind: Kind
     stage: int
@@ -28,10 +35,16 @@ class Action:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of compute, and the units of state whose weights it uses."""
+    """A piece of compute, and the units of state whose weights it uses. A piece that only looks rows up has a backward
+    that does not read its weights."""
 
     name: str
     units: tuple[str, ...]
+    looks_up: bool = False
+
+    def reads(self, kind: Kind) -> tuple[str, ...]:
+        """The units whose weights a forward or a backward of this piece reads."""
+        return () if kind == "B" and self.looks_up else self.units
 
 
 def model_pieces(config: ModelConfig) -> tuple[Piece, ...]:
@@ -39,7 +52,7 @@ def model_pieces(config: ModelConfig) -> tuple[Piece, ...]:
     embed = ("embed", "positions") if config.positions == "learned" else ("embed",)
     blocks = (Piece(f"blocks.{layer}", (f"blocks.{layer}",)) for layer in range(config.num_layers))
     head = ("final", "embed") if config.tied else ("final",)
-    return (Piece("embed", embed), *blocks, Piece("head", head))
+    return (Piece("embed", embed, looks_up=True), *blocks, Piece("head", head))
 
 
 def accumulate(microbatches: int) -> list[Action]:
@@ -47,18 +60,69 @@ def accumulate(microbatches: int) -> list[Action]:
     return [Action(kind, 0, microbatch) for microbatch in range(microbatches) for kind in ("F", "B")]
 
 
-def lower(actions: Sequence[Action], pieces: Sequence[Piece]) -> list[Action]:
-    """Split each action of a stage into its pieces, and sum each unit's gradient right after its last contribution."""
-    units_of = {piece.name: piece.units for piece in pieces}
-    split = [
+def lower(actions: Sequence[Action], pieces: Sequence[Piece], layout: Layout, overlap: bool = True) -> list[Action]:
+    """The table of one rank: each action of a stage split into its pieces, with what happens to units of state between.
+
+    REDUCE follows a unit's last contribution: of the step where full gradients are kept (no ZeRO, stage 1), of each
+    micro-batch where they are cut (stages 2 and 3). GATHER comes before a unit's first use, once a step in stages 1 and
+    2; in stage 3 a unit is given back after each use that the next action does not share, with `keep` after its last
+    use in a micro-batch. With `overlap` each GATHER starts one action early, so that it runs beside that action.
+    """
+    of = {piece.name: piece for piece in pieces}
+    compute = [
         replace(action, piece=piece.name)
         for action in actions
         for piece in (pieces if action.kind == "F" else reversed(pieces))
     ]
-    last = {unit: at for at, action in enumerate(split) if action.kind == "B" for unit in units_of[action.piece]}
-    table = []
-    for at, action in enumerate(split):
-        table.append(action)
-        done = [unit for unit in units_of[action.piece] if last[unit] == at]
-        table += [Action("REDUCE", action.stage, action.microbatch, unit=unit) for unit in done]
-    return table
+    before: list[list[Action]] = [[] for _ in compute]
+    after = [[*reductions] for reductions in reduced_after(compute, of, each=layout.shard in ("zero2", "zero3"))]
+    if layout.shard != "none":
+        for at, until, unit in residencies(compute, of, layout):
+            early = max(0, at - 1) if overlap else at
+            before[early].append(Action("GATHER", compute[at].stage, compute[at].microbatch, unit=unit))
+            if layout.shard == "zero3":
+                after[until].append(Action("FREE", compute[until].stage, compute[until].microbatch, unit=unit))
+    return [each for at, action in enumerate(compute) for each in (*before[at], action, *after[at])]
+
+
+def reduced_after(compute: Sequence[Action], of: Mapping[str, Piece], each: bool) -> Iterator[list[Action]]:
+    """For every action the REDUCEs that follow it; `each`: one a micro-batch, else one a step."""
+
+    def key(action: Action, unit: str) -> tuple[str, int]:
+        return unit, action.microbatch if each else 0
+
+    backward = [(at, action) for at, action in enumerate(compute) if action.kind == "B"]
+    last = {key(action, unit): at for at, action in backward for unit in of[action.piece].units}
+    for at, action in enumerate(compute):
+        done = [unit for unit in of[action.piece].units if action.kind == "B" and last[key(action, unit)] == at]
+        yield [Action("REDUCE", action.stage, action.microbatch, unit=unit) for unit in done]
+
+
+def residencies(compute: Sequence[Action], of: Mapping[str, Piece], layout: Layout) -> Iterator[tuple[int, int, str]]:
+    """(first, last, unit): the stretches of actions during which the weights of a cut unit are whole, in order."""
+    uses: dict[str, list[int]] = {}
+    for at, action in enumerate(compute):
+        for unit in of[action.piece].reads(action.kind):
+            uses.setdefault(unit, []).append(at)
+    stretches = []
+    for unit, places in uses.items():
+        first = places[0]
+        for at, following in zip(places, [*places[1:], None], strict=True):
+            if following is None or not stays(compute[at], compute[following], following == at + 1, layout):
+                stretches.append((first, at, unit))
+                first = following if following is not None else first
+    yield from sorted(stretches, key=lambda stretch: stretch[0])  # stable: by piece and its units where several begin
+
+
+def stays(use: Action, following: Action, adjacent: bool, layout: Layout) -> bool:
+    """Whether a unit stays whole from one use to the next."""
+    if layout.shard != "zero3":
+        return True
+    return adjacent or (layout.keep and use.microbatch == following.microbatch)
+
+
+def bucket_elements(layout: Layout, element_bytes: int, bucket_bytes: int) -> int:
+    """How much of every rank's shard makes up, over all of them, a bucket of at most `bucket_bytes`; such that the
+    groups of hybrid sharding can share its sum."""
+    groups = layout.data_size // layout.shard_size
+    return max(1, bucket_bytes // element_bytes // layout.data_size) * groups

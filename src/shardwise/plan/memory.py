@@ -3,23 +3,29 @@
 Training holds, for each element, a weight, a gradient and the optimizer's share: in bf16 2 + 2 bytes and 12 for an fp32
 master weight and Adam's two moments; in fp32 4 + 4 and 8, since the weight is its own master. ZeRO cuts them over the
 data ranks: stage 1 the optimizer, stage 2 the gradients too, stage 3 the weights too (Rajbhandari et al.,
-arXiv 1910.02054, figure 1). Each unit of state is flat, padded to a multiple of the ranks that share it, and cut on
-its own.
+arXiv 1910.02054, figure 1). Each unit of state is flat, padded to a multiple of the data ranks, and cut on its own;
+FSDP cuts each parameter by rows instead. These rows are what is held between steps; `buffers` is the most that comes on
+top within one (see `buffers.py`).
 
 Serving holds weights and, for each token of each request, keys and values.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Coord, Layout
 from shardwise.params import local_shape, model_specs, stage_units, units
+from shardwise.plan.buffers import buffer_bytes
 
 Precision = Literal["bf16", "fp32"]
+Gradients = Literal["same", "fp32"]
+"""What gradients are kept in: what the weights are in, or fp32."""
 
-NOT_COUNTED = ("activations", "logits", "buffers", "slack")  # rows that no ledger has yet
+STATES = ("parameters", "gradients", "optimizer")
+NOT_COUNTED = ("activations", "logits", "slack")  # rows that no ledger has yet
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,6 @@ class ElementBytes:
 
 
 PRECISIONS: dict[Precision, ElementBytes] = {"bf16": ElementBytes(2, 2, 12), "fp32": ElementBytes(4, 4, 8)}
-CUT_ROWS = {
-    "none": frozenset[str](),
-    "zero1": frozenset({"optimizer"}),
-    "zero2": frozenset({"optimizer", "gradients"}),
-    "zero3": frozenset({"optimizer", "gradients", "parameters"}),
-    "fsdp": frozenset({"optimizer", "gradients", "parameters"}),
-}
 
 
 @dataclass(frozen=True)
@@ -56,32 +55,70 @@ class Ledger:
     def total_bytes(self) -> int:
         return sum(self.rows.values())
 
+    @property
+    def state_bytes(self) -> int:
+        """What training holds from step to step."""
+        return sum(self.rows[row] for row in STATES)
 
-def unit_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Elements of each unit of state after the tensor-parallel cut, vocabulary padding included.
+
+def element_bytes(layout: Layout, precision: Precision, gradients: Gradients = "same") -> ElementBytes:
+    """What training holds of an element. FSDP gives gradients in the dtype of what it cuts, so for fp32 gradients of
+    bf16 weights it cuts the masters."""
+    each = PRECISIONS[precision]
+    if gradients == "same":
+        return each
+    return PRECISIONS["fp32"] if layout.shard == "fsdp" else replace(each, gradients=4)
+
+
+def computed_bytes(precision: Precision) -> int:
+    """Of a weight as it is gathered and computed with."""
+    return PRECISIONS[precision].parameters
+
+
+@lru_cache(maxsize=16)
+def unit_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The shapes of each unit's parameters after the tensor-parallel cut, vocabulary padding included.
 
     Those of tensor rank 0, which is the fullest: what does not divide goes to the first ranks.
     """
-    first = Coord(dp=0, tp=0, pp=0, cp=0)
+    layout, first = Layout(tp=tp), Coord(dp=0, tp=0, pp=0, cp=0)
     return {
-        unit: sum(math.prod(local_shape(spec, layout, first)) for spec in specs)
+        unit: tuple(local_shape(spec, layout, first) for spec in specs)
         for unit, specs in units(model_specs(config)).items()
     }
 
 
-def training_ledgers(config: ModelConfig, layout: Layout, precision: Precision = "bf16") -> tuple[Ledger, ...]:
-    """The states of training with AdamW, a ledger for each pipeline stage."""
-    sizes, ranks, cut_rows = unit_sizes(config, layout), layout.shard_size, CUT_ROWS[layout.shard]
-    each = PRECISIONS[precision]
+def unit_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Elements of each unit of state after the tensor-parallel cut."""
+    return {unit: sum(map(math.prod, shapes)) for unit, shapes in unit_shapes(config, layout.tp).items()}
+
+
+def shard_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Elements of each unit on one of the `shard` ranks that it is cut over, padding included; of FSDP on the first."""
+    n = layout.shard_size
+    if layout.shard != "fsdp":
+        return {unit: layout.padded(size) // n for unit, size in unit_sizes(config, layout).items()}
+    shapes = unit_shapes(config, layout.tp)
+    return {
+        unit: sum(math.ceil(rows / n) * math.prod(columns) for rows, *columns in of_unit)
+        for unit, of_unit in shapes.items()
+    }
+
+
+def training_ledgers(
+    config: ModelConfig, layout: Layout, precision: Precision = "bf16", gradients: Gradients = "same"
+) -> tuple[Ledger, ...]:
+    """The states of training with AdamW and what comes on top within a step, a ledger for each pipeline stage."""
+    each, n = element_bytes(layout, precision, gradients), layout.shard_size
+    shards = shard_sizes(config, layout)
     ledgers = []
     for stage in range(layout.pp):
-        held = sizes.keys() & stage_units(config, layout, stage)
-        cut = sum(math.ceil(sizes[unit] / ranks) for unit in held)
-        rows = {
-            row: (cut if row in cut_rows else cut * ranks) * getattr(each, row)
-            for row in ("parameters", "gradients", "optimizer")
-        }
-        ledgers.append(Ledger(stage, rows | {"kv": 0}))
+        held = {unit: size for unit, size in shards.items() if unit in stage_units(config, layout, stage)}
+        elements = sum(held.values())
+        rows = {row: elements * (1 if layout.cuts(row) else n) * getattr(each, row) for row in STATES}
+        whole = {unit: size * n for unit, size in held.items()}
+        buffers = buffer_bytes(config, layout, stage, whole, computed_bytes(precision), each.gradients)
+        ledgers.append(Ledger(stage, rows | {"buffers": buffers, "kv": 0}))
     return tuple(ledgers)
 
 
@@ -96,7 +133,7 @@ def serving_ledgers(
         weights = sum(sizes[unit] for unit in held)
         blocks = [int(unit.split(".")[1]) for unit in held if unit.startswith("blocks.")]
         cached = sum(kv_elements(config, layout, block, seq_tokens) for block in blocks) * num_requests
-        rows = {"parameters": weights * each, "gradients": 0, "optimizer": 0, "kv": cached * each}
+        rows = {"parameters": weights * each, "gradients": 0, "optimizer": 0, "buffers": 0, "kv": cached * each}
         ledgers.append(Ledger(stage, rows))
     return tuple(ledgers)
 

@@ -9,12 +9,13 @@ from rich.text import Text
 from shardwise.params import model_specs, num_params
 from shardwise.plan.answer import Answer, Plan
 from shardwise.plan.memory import NOT_COUNTED, PRECISIONS, Ledger
-from shardwise.plan.search import Candidate, Mode
+from shardwise.plan.search import Candidate, Job, Mode
+from shardwise.plan.traffic import stage_elements
 from shardwise.plan.why import count, gb
 
 BAR_CELLS = 12
 ROWS: dict[Mode, tuple[str, ...]] = {
-    "train": ("parameters", "gradients", "optimizer"),
+    "train": ("parameters", "gradients", "optimizer", "buffers"),
     "serve": ("parameters", "kv"),
 }
 TITLES: dict[Mode, str] = {"train": "Training", "serve": "Serving"}
@@ -38,6 +39,8 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def answer_text(plan: Plan, answer: Answer) -> RenderableType:
     parts: list[RenderableType] = [Text(f"\n{title(plan, answer)}", style="bold"), table(answer)]
+    if answer.job.mode == "train":
+        parts.append(sent_note(answer))
     if answer.remark:
         parts.insert(1, Text(answer.remark, style="dim"))
     if answer.reasons and not answer.fits:
@@ -45,6 +48,15 @@ def answer_text(plan: Plan, answer: Answer) -> RenderableType:
     if answer.smallest_change:
         parts += [Text("The smallest change that fits"), indented(answer.smallest_change)]
     return Group(*parts)
+
+
+def sent_note(answer: Answer) -> Text:
+    """What the column `sent` says, and what it does not."""
+    axes = ("tp", "pp", "cp")
+    missing = [axis for axis in axes if any(each.comm_bytes[axis] is None for each in answer.candidates)]
+    left_out = f"; what {' and '.join(missing)} send{'s' * (len(missing) == 1)} is not counted yet" if missing else ""
+    said = "sent: by a GPU to other data ranks in a step, in multiples of its P parameters"
+    return Text(f"{said}{left_out}.", style="dim")
 
 
 def title(plan: Plan, answer: Answer) -> str:
@@ -68,14 +80,25 @@ def table(answer: Answer) -> Table:
         found.add_column(name, justify="right", no_wrap=True)
     found.add_column(f"of {gb(answer.job.device.memory_bytes)}", no_wrap=True)
     found.add_column("", no_wrap=True)
+    if answer.job.mode == "train":
+        found.add_column("sent", justify="right", no_wrap=True)
     for candidate in answer.candidates:
         for stage in candidate.ledger:
             name = str(candidate.layout) if stage.stage == 0 else ""
             sizes = [*(stage.rows[row] for row in rows), stage.total_bytes]
             numbers = [f"{size / 1e9:,.{decimals}f}" for size in sizes]
             before = [name, str(stage.stage)] if staged else [name]
-            found.add_row(*before, *numbers, bar(stage.total_bytes / candidate.limit_bytes), verdict(candidate, stage))
+            after = [sent(answer.job, candidate) if name else ""] if answer.job.mode == "train" else []
+            used = stage.total_bytes / candidate.limit_bytes
+            found.add_row(*before, *numbers, bar(used), verdict(candidate, stage), *after)
     return found
+
+
+def sent(job: Job, candidate: Candidate) -> str:
+    """Elements that data ranks send each other in a step, as papers give them: in multiples of the parameters."""
+    weights = stage_elements(job.config, candidate.layout) * PRECISIONS[job.precision].parameters
+    multiple = (candidate.comm_bytes["dp"] or 0) / weights
+    return f"{multiple:,.0f}P" if multiple >= 1000 else f"{multiple:.3g}P"
 
 
 def verdict(candidate: Candidate, stage: Ledger) -> Text:

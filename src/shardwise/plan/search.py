@@ -1,7 +1,7 @@
 """Which layouts fit, and the nearest one that does where those asked for do not.
 
-One `Job` says what is to run on which GPU; `Job.candidate` prices a layout of it. So far only memory is priced: states
-of training, weights and KV cache of serving.
+One `Job` says what is to run on which GPU; `Job.candidate` prices a layout of it. So far priced are memory (states and
+buffers of training, weights and KV cache of serving) and what data ranks send each other.
 """
 
 from bisect import bisect_left
@@ -13,6 +13,7 @@ from shardwise.config import ModelConfig
 from shardwise.hardware import Device
 from shardwise.layout import MAX_SIZE, Layout, Shard
 from shardwise.plan.memory import Ledger, Precision, serving_ledgers, training_ledgers
+from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
 
 Mode = Literal["train", "serve"]
 
@@ -27,6 +28,8 @@ class Candidate:
     layout: Layout
     limit_bytes: int
     ledger: tuple[Ledger, ...]
+    comm_bytes: CommBytes
+    """What a rank sends in a step of training, by axis; None where that is not counted yet."""
 
     @property
     def peak_bytes(self) -> int:
@@ -43,6 +46,7 @@ class Candidate:
             "peak_bytes": self.peak_bytes,
             "limit_bytes": self.limit_bytes,
             "ledger": [{"stage": stage.stage, "rows": stage.rows} for stage in self.ledger],
+            "comm_bytes": self.comm_bytes,
         }
 
 
@@ -60,9 +64,11 @@ class Job:
     def candidate(self, layout: Layout) -> Candidate:
         if self.mode == "train":
             ledger = training_ledgers(self.config, layout, self.precision)
+            sent = comm_bytes(self.config, layout, self.precision)
         else:
             ledger = serving_ledgers(self.config, layout, self.seq_tokens, self.precision)
-        return Candidate(layout, self.device.memory_bytes, ledger)
+            sent = {"dp": 0, **unpriced(layout)}  # replicas have nothing to tell each other
+        return Candidate(layout, self.device.memory_bytes, ledger, sent)
 
     @cached_property
     def on_one_gpu(self) -> Candidate:
@@ -88,11 +94,21 @@ class Job:
     def smallest_cut(self, layout: Layout) -> Candidate | None:
         """The fewest data ranks over which stage 3 cuts the states of `layout` until they fit."""
         whole = replace(layout, dp=1, shard="zero3", shard_group=None)
-        low = max(1, self.candidate(whole).peak_bytes // self.device.memory_bytes)
-        most = min(2 * low + 1, MAX_SIZE // whole.world_size)  # padding is far below a half: twice is more than enough
-        sizes = range(low, most + 1)
-        at = bisect_left(sizes, True, key=lambda dp: self.candidate(replace(whole, dp=dp)).fits)
-        return self.candidate(replace(whole, dp=sizes[at])) if at < len(sizes) else None
+        most = MAX_SIZE // whole.world_size
+
+        def fits(dp: int) -> bool:
+            return self.candidate(replace(whole, dp=dp)).fits
+
+        states = max(stage.state_bytes for stage in self.candidate(whole).ledger)
+        low = high = max(1, states // self.device.memory_bytes)  # on fewer ranks the states alone do not fit
+        if low > most:
+            return None
+        while not fits(high):
+            if high == most:
+                return None
+            low, high = high + 1, min(2 * high + 1, most)
+        sizes = range(low, high + 1)
+        return self.candidate(replace(whole, dp=sizes[bisect_left(sizes, True, key=fits)]))
 
     def longest_seq_tokens(self, layout: Layout) -> int:
         """The longest request that fits on `layout` in serving; 0 where the weights alone do not fit."""

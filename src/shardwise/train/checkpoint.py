@@ -3,23 +3,21 @@
 import errno
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from torch import Tensor
 
-from shardwise.model.checkpoint import FORMAT_VERSION, Checkpoint, Entry, checksum, list_checkpoints
-from shardwise.model.folder import share_mode
+from shardwise.model.checkpoint import FORMAT_VERSION, STATES, Checkpoint, Entry, State, checksum, list_checkpoints
+from shardwise.model.safetensors import write_safetensors
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.zero import Store
-from shardwise.params import ParamSpec, boxes
+from shardwise.parallel.zero import States
+from shardwise.params import Box, ParamSpec
 
 
-def save_checkpoint(target: Path, store: Store, mesh: Mesh, specs: Iterable[ParamSpec], step: int) -> None:
+def save_checkpoint(target: Path, store: States, mesh: Mesh, specs: Iterable[ParamSpec], step: int) -> None:
     """Write the state after `step` steps to the folder `target`. Every rank calls it; replicas write nothing.
 
     Raises OSError, on every rank, when a rank cannot write: the checkpoint before stays as it was.
@@ -30,7 +28,7 @@ def save_checkpoint(target: Path, store: Store, mesh: Mesh, specs: Iterable[Para
         error = attempt(lambda: make_empty(aside))
     raise_together(mesh, error)
     if mesh.replicate.rank == 0:
-        error = attempt(lambda: write_rank(aside, store, mesh, specs))
+        error = attempt(lambda: write_rank(aside, store, mesh.rank))
     raise_together(mesh, error)
     if mesh.rank == 0:
         error = attempt(lambda: publish(aside, target, str(mesh.layout), specs, step))
@@ -42,21 +40,25 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def write_rank(folder: Path, store: Store, mesh: Mesh, specs: Iterable[ParamSpec]) -> None:
-    """This rank's tensors and, beside them, their entries with the checksum."""
-    name = f"rank-{mesh.rank:05d}.safetensors"
-    by_name = {spec.name: spec for spec in specs}
-    tensors, entries = {}, []
-    for parameter, state, local in store.state():
-        for box in boxes(by_name[parameter], mesh.layout, mesh.coord):
-            key = f"{state}/{parameter}/{box.part}"
-            tensors[key] = local[box.local_slices].contiguous()
-            entries.append(asdict(Entry(parameter, state, name, key, box.start, box.shape)))
+def write_rank(folder: Path, store: States, rank: int) -> None:
+    """What this rank owns, as a stream, and beside it its entries with the checksum."""
+    name = f"rank-{rank:05d}.safetensors"
+    shapes, entries = {}, []
+    for state, spec, box, view in owned(store):
+        key = f"{state}/{spec.name}/{box.part}/{','.join(map(str, box.start))}"
+        shapes[key] = view.dtype, box.shape
+        entries.append(asdict(Entry(spec.name, state, name, key, box.start, box.shape)))
     path = folder / name
-    save_file(tensors, path)
-    share_mode(path)
-    record = {"entries": entries, "bytes": path.stat().st_size, "sha256": checksum(path)}
+    sha256 = write_safetensors(path, shapes, (view for *_, view in owned(store)))
+    record = {"entries": entries, "bytes": path.stat().st_size, "sha256": sha256}
     (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def owned(store: States) -> Iterator[tuple[State, ParamSpec, Box, Tensor]]:
+    """All that this rank owns. A view that is left behind may go back to the disk."""
+    for state in STATES:
+        for spec, box, view in store.owned(state):
+            yield state, spec, box, view
 
 
 def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], step: int) -> None:
@@ -72,9 +74,21 @@ def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], 
              "entries": entries}  # fmt: skip
     (aside / "index.json").write_text(json.dumps(index))
     (aside / "index.sha256").write_text(checksum(aside / "index.json"))
+    for path in (aside / "index.json", aside / "index.sha256", aside):
+        sync(path)
     if target.exists():
         shutil.rmtree(target)
     aside.rename(target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk: what is older may be removed then."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def attempt(work: Callable[[], None]) -> OSError | None:
@@ -82,9 +96,6 @@ def attempt(work: Callable[[], None]) -> OSError | None:
         work()
     except OSError as error:
         return error
-    except SafetensorError as error:  # it tells the number of a system error in its text alone
-        number = re.search(r"os error (\d+)", str(error))
-        return OSError(int(number[1]), str(error)) if number else OSError(str(error))
     return None
 
 
@@ -110,12 +121,11 @@ def remove_old(latest: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def load_state(checkpoint: Checkpoint, store: Store, mesh: Mesh, specs: Iterable[ParamSpec]) -> None:
+def load_state(checkpoint: Checkpoint, store: States, specs: Iterable[ParamSpec]) -> None:
     """Fill the store from a checkpoint of any layout."""
-    by_name = {spec.name: spec for spec in specs}
-    checkpoint.check_model(by_name.values())
-    for name, state, local in store.state():
-        for box in boxes(by_name[name], mesh.layout, mesh.coord):
-            local[box.local_slices] = checkpoint.read(by_name[name], state, box).to(local.device)
+    checkpoint.check_model(specs)
+    for state in STATES:
+        for spec, box, view in store.owned(state):
+            view.copy_(checkpoint.read(spec, state, box))
     store.num_steps = checkpoint.step
     store.refresh()

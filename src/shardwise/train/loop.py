@@ -11,10 +11,11 @@ import torch
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.checkpoint import Checkpoint, checkpoint_path
-from shardwise.model.load import open_weights, read_param
-from shardwise.parallel.apply import Program, apply, draw_weights
+from shardwise.model.load import open_weights
+from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
 from shardwise.parallel.launch import STOP_SIGNALS, Place
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.offload import make_offload
 from shardwise.params import flops_per_token
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.data import Batch, Batches, MicroBatch, TokenFile, held_out_batches
@@ -29,13 +30,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended: after `step` steps, `stopped` by a signal (its number), `diverged` at a step that is not
-    finite and is not kept, or done; the losses last seen."""
+    finite and is not kept, `unsaved` (why) because a rank could not write, or done; the losses last seen."""
 
     step: int
     loss: float | None
     held_out_loss: float | None
     stopped: int | None = None
     diverged: int | None = None
+    unsaved: str | None = None
 
 
 def train(place: Place, settings: Settings, config: ModelConfig, weights: Path | None, resumed: int) -> Outcome:
@@ -86,7 +88,10 @@ def run_steps(
             if not math.isfinite(held_out_loss):
                 return Outcome(step - 1, loss, None, diverged=step)
         if last or (run.save_every and step % run.save_every == 0):
-            save(settings, program, mesh, step)
+            try:
+                save(settings, program, mesh, step)
+            except OSError as error:  # on every rank alike
+                return Outcome(step, loss, held_out_loss, unsaved=str(error))
         if stopped is not None:
             return Outcome(step, loss, held_out_loss, stopped)
     return Outcome(max(start, run.steps), loss, held_out_loss)
@@ -100,11 +105,12 @@ def take_step(program: Program, mesh: Mesh, batch: Batch, lr: float, max_norm: f
     with torch.no_grad():  # F alone enables gradients
         for action in program.table:
             program.pipeline.execute(action, batch.microbatches, scale)
+        loss = program.pipeline.finish() * scale
         program.store.finish()
         norm = program.store.clip(max_norm)
         if math.isfinite(norm):
             program.store.step(lr)
-    return program.pipeline.finish() * scale, norm
+    return loss, norm
 
 
 def evaluate(settings: Settings, program: Program, mesh: Mesh) -> float:
@@ -116,7 +122,7 @@ def evaluate(settings: Settings, program: Program, mesh: Mesh) -> float:
     for batch in held_out_batches(held_out, data.seq_len, rows, mesh.data.rank, mesh.data.size, run.eval_sequences,
                                   data.separate_documents):  # fmt: skip
         (microbatch,) = on_device(batch, mesh.device).microbatches
-        summed += program.pipeline.evaluate(microbatch)
+        summed += program.pipeline.evaluate(program.evaluation, microbatch)
         targets += batch.num_targets
     summed, targets = mesh.data.sum(summed, targets)
     return summed / max(1.0, targets)
@@ -131,21 +137,26 @@ def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:
 
 def make_program(settings: Settings, config: ModelConfig, mesh: Mesh, weights: Path | None, resumed: int) -> Program:
     optimizer, dtype = settings.optimizer, DTYPES[settings.run.precision]
-    grad_dtype = torch.float32 if settings.run.gradients == "fp32" else dtype
+    run = settings.run
+    grad_dtype = torch.float32 if run.gradients == "fp32" else dtype
+    reduce_dtype = torch.float32 if run.reduction == "fp32" else grad_dtype
     update = AdamW(optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay).update
-    program = apply(config, mesh, dtype, grad_dtype, update)
+    offload = make_offload(run.offload, offload_folder(settings))
+    program = apply(config, mesh, dtype, grad_dtype, update, reduce_dtype, run.bucket_bytes, run.overlap, offload)
     if resumed:
-        checkpoint = Checkpoint(checkpoint_path(Path(settings.run.folder), resumed), verify=False)
-        load_state(checkpoint, program.store, mesh, program.specs)
+        checkpoint = Checkpoint(checkpoint_path(Path(run.folder), resumed), verify=False)
+        load_state(checkpoint, program.store, program.specs)
     elif weights is None:
-        draw_weights(program, mesh, settings.run.seed)
+        draw_weights(program, run.seed)
     else:
         with closing(open_weights(weights, config)) as reader:
-            for spec in program.specs:
-                if spec.tied_to is None:
-                    values = read_param(reader, spec, mesh.layout, mesh.coord, torch.float32, mesh.device)
-                    program.store.set_weights(spec.name, values)
+            read_weights(program, reader)
     return program
+
+
+def offload_folder(settings: Settings) -> Path:
+    """Where files with the optimizer's state lie. A link there puts them on another disk."""
+    return Path(settings.run.folder) / "offload"
 
 
 def make_batches(settings: Settings, mesh: Mesh) -> Batches:

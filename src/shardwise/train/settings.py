@@ -71,6 +71,12 @@ class RunSettings:
         "bf16", "bf16 | fp32, of weights, activations and gradients; bf16 keeps fp32 masters"
     )
     gradients: Literal["same", "fp32"] = setting("same", "same | fp32: what the gradients of micro-batches add up in")
+    reduction: Literal["fp32", "same"] = setting("fp32", "fp32 | same: what the gradients of ranks add up in")
+    overlap: bool = setting(True, "move weights and gradients beside the computation; false: in between")
+    bucket_bytes: int = setting(64 << 20, "gradients travel in buckets of at most this, of which two are held")
+    offload: Literal["none", "host", "file"] = setting(
+        "none", "none | host | file: keep the optimizer's states in host memory, or in the run's folder"
+    )
     eval_every: int = setting(50, "steps between evaluations on held-out data; 0: never")
     eval_sequences: int = setting(64, "held-out sequences of one evaluation")
     save_every: int = setting(100, "steps between checkpoints; the last step is saved as well; 0: the last only")
@@ -89,6 +95,7 @@ class Settings:
         data, run, optimizer = self.data, self.run, self.optimizer
         for name, value, least in (
             ("data.seq_len", data.seq_len, 1), ("data.global_batch", data.global_batch, 1), ("run.steps", run.steps, 1),
+            ("run.bucket_bytes", run.bucket_bytes, 1),
             ("run.eval_every", run.eval_every, 0), ("run.eval_sequences", run.eval_sequences, 1),
             ("run.save_every", run.save_every, 0), ("run.keep_checkpoints", run.keep_checkpoints, 0),
             ("optimizer.warmup_steps", optimizer.warmup_steps, 0), ("optimizer.decay_steps", optimizer.decay_steps, 0),

@@ -1,0 +1,54 @@
+"""Data parallel in its simplest form: every rank holds everything, sees its own data, and after the backward each
+gradient is summed over the ranks. Read this first: the store in `zero.py` gives the same numbers, and tests hold it to
+them.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.zero import Update
+
+
+class DataParallel:
+    """Weights, gradients and optimizer state of one rank, in fp32, as plain dictionaries of tensors by name."""
+
+    def __init__(self, mesh: Mesh, weights: Mapping[str, Tensor], update: Update) -> None:
+        self.mesh, self.update, self.num_steps = mesh, update, 0
+        self.master = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+        self.grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.exp_avg = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self.master[name] for name in names}
+
+    def need(self, units: Iterable[str]) -> None:
+        """Everything is always here."""
+
+    def add(self, name: str, grad: Tensor) -> None:
+        self.grads[name] += grad
+
+    def reduce(self, unit: str) -> None:
+        """Not yet: after the backward."""
+
+    def finish(self) -> None:
+        for grad in self.grads.values():
+            self.mesh.data.all_reduce(grad).wait()
+
+    def clip(self, max_norm: float) -> float:
+        norm = torch.stack([grad.norm() for grad in self.grads.values()]).norm().item()
+        if max_norm and norm > max_norm:
+            for grad in self.grads.values():
+                grad.mul_(max_norm / norm)
+        return norm
+
+    def step(self, lr: float) -> None:
+        self.num_steps += 1
+        for name, weight in self.master.items():
+            decayed = weight.dim() > 1
+            states = self.exp_avg[name], self.exp_avg_sq[name]
+            self.update(weight.data, self.grads[name], *states, self.num_steps, lr, decayed)
+            self.grads[name].zero_()

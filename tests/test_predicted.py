@@ -1,0 +1,452 @@
+"""Predicted = executed: what the planner says that a rank holds and sends, against real steps, byte for byte."""
+
+import math
+import weakref
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import shardwise.parallel.mesh as mesh_module
+from ranks import Ranks
+from shardwise.catalogue import CATALOGUE
+from shardwise.config import ModelConfig
+from shardwise.layout import Layout
+from shardwise.parallel.apply import Program, apply
+from shardwise.parallel.mesh import Axis, Mesh, Pending, make_mesh
+from shardwise.parallel.schedule import BUCKET_BYTES, Action, accumulate, lower, model_pieces
+from shardwise.parallel.zero import Store
+from shardwise.params import model_specs, num_params
+from shardwise.plan.buffers import Moment, moments
+from shardwise.plan.memory import (
+    STATES,
+    Gradients,
+    Precision,
+    computed_bytes,
+    element_bytes,
+    shard_sizes,
+    training_ledgers,
+    unit_sizes,
+)
+from shardwise.plan.step import step_table
+from shardwise.plan.traffic import comm_bytes, step_counts
+from shardwise.train.loop import DTYPES, take_step
+from tiny_training import FAMILIES, OPTIMIZER, RATE, fill_store, global_batch, part_of, tiny_weights
+
+CPU = torch.device("cpu")
+PRIMES = ModelConfig("llama", 3, 13, 17, 3, 1, 6, 97, 32)
+MODELS = FAMILIES | {"primes": PRIMES, "primes-tied": replace(PRIMES, tied=True, num_layers=2)}
+DTYPE_CHOICES: list[tuple[Precision, Gradients]] = [("bf16", "same"), ("bf16", "fp32"), ("fp32", "same")]
+
+
+# -- what a run does ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank, in bytes: what the store holds after each action of the last step's table, and after that step; the
+    most at one time, with rows that arrive and copies of rows that are sent; what each step sends."""
+
+    after_actions: list[dict[str, int]]
+    after_step: dict[str, int]
+    peak: int
+    sent: list[dict[str, int]]
+
+
+class Watch:
+    """Follows what a store holds, and what its sums hold besides, from inside a step."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.after_actions: list[dict[str, int]] = []
+        self.arriving = self.peak = 0
+
+    def look(self) -> None:
+        self.peak = max(self.peak, sum(self.program.store.held_bytes().values()) + self.arriving)
+
+    def step(self, mesh: Mesh, step: int) -> None:
+        """One step as training takes it, with a look after every contribution, action and allocation for a sum."""
+        program, store, execute = self.program, self.program.store, self.program.pipeline.execute
+        assert isinstance(store, Store)
+        self.after_actions.clear()
+
+        def executed(action: Action, *given: Any) -> None:
+            execute(action, *given)
+            self.after_actions.append(store.held_bytes())
+            self.look()
+
+        layout = mesh.layout
+        batch = part_of(*global_batch(step, layout.dp * layout.microbatches), layout, mesh.data.rank)
+        with (
+            patch.object(mesh_module, "torch", WatchedTorch(self)),
+            patch.object(program.pipeline, "execute", executed),
+            patch.object(store, "add", added(store, self)),
+            patch.object(Axis, "reduce_scatter", scattered(store, self)),
+        ):
+            take_step(program, mesh, batch, RATE.at(step), 0.5)
+        self.look()
+
+
+@dataclass(frozen=True)
+class WatchedTorch:
+    """torch, as the axes see it, but what they allocate is counted."""
+
+    watch: Watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty_like(self, like: Tensor) -> Tensor:
+        self.watch.arriving += like.nbytes
+        self.watch.look()
+        return torch.empty_like(like)
+
+
+def scattered(store: Store, watch: Watch) -> Any:
+    """A reduce-scatter whose buffers count until the store lets go of what was to be done once they had arrived."""
+    reduce_scatter = Axis.reduce_scatter
+
+    def watched(axis: Axis, x: Tensor, *given: Any) -> Pending:
+        before = watch.arriving
+        units = store.units.values()
+        own = {flat.untyped_storage().data_ptr() for unit in units for flat in (unit.grads, unit.grad_shard)}
+        if x.untyped_storage().data_ptr() not in own:  # a copy of what is sent
+            watch.arriving += x.nbytes
+        pending = reduce_scatter(axis, x, *given)
+        weakref.finalize(pending.then, forget, watch, watch.arriving - before)
+        return pending
+
+    return watched
+
+
+def forget(watch: Watch, num_bytes: int) -> None:
+    watch.arriving -= num_bytes
+
+
+def added(store: Store, watch: Watch) -> Any:
+    add = store.add
+
+    def look_after(name: str, grad: Tensor) -> None:
+        add(name, grad)
+        watch.look()
+
+    return look_after
+
+
+def ready(
+    rank: int, short: str, model: str, precision: Precision, gradients: Gradients, bucket_bytes: int, overlap: bool
+) -> tuple[Program, Mesh]:
+    mesh, config = make_mesh(Layout.parse(short), rank, CPU), MODELS[model]
+    grad_dtype = DTYPES[precision] if gradients == "same" else DTYPES[gradients]
+    program = apply(config, mesh, DTYPES[precision], grad_dtype, OPTIMIZER.update, bucket_bytes=bucket_bytes,
+                    overlap=overlap)  # fmt: skip
+    fill_store(program.store, tiny_weights(config))
+    return program, mesh
+
+
+def steps_on(
+    rank: int, world: int, short: str, model: str, precision: Precision, gradients: Gradients,
+    bucket_bytes: int = BUCKET_BYTES, overlap: bool = True,
+) -> Measured:  # fmt: skip
+    program, mesh = ready(rank, short, model, precision, gradients, bucket_bytes, overlap)
+    watch, sent = Watch(program), []
+    for step in range(2):
+        mesh.bytes_sent()
+        watch.step(mesh, step)
+        sent.append(mesh.bytes_sent())
+    return Measured(watch.after_actions, program.store.held_bytes(), watch.peak, sent)
+
+
+# -- against what is planned --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    states: dict[str, int]
+    buffers: list[Moment]
+    sent: dict[str, int | None]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.states.values()) + max(moment.total for moment in self.buffers)
+
+
+def planned(
+    short: str, config: ModelConfig, precision: Precision, gradients: Gradients, bucket_bytes: int = BUCKET_BYTES,
+    overlap: bool = True,
+) -> Planned:  # fmt: skip
+    layout = Layout.parse(short)
+    (ledger,) = training_ledgers(config, layout, precision, gradients)
+    whole = {unit: size * layout.shard_size for unit, size in shard_sizes(config, layout).items()}
+    table = step_table(config, layout, 0, layout.microbatches, overlap)
+    found = list(moments(table, model_pieces(config), layout, whole, computed_bytes(precision),
+                         element_bytes(layout, precision, gradients).gradients, bucket_bytes, overlap))  # fmt: skip
+    if (bucket_bytes, overlap) == (BUCKET_BYTES, True):
+        assert max(moment.total for moment in found) == ledger.rows["buffers"]
+    return Planned({row: ledger.rows[row] for row in STATES}, found, comm_bytes(config, layout, precision, gradients))
+
+
+def check_equal(measured: Measured, plan: Planned) -> None:
+    assert measured.after_step == plan.states
+    for sent in measured.sent:
+        assert {axis: sent[axis] for axis in plan.sent} == plan.sent
+    after = {moment.at: moment for moment in plan.buffers}  # the last moment of each action
+    for at, held in enumerate(measured.after_actions):
+        there = {"parameters": after[at].weights, "gradients": after[at].gradients, "optimizer": 0}
+        assert held == {row: plan.states[row] + there[row] for row in STATES}, f"after action {at}"
+    assert measured.peak == plan.peak
+
+
+LAYOUTS = [
+    *("dp1", "dp1.z3.m2", "dp2", "dp3.m2", "dp4", "dp4.m3"),
+    *("dp2.z1.m3", "dp3.z1", "dp4.z1.m2", "dp4.z1.s2"),
+    *("dp2.z2.m2", "dp3.z2", "dp4.z2.m3", "dp4.z2.s2.m2", "dp2.z2.s1.m2"),
+    *("dp2.z3", "dp2.z3.m3", "dp3.z3.m2", "dp4.z3", "dp4.z3.m2", "dp4.z3.s2.m2", "dp2.z3.s1.m2"),
+    *("dp2.z3.keep.m2", "dp3.z3.keep", "dp4.z3.s2.keep.m3"),
+]
+
+
+def every_dtype_on(rank: int, world: int, short: str, model: str, *given: Any) -> list[Measured]:
+    return [steps_on(rank, world, short, model, *choice, *given) for choice in DTYPE_CHOICES]
+
+
+@pytest.mark.parametrize("short", LAYOUTS)
+def test_held_and_sent_are_those_planned(ranks: Ranks, short: str) -> None:
+    """On every rank, in bf16 (gradients in either) and fp32: what is held after each action and after a step, the most
+    held at any moment with rows that arrive, and what is sent in a step. No difference is left to name."""
+    plans = [planned(short, MODELS["primes-tied"], *choice) for choice in DTYPE_CHOICES]
+    for measured in ranks.run(Layout.parse(short).world_size, every_dtype_on, short, "primes-tied"):
+        for each, plan in zip(measured, plans, strict=True):
+            check_equal(each, plan)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("short", ["dp2.m2", "dp3.z2.m2", "dp4.z3.s2"])
+def test_every_family(ranks: Ranks, short: str, model: str) -> None:
+    plan = planned(short, MODELS[model], "bf16", "same")
+    for measured in ranks.run(Layout.parse(short).world_size, steps_on, short, model, "bf16", "same"):
+        check_equal(measured, plan)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "overlap"), [(500, True), (500, False), (BUCKET_BYTES, False)])
+@pytest.mark.parametrize("short", ["dp3.m2", "dp2.z1", "dp3.z2.m2", "dp2.z3.m2", "dp4.z3.s2.m2", "dp2.z2.s1.m2"])
+def test_buckets_and_overlap(ranks: Ranks, short: str, bucket_bytes: int, overlap: bool) -> None:
+    """They change what is held for a while, not what is sent."""
+    plans = [planned(short, MODELS["primes-tied"], *choice, bucket_bytes, overlap) for choice in DTYPE_CHOICES]
+    for measured in ranks.run(
+        Layout.parse(short).world_size, every_dtype_on, short, "primes-tied", bucket_bytes, overlap
+    ):
+        for each, plan in zip(measured, plans, strict=True):
+            check_equal(each, plan)
+
+
+@st.composite
+def trained_layouts(draw: st.DrawFn, most_ranks: int = 4) -> Layout:
+    dp = draw(st.integers(1, most_ranks))
+    shard = draw(st.sampled_from(["none", "zero1", "zero2", "zero3"]))
+    groups = [size for size in range(1, dp + 1) if dp % size == 0]
+    group = draw(st.sampled_from([None, *groups])) if shard != "none" else None
+    return Layout(dp=dp, shard=shard, shard_group=group, keep=shard == "zero3" and draw(st.booleans()),
+                  microbatches=draw(st.integers(1, 3)))  # fmt: skip
+
+
+@settings(max_examples=8)
+@given(trained_layouts(), st.sampled_from(sorted(MODELS)), st.sampled_from(DTYPE_CHOICES), st.integers(400, 9000),
+       st.booleans())  # fmt: skip
+def test_a_drawn_case(
+    ranks: Ranks, layout: Layout, model: str, choice: tuple[Precision, Gradients], bucket_bytes: int, overlap: bool
+) -> None:
+    given = (*choice, bucket_bytes, overlap)
+    plan = planned(str(layout), MODELS[model], *given)
+    for measured in ranks.run(layout.world_size, steps_on, str(layout), model, *given):
+        check_equal(measured, plan)
+
+
+def evaluated_on(rank: int, world: int, short: str) -> tuple[int, int]:
+    """Bytes sent by an evaluation and by the step after it."""
+    program, mesh = ready(rank, short, "llama", "fp32", "same", BUCKET_BYTES, True)
+    batch = part_of(*global_batch(0), mesh.layout, mesh.data.rank)
+    mesh.bytes_sent()
+    program.pipeline.evaluate(program.evaluation, batch.microbatches[0])
+    before = mesh.bytes_sent()["dp"]
+    take_step(program, mesh, batch, 1e-3, 0.0)
+    return before, mesh.bytes_sent()["dp"]
+
+
+@pytest.mark.parametrize(("short", "kept"), [("dp2.z1", True), ("dp2.z2", True), ("dp2.z3", False)])
+def test_what_an_evaluation_gathered_a_step_need_not(ranks: Ranks, short: str, kept: bool) -> None:
+    """The one difference between steps: stages 1 and 2 have whole weights already."""
+    whole = 4 * sum(Layout.parse(short).padded(size) for size in unit_sizes(MODELS["llama"], Layout()).values())
+    planned_bytes = comm_bytes(MODELS["llama"], Layout.parse(short), "fp32")["dp"]
+    for evaluation, step in ranks.run(2, evaluated_on, short):
+        assert evaluation == whole // 2
+        assert evaluation + step == planned_bytes + (0 if kept else evaluation)
+
+
+# -- FSDP ---------------------------------------------------------------------------------------------------
+
+
+def fsdp_on(rank: int, world: int, short: str, model: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+    told = []
+    for choice in DTYPE_CHOICES:
+        program, mesh = ready(rank, short, model, *choice, BUCKET_BYTES, True)
+        batch = part_of(*global_batch(0), mesh.layout, mesh.data.rank)
+        mesh.bytes_sent()
+        take_step(program, mesh, batch, 1e-3, 0.0)
+        told.append((program.store.held_bytes(), mesh.bytes_sent()))
+    return told
+
+
+@pytest.mark.parametrize("model", ["primes", "llama-tied", "gpt2"])
+@pytest.mark.parametrize("short", ["dp2.fsdp", "dp3.fsdp.m2", "dp2.fsdp.keep", "dp4.fsdp.s2.m3"])
+def test_fsdp_holds_and_sends_what_is_planned(ranks: Ranks, short: str, model: str) -> None:
+    """Exactly on the first rank, which has the most rows. The last may own fewer: its weights and gradients are padded
+    to the same, its optimizer state is not, nor what it sums over groups."""
+    layout = Layout.parse(short)
+    told = ranks.run(layout.world_size, fsdp_on, short, model)
+    for at, choice in enumerate(DTYPE_CHOICES):
+        (ledger,) = training_ledgers(MODELS[model], layout, *choice)
+        states = {row: ledger.rows[row] for row in STATES}
+        sent = comm_bytes(MODELS[model], layout, *choice)["dp"]
+        for rank, (held, bytes_sent) in enumerate(each[at] for each in told):
+            if rank % layout.shard_size == 0:
+                assert (held, bytes_sent["dp"]) == (states, sent)
+            assert held | {"optimizer": 0} == states | {"optimizer": 0}
+            assert held["optimizer"] <= states["optimizer"] and bytes_sent["dp"] <= sent
+
+
+# -- the planner's short cuts -------------------------------------------------------------------------------
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    shape = draw(st.sampled_from([PRIMES, FAMILIES["gpt2"], FAMILIES["qwen3"]]))
+    return replace(shape, num_layers=draw(st.integers(1, 5)), tied=draw(st.booleans()))
+
+
+@given(models(), trained_layouts(9), st.integers(1, 7), st.sampled_from(DTYPE_CHOICES))
+def test_two_micro_batches_tell_of_all(
+    config: ModelConfig, layout: Layout, microbatches: int, choice: tuple[Precision, Gradients]
+) -> None:
+    """Counts and the most that is held for a while, against those of the whole table."""
+    layout = replace(layout, microbatches=microbatches)
+    table = lower(accumulate(microbatches), model_pieces(config), layout)
+    counted = Counter((action.kind, action.unit) for action in table if action.unit)
+    assert step_counts(config, layout, 0) == counted
+    plan = planned(str(layout), config, *choice)  # holds the row `buffers` to the whole table
+    assert max(moment.at for moment in plan.buffers) >= len(table) - 1
+
+
+@given(trained_layouts(9), models(), st.integers(1, 400))
+def test_a_few_buckets_tell_of_all(layout: Layout, config: ModelConfig, bucket_bytes: int) -> None:
+    """Equal buckets beyond those under way are left out: the most that arrives in bf16 is still that of two in turn,
+    with a copy of what is sent where a unit is several."""
+    table = step_table(config, layout, 0, layout.microbatches)
+    groups = layout.data_size // layout.shard_size
+    most = max(1, bucket_bytes // 2 // layout.data_size) * groups
+    buckets = []
+    for unit in (action.unit for action in table if action.kind == "REDUCE"):
+        shard = layout.padded(unit_sizes(config, layout)[unit]) // layout.shard_size
+        cut = [2 * layout.shard_size * min(most, shard - start) for start in range(0, shard, most)]
+        buckets += [each * (2 if len(cut) > 1 and layout.shard_size > 1 else 1) for each in cut]
+    expected = max(sum(buckets[max(0, at - 1) : at + 1]) for at in range(len(buckets)))
+    if layout.shard_size == 1 and (layout.data_size == 1 or layout.cuts("gradients")):
+        expected = 0  # nothing to send, or only in `finish`
+    plan = planned(str(layout), config, "bf16", "same", bucket_bytes)
+    assert max(moment.arriving for moment in plan.buffers if moment.at < len(table)) == expected
+
+
+# -- what is published --------------------------------------------------------------------------------------
+
+
+def elements_sent(config: ModelConfig, short: str) -> int:
+    """In bf16, where a weight and a gradient have 2 bytes each."""
+    dp = comm_bytes(config, Layout.parse(short))["dp"]
+    assert dp is not None and dp % 2 == 0
+    return dp // 2
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-405b", "qwen2.5-0.5b", "gpt2"])
+@pytest.mark.parametrize("n", [8, 64, 1024, 1021])
+def test_zero_volumes(model: str, n: int) -> None:
+    """ZeRO, section 7: 2P elements a step with plain data parallel and stages 1 and 2, 3P with stage 3, times (n-1)/n.
+
+    Two differences: units are padded to n ranks, by less than n elements each; and the weights that only the embedding
+    or only the head uses are gathered once, not twice, since the head's backward follows its forward, and a backward
+    that looks rows up reads no weights.
+    """
+    config = CATALOGUE[model]
+    sizes = unit_sizes(config, Layout())
+    params = sum(sizes.values())
+    assert params == num_params(model_specs(config))
+    padding = sum(-size % n for size in sizes.values())
+    for short in (f"dp{n}", f"dp{n}.z1", f"dp{n}.z2"):
+        assert elements_sent(config, short) == 2 * (params + padding) * (n - 1) // n
+    once = [unit for unit in sizes if not unit.startswith("blocks.") and not (unit == "embed" and config.tied)]
+    less = sum(sizes[unit] + -sizes[unit] % n for unit in once)
+    assert elements_sent(config, f"dp{n}.z3") == (3 * (params + padding) - less) * (n - 1) // n
+    assert elements_sent(config, f"dp{n}.z3") == pytest.approx(3 * params, rel=less / params / 3 + 1 / n + 1e-3)
+    assert elements_sent(config, f"dp{n}.z3.keep") == 2 * (params + padding) * (n - 1) // n  # all is gathered once
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 1024])
+def test_micro_batches_multiply_what_stages_2_and_3_send(m: int) -> None:
+    """One sum a step with plain data parallel and stage 1; stage 2 sums every micro-batch, (m + 1)P, stage 3 gathers in
+    every micro-batch too."""
+    config, n = CATALOGUE["llama-3.1-8b"], 8
+    params = num_params(model_specs(config)) * (n - 1) // n
+    assert elements_sent(config, f"dp8.m{m}") == elements_sent(config, f"dp8.z1.m{m}") == 2 * params
+    assert elements_sent(config, f"dp8.z2.m{m}") == (m + 1) * params
+    assert elements_sent(config, f"dp8.z3.m{m}") == m * elements_sent(config, "dp8.z3")
+
+
+def test_hybrid_sharding_sends_within_groups_and_once_across() -> None:
+    """Groups of 4: 3/4 of each gather and reduction; then all 8 ranks sum a quarter in 2 groups, once a step."""
+    config = CATALOGUE["llama-3.1-8b"]
+    params = num_params(model_specs(config))
+    for m in (1, 3):
+        within = elements_sent(config, f"dp4.z3.m{m}")
+        assert elements_sent(config, f"dp8.z3.s4.m{m}") == within + params // 4
+
+
+def test_what_is_gathered_for_a_while() -> None:
+    """Llama-3.1-8B at stage 3, by hand: when the head's gradient is summed, its weights and those of the last block,
+    which come early, the gradient, and two buckets of 64 MiB, each as it arrives and as it is sent."""
+    config = CATALOGUE["llama-3.1-8b"]
+    sizes = unit_sizes(config, Layout())
+    block, final = 2 * sizes["blocks.31"], 2 * sizes["final"]
+    (ledger,) = training_ledgers(config, Layout.parse("dp8.z3"))
+    head_backward = block + 2 * final
+    bucket = 2 * (64 << 20)  # what arrives and a copy of what is sent
+    assert ledger.rows["buffers"] == head_backward + 2 * bucket
+    (kept,) = training_ledgers(config, Layout.parse("dp8.z3.keep"))
+    assert kept.rows["buffers"] > 2 * (num_params(model_specs(config)) - sizes["embed"])
+    for short, buffers in (("dp1", 0), ("dp8", bucket), ("dp8.z1", 2 * bucket)):
+        assert training_ledgers(config, Layout.parse(short))[0].rows["buffers"] == buffers
+
+
+def test_what_is_cut_by_tensor_pipeline_or_context_is_named_not_guessed() -> None:
+    config = CATALOGUE["llama-3.1-8b"]
+    for short in ("dp2.tp2.z1", "dp2.pp4.z1", "dp2.cp2.z1"):
+        layout = Layout.parse(short)
+        sent = comm_bytes(config, layout)
+        assert sent["dp"]
+        assert {axis for axis, num_bytes in sent.items() if num_bytes is None} == {short.split(".")[1][:2]}
+        assert all(sent[axis] == 0 for axis in ("tp", "pp", "cp") if getattr(layout, axis) == 1)
+    whole, half = (comm_bytes(config, Layout.parse(short))["dp"] for short in ("dp2", "dp2.tp2"))
+    assert whole is not None and half is not None
+    assert half == pytest.approx(whole / 2, rel=1e-4)  # norms are not cut
+
+
+def test_a_large_plan_is_fast() -> None:
+    """126 layers in 1,024 micro-batches: what is counted does not grow with them."""
+    config = CATALOGUE["llama-3.1-405b"]
+    few, many = (len(step_table(config, Layout.parse(f"dp8.z3.m{m}"), 0, min(m, 2))) for m in (2, 1024))
+    assert few == many
+    assert math.isclose(elements_sent(config, "dp8.z3.m1024"), 1024 * elements_sent(config, "dp8.z3"))

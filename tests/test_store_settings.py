@@ -1,0 +1,130 @@
+"""How states are moved and kept, as a run's settings tell it: they reach the store, change no number, and what cannot
+be done is refused in a sentence."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise.train.loop as loop
+from ranks import Ranks
+from shardwise.commands.train import ending
+from shardwise.layout import Layout
+from shardwise.model.checkpoint import Checkpoint, checkpoint_path
+from shardwise.parallel.mesh import make_mesh
+from shardwise.parallel.offload import HostMemory, MappedFiles
+from shardwise.parallel.zero import Store
+from shardwise.train.check import check_run
+from shardwise.train.loop import Outcome, make_program
+from shardwise.train.run import start_run
+from shardwise.train.settings import Settings
+from tiny_training import build_data, tiny_settings
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_data(tmp_path_factory.mktemp("corpus"))
+
+
+def store_of(settings: Settings) -> Store:
+    mesh = make_mesh(Layout.parse(settings.run.layout), 0, CPU)
+    store = make_program(settings, check_run(settings).config, mesh, None, 0).store
+    assert isinstance(store, Store)
+    return store
+
+
+def test_settings_reach_the_store(data: Path, tmp_path: Path) -> None:
+    plain = store_of(tiny_settings(data, tmp_path / "run", precision="bf16"))
+    assert (plain.reduce_dtype, plain.bucket_bytes, plain.overlap, plain.offload) == (
+        torch.float32,
+        64 << 20,
+        True,
+        None,
+    )
+    changes: dict[str, Any] = {"reduction": "same", "bucket_bytes": 4096, "overlap": False, "offload": "host"}
+    other = store_of(tiny_settings(data, tmp_path / "run", precision="bf16", **changes))
+    assert (other.reduce_dtype, other.bucket_bytes, other.overlap) == (torch.bfloat16, 4096, False)
+    assert isinstance(other.offload, HostMemory)
+    mapped = store_of(tiny_settings(data, tmp_path / "run", layout="dp1.z3", offload="file"))
+    assert isinstance(mapped.offload, MappedFiles) and (tmp_path / "run" / "offload").is_dir()
+
+
+def run_on(rank: int, world: int, settings: Settings) -> Outcome:
+    return loop.train(loop.Place(rank, world, CPU), settings, check_run(settings).config, None, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_they_change_no_number(ranks: Ranks, data: Path, tmp_path: Path, precision: str) -> None:
+    """Two ranks end bit for bit where they do without, whichever stage, evaluations and a checkpoint in between."""
+    ends = []
+    for number, changes in enumerate(
+        (
+            {"layout": "dp2.z1"},
+            {"layout": "dp2.z1", "offload": "file"},
+            {"layout": "dp2.z2", "overlap": False, "bucket_bytes": 500},
+            {"layout": "dp2.z3", "offload": "file", "bucket_bytes": 1000},
+            {"layout": "dp2.z3.keep", "overlap": False, "offload": "host"},
+        )
+    ):
+        settings = tiny_settings(data, tmp_path / str(number), precision=precision, **changes)
+        (tmp_path / str(number)).mkdir()
+        outcomes = ranks.run(2, run_on, settings)
+        assert outcomes[0] == outcomes[1]
+        checkpoint = Checkpoint(checkpoint_path(tmp_path / str(number), 6))
+        entries = sorted(
+            (e.name, e.state, e.start, e.file, e.key) for found in checkpoint.entries.values() for e in found
+        )
+        values = [checkpoint._files[file].get_tensor(key) for *_, file, key in entries]
+        ends.append((outcomes[0], [entry[:3] for entry in entries], values))
+    (outcome, places, values), *others = ends
+    assert outcome.loss is not None and outcome.step == 6
+    for other_outcome, other_places, other_values in others:
+        assert (other_outcome, other_places) == (outcome, places)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(values, other_values, strict=True))
+
+
+@pytest.mark.parametrize(("key", "value"), [("overlap", False), ("bucket_bytes", 4096), ("offload", "file")])
+def test_fsdp_decides_for_itself(data: Path, tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"run\.{key} does not apply to fsdp.*dp2\.z3"):
+        check_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp", **{key: value}))
+    check_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp"))
+
+
+def test_no_room_for_the_file_is_a_sentence(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked before any rank starts, for all ranks of this machine together."""
+    asked: list[int] = []
+
+    def full(_: int, start: int, length: int) -> None:
+        asked.append(length)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    settings = tiny_settings(data, tmp_path / "run", layout="dp2.z1", offload="file")
+    with pytest.raises(ValueError, match=r"cannot hold .* GB of optimizer state: No space left on device"):
+        start_run(settings)
+    whole = store_of(tiny_settings(data, tmp_path / "other")).held_bytes()["parameters"] // 4
+    assert 12 * whole <= asked[0] <= 12 * whole + 24 * 8, "12 bytes an element, and padding"
+    monkeypatch.undo()
+    assert start_run(settings).step == 6, "with room it starts in the same folder"
+
+
+def test_a_step_that_cannot_be_saved_ends_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint before is kept, and named."""
+    save = loop.save
+
+    def full(settings: Settings, program: Any, mesh: Any, step: int) -> None:
+        if step > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(settings, program, mesh, step)
+
+    monkeypatch.setattr(loop, "save", full)
+    settings = tiny_settings(data, tmp_path / "run")
+    outcome = start_run(settings)
+    assert outcome.step == 6 and outcome.unsaved is not None and "No space left" in outcome.unsaved
+    text = ending(outcome, str(tmp_path / "run"), "again")
+    assert "step 6 could not be saved" in text and "step-00000003 is kept, `again` goes on from there" in text
