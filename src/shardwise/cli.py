@@ -15,15 +15,17 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from shardwise.commands.bench import add_bench
 from shardwise.commands.convert import add_convert
 from shardwise.commands.data import add_data
 from shardwise.commands.demo import add_demo
 from shardwise.commands.generate import add_generate
+from shardwise.commands.parity import add_parity
 from shardwise.commands.plan import add_plan
 from shardwise.commands.train import add_config, add_train
 from shardwise.hardware import nearest
 
-COMMANDS = (add_plan, add_data, add_config, add_train, add_convert, add_generate, add_demo)
+COMMANDS = (add_plan, add_data, add_config, add_train, add_parity, add_convert, add_generate, add_bench, add_demo)
 
 
 class Parser(argparse.ArgumentParser):

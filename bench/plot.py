@@ -1,0 +1,119 @@
+"""Bars as SVG, drawn in plain Python: readable in light and dark pages, wherever the picture is shown."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+WIDTH, PANEL_HEIGHT, LEGEND_HEIGHT = 1080, 260, 34
+LEFT, RIGHT, TOP, BOTTOM = 80, 20, 54, 46
+FLOOR, SPAN = PANEL_HEIGHT - BOTTOM, PANEL_HEIGHT - BOTTOM - TOP
+STYLE = """
+.paper { fill: #ffffff; } .line { stroke: #d0d7de; } text { font: 12px system-ui, sans-serif; fill: #1f2328; }
+.bar0 { fill: #0b62c4; } .bar1 { fill: #c2570c; } .bar2 { fill: #6b7280; }
+@media (prefers-color-scheme: dark) {
+.paper { fill: #0d1117; } .line { stroke: #3d444d; } text { fill: #e6edf3; }
+.bar0 { fill: #6cb2ff; } .bar1 { fill: #ff9d57; } .bar2 { fill: #9aa4b2; }
+}
+.title { font-size: 14px; font-weight: 600; } .small { font-size: 10px; }
+"""
+MOST_SERIES = 3
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`name` is written under the bar, `series` decides its colour."""
+
+    name: str
+    series: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`unit` and `across` label its axes; `groups` are the bars that stand together, by what is written under them."""
+
+    title: str
+    unit: str
+    across: str
+    groups: Mapping[str, Sequence[Bar]]
+
+    @property
+    def ticks(self) -> list[float]:
+        return ticks_up_to(max((bar.value for group in self.groups.values() for bar in group), default=0.0))
+
+
+def draw(panels: Sequence[Panel], series: Sequence[str]) -> str:
+    """The SVG of the panels, one under the other, with a legend of at most three series."""
+    assert len(series) <= MOST_SERIES
+    height = LEGEND_HEIGHT + len(panels) * PANEL_HEIGHT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
+        f"<style>{STYLE}</style>",
+        f'<rect class="paper" width="{WIDTH}" height="{height}" rx="6"/>',
+        *legend(series),
+    ]
+    for number, panel in enumerate(panels):
+        top = LEGEND_HEIGHT + number * PANEL_HEIGHT
+        parts += [f'<g transform="translate(0 {top})">', *axes(panel), *bars(panel, series), "</g>"]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def legend(series: Sequence[str]) -> list[str]:
+    parts, x = [], LEFT
+    for name in series:
+        parts.append(f'<rect x="{x}" y="14" width="12" height="12" class="bar{series.index(name)}"/>')
+        parts.append(words(x + 18, 24, name, "start"))
+        x += 40 + 8 * len(name)
+    return parts
+
+
+def axes(panel: Panel) -> list[str]:
+    parts = [
+        words(LEFT, 24, panel.title, "start", "title"),
+        f'<g transform="translate(16 {FLOOR - SPAN / 2}) rotate(-90)">{words(0, 0, panel.unit)}</g>',
+        words(LEFT - 8, FLOOR + 34, panel.across, "end"),
+    ]
+    for tick in panel.ticks:
+        y = FLOOR - SPAN * tick / panel.ticks[-1]
+        parts.append(f'<line class="line" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(words(LEFT - 8, y + 4, f"{tick:,.10g}", "end"))
+    return parts
+
+
+def bars(panel: Panel, series: Sequence[str]) -> list[str]:
+    """Groups side by side, with the room of one bar between them."""
+    room = (WIDTH - LEFT - RIGHT) / max(1, sum(len(group) + 1 for group in panel.groups.values()))
+    x, parts = LEFT + room / 2, []
+    for label, group in panel.groups.items():
+        parts.append(words(x + room * len(group) / 2, FLOOR + 34, label, kind="title"))
+        for bar in group:
+            height = SPAN * bar.value / panel.ticks[-1]
+            parts += one_bar(bar, x, room, height, f"bar{series.index(bar.series)}")
+            x += room
+        x += room
+    return parts
+
+
+def one_bar(bar: Bar, x: float, room: float, height: float, kind: str) -> list[str]:
+    middle, width = x + room / 2, room * 0.8
+    return [
+        f'<rect x="{middle - width / 2:.1f}" y="{FLOOR - height:.1f}" width="{width:.1f}" height="{height:.1f}" '
+        f'class="{kind}"><title>{escape(bar.series)}, {escape(bar.name)}: {bar.value:,.0f}</title></rect>',
+        words(middle, FLOOR - height - 5, f"{bar.value:,.0f}"),
+        words(middle, FLOOR + 15, bar.name, kind="small"),
+    ]
+
+
+def words(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
+
+
+def ticks_up_to(highest: float) -> list[float]:
+    """Round numbers from 0 to at least `highest` in even steps, nine at most."""
+    if highest <= 0:
+        return [0.0, 1.0]
+    rough = highest / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = max(nice * power for nice in (1, 2, 2.5, 5) if nice * power <= rough)
+    return [step * number for number in range(math.ceil(highest / step) + 1)]

@@ -1,0 +1,118 @@
+"""`shardwise bench`: speed and memory on this machine, always on the same work."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise.commands.terminal import answer_console
+from shardwise.layout import Layout
+
+if TYPE_CHECKING:
+    from shardwise.train.bench import Measured
+
+MIB = 1 << 20
+COMPARED = ("tokens_per_s", "peak_resident_mb")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one layout."""
+
+    name: str
+    value: float
+    unit: str
+    layout: str
+
+
+def add_bench(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure speed and memory on this machine",
+        description="`shardwise bench train --layout L` times training steps of a 70.8 M Llama shape: 2 sequences of "
+        "512 random tokens a data rank, bf16 with fp32 master weights, AdamW, clipping. It starts the ranks of each "
+        "layout on this machine, which share its cores evenly. Figures of different machines or hours do not compare: "
+        "name all layouts at once. `make bench-train`, in the source, runs other software on the same work in turns.",
+    )
+    parser.add_argument("what", choices=("train",), help="train: whole training steps")
+    parser.add_argument(
+        "--layout", action="append", metavar="L",
+        help="what to measure, for example dp2.z1; may be given many times, ratios are to the first (default: dp1)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="timed, after 2 of warm-up (default: 5)")
+    parser.set_defaults(run=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Exit 0 when every layout was measured, 1 when a rank failed, 128 + its number when a signal stopped it."""
+    from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
+    from shardwise.train.bench import WORKLOAD, bench_layout, check_bench
+
+    layouts = read_layouts(args.layout or ["dp1"])
+    if args.steps < 1:
+        raise ValueError(f"--steps must be at least 1, not {args.steps}")
+    for layout in layouts:
+        check_bench(layout, WORKLOAD)
+    rows: list[Row] = []
+    for number, layout in enumerate(layouts, start=1):
+        if is_first_rank():
+            print(f"shardwise: {layout}, {number} of {len(layouts)}", file=sys.stderr)
+        try:
+            measured = bench_layout(layout, args.steps, WORKLOAD)
+        except RankFailed as failure:
+            print(failure, file=sys.stderr)
+            return 1
+        except Stopped as stop:
+            return 128 + stop.signal
+        if measured.stopped:
+            return 128 + measured.stopped
+        rows += rows_of(str(layout), measured)
+    if is_first_rank():
+        tell(rows, ratios_of(rows), args.json)
+    return 0
+
+
+def read_layouts(texts: list[str]) -> list[Layout]:
+    layouts = [Layout.parse(text) for text in texts]
+    for layout in layouts:
+        if layouts.count(layout) > 1:
+            raise ValueError(f"layout {layout} is named twice; name it once")
+    return layouts
+
+
+def rows_of(layout: str, measured: "Measured") -> list[Row]:
+    """Memory in MiB (2^20 bytes), as `mb` of a process is mostly meant."""
+    figures = [
+        ("tokens_per_s", measured.tokens_per_s, "tokens/s"),
+        ("peak_resident_mb", measured.peak_resident_bytes / MIB, "MiB"),
+        ("step_s", measured.step_s, "s"),
+        ("comm_bytes", measured.comm_bytes, "bytes"),
+        ("loss", measured.loss, "nats"),
+    ]
+    if measured.peak_gpu_bytes is not None:
+        figures.append(("peak_gpu_mb", measured.peak_gpu_bytes / MIB, "MiB"))
+    return [Row(name, value, unit, layout) for name, value, unit in figures]
+
+
+def ratios_of(rows: list[Row]) -> dict[str, float]:
+    """Of each later layout to the first, by `NAME LAYOUT/FIRST`."""
+    values = {(row.layout, row.name): row.value for row in rows}
+    first, *others = dict.fromkeys(row.layout for row in rows)
+    return {
+        f"{name} {layout}/{first}": values[layout, name] / values[first, name] for name in COMPARED for layout in others
+    }
+
+
+def tell(rows: list[Row], ratios: dict[str, float], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "ratios": ratios}))
+        return
+    from rich.table import Table
+
+    table = Table("layout", *(f"{row.name}\n{row.unit}" for row in rows if row.layout == rows[0].layout))
+    for layout in dict.fromkeys(row.layout for row in rows):
+        table.add_row(layout, *(f"{row.value:,.5g}" for row in rows if row.layout == layout))
+    answer_console().print(table)
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.3f}")

@@ -1,0 +1,330 @@
+"""`shardwise bench train`: what it prints and how it ends; where a step's time goes; and what `bench/train.py` makes of
+figures. The figures themselves belong to the machine, and are not tested."""
+
+import json
+import math
+import sys
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import cli
+from shardwise.cli import main
+from shardwise.commands.bench import add_bench
+from shardwise.config import ModelConfig
+from shardwise.layout import Layout
+from shardwise.params import model_specs
+from shardwise.train import bench
+from shardwise.train.bench import WORKLOAD, Measured, Workload, bench_layout, peak_resident_bytes, reset_peaks
+from shardwise.train.profile import group_of, profile_layout
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import plot
+import report
+import train as bench_train
+from report import DEEPSPEEDS, FSDP2, STAGES, Figures, Report, Stage
+
+VOCAB = 97
+TINY = Workload(ModelConfig("llama", 2, 32, 40, 4, 2, 8, VOCAB, 32, tied=True), sequences=2, length=16)
+BROKEN = Workload(TINY.config, sequences=-1, length=16)
+NUM_WEIGHTS = sum(spec.numel for spec in model_specs(TINY.config) if not spec.tied_to)
+
+
+@pytest.fixture(autouse=True)
+def with_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "COMMANDS", (add_bench,))
+
+
+# -- the workload ---------------------------------------------------------------------------------------------
+
+
+def test_the_workload_is_the_one_that_is_compared() -> None:
+    """70.8 M stored weights, as 12 blocks of 576 x 576 attention with a third of kv heads, an MLP of 1536, and a tied
+    vocabulary of 49152 have; the peers' script names the same sizes."""
+    assert sum(spec.numel for spec in model_specs(WORKLOAD.config) if not spec.tied_to) == (
+        12 * (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536 + 2 * 576) + 576 + 49152 * 576
+    )
+    theirs = (Path(__file__).resolve().parents[1] / "bench" / "train_peers.py").read_text()
+    for name, value in bench.SHAPE.items():
+        assert name == "model_type" or f"{name}={value}" in theirs
+    sizes = f"{WORKLOAD.sequences}, {WORKLOAD.length}, {bench.WARMUP_STEPS}"
+    assert f"SEQUENCES, LENGTH, WARMUP, STEPS = {sizes}," in theirs
+    assert "LR, MAX_NORM = 3e-4, 1.0\n" in theirs and (bench.LR, bench.MAX_NORM) == (3e-4, 1.0)
+
+
+def test_one_rank_is_measured() -> None:
+    measured = bench_layout(Layout(microbatches=2), 2, TINY)
+    assert measured.tokens_per_s == pytest.approx(2 * 2 * 16 / measured.step_s)
+    assert (measured.comm_bytes, measured.peak_gpu_bytes, measured.stopped) == (0, None, None)
+    assert measured.loss == pytest.approx(math.log(VOCAB), abs=0.2)  # of tokens drawn evenly, whatever was learnt
+    assert measured.peak_resident_bytes > 50 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are reset where Linux lets one")
+def test_a_peak_does_not_count_what_was_held_before() -> None:
+    big = torch.ones(50_000_000)
+    before = peak_resident_bytes()
+    del big
+    reset_peaks(torch.device("cpu"))
+    assert peak_resident_bytes() < before - 150_000_000
+
+
+# -- the command ----------------------------------------------------------------------------------------------
+
+
+def test_json_holds_rows_and_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "WORKLOAD", TINY)
+    assert main(["bench", "train", "--layout", "dp2", "--layout", "dp1", "--steps", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert told.keys() == {"rows", "ratios"}
+    rows = {(row["layout"], row["name"]): row for row in told["rows"]}
+    units = {("tokens_per_s", "tokens/s"), ("peak_resident_mb", "MiB"), ("step_s", "s"), ("comm_bytes", "bytes"),
+             ("loss", "nats")}  # fmt: skip
+    assert {(*key, row["unit"]) for key, row in rows.items()} == {
+        (layout, *named) for layout in ("dp2", "dp1") for named in units
+    }
+    two, one = rows["dp2", "tokens_per_s"]["value"], rows["dp1", "tokens_per_s"]["value"]
+    assert two == pytest.approx(2 * 2 * 16 / rows["dp2", "step_s"]["value"])
+    assert told["ratios"]["tokens_per_s dp1/dp2"] == pytest.approx(one / two)
+    assert told["ratios"].keys() == {"tokens_per_s dp1/dp2", "peak_resident_mb dp1/dp2"}
+    sent = rows["dp2", "comm_bytes"]["value"]  # a ring sends each gradient once, in bf16 or in fp32, and some padding
+    assert 2 * NUM_WEIGHTS <= sent <= 4 * NUM_WEIGHTS + 256
+    assert "dp2, 1 of 2" in captured.err
+
+
+def test_without_json_it_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "WORKLOAD", TINY)
+    assert main(["bench", "train", "--steps", "1"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("dp1", "tokens_per_s", "peak_resident_mb", "MiB"))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["train", "--layout", "dp2.q"], "'q' is not a part of a layout"),
+        (["train", "--layout", "tp2"], "tp2 does not divide 9 heads"),
+        (["train", "--layout", "dp2", "--layout", "dp2.m1"], "dp2 is named twice"),
+        (["train", "--layout", "dp1", "--layout", "dp100000"], "fewer ranks work"),
+        (["train", "--steps", "0"], "--steps must be at least 1, not 0"),
+        (["draw"], "invalid choice: 'draw'"),
+        (["train", "--layuot", "dp2"], "did you mean --layout?"),
+    ],
+)
+def test_a_mistake_is_one_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *args, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and said in captured.err
+
+
+def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "WORKLOAD", BROKEN)
+    assert main(["bench", "train", "--layout", "dp2", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "failed first, with exit code 1" in captured.err and "RuntimeError: " in captured.err
+
+
+def test_a_signal_ends_it_with_its_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "bench_layout", lambda *_: Measured(0.0, 0.0, 0, None, 0, 0.0, stopped=15))
+    assert main(["bench", "train", "--json"]) == 128 + 15
+    assert capsys.readouterr().out == ""
+
+
+def test_under_torchrun_the_layout_must_be_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="torchrun started 4 ranks, but layout dp2 is for 2"):
+        bench_layout(Layout(dp=2), 1, TINY)
+
+
+# -- where the time goes --------------------------------------------------------------------------------------
+
+
+def test_a_step_is_told_apart() -> None:
+    breakdown = profile_layout(Layout(), TINY)
+    seconds = breakdown.seconds
+    assert seconds.keys() == {"products", "attention", "logits", "communication", "optimizer", "rest"}
+    assert all(seconds[group] > 0 for group in seconds)
+    assert sum(seconds.values()) < 100 * breakdown.step_s  # the profiler is slow on tiny operations, not so slow
+    needed, limits = breakdown.needed, breakdown.limits
+    assert needed.keys() == {"products", "attention", "logits", "optimizer"}
+    per_block = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 40 + 2 * 32
+    operations = 6 * (2 * per_block + 32 + VOCAB * 32) * 2 * 16
+    assert needed["products"] * limits.product_flops == pytest.approx(operations)
+    assert needed["optimizer"] * limits.copy_bytes == pytest.approx(28 * NUM_WEIGHTS)
+    assert limits.gather_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("around", "group"),
+    [
+        (["aten::mm", "aten::linear", "step"], "products"),
+        (["aten::mm", "LinearCrossEntropy", "step"], "products"),
+        (["aten::exp_", "LinearCrossEntropy", "step"], "logits"),
+        (["aten::bmm", "RowBlocksBackward", "step"], "attention"),
+        (["aten::copy_", "communication", "step"], "communication"),
+        (["aten::_fused_adamw_", "optimizer", "step"], "optimizer"),
+        (["aten::silu", "step"], "rest"),
+        (["step"], "rest"),
+    ],
+)
+def test_each_operation_has_a_group(around: list[str], group: str) -> None:
+    assert group_of(around) == group
+
+
+def test_fsdp_has_no_profile() -> None:
+    with pytest.raises(ValueError, match="z3 in its place works"):
+        profile_layout(Layout(dp=2, shard="fsdp"), TINY)
+
+
+# -- the comparison -------------------------------------------------------------------------------------------
+
+RUNS = {
+    "dp2": [Figures(500.0, 1900.0), Figures(550.0, 2000.0), Figures(540.0, 1950.0)],
+    "ddp": [Figures(400.0, 2500.0), Figures(440.0, 2600.0), Figures(410.0, 2400.0)],
+    "dp2.z1": [Figures(480.0, 1700.0)],
+    "zero_optimizer": [Figures(400.0, 2000.0)],
+    "deepspeed1": [Figures(450.0, 2100.0)],
+    "fsdp2": [Figures(300.0, 2000.0)],
+    "dp2.fsdp": [Figures(330.0, 1000.0)],
+}
+FAILED = {"dp2.z2": "shardwise: no", "deepspeed2": "ImportError: no <module>", "deepspeed3": "RuntimeError"}
+MACHINE: dict[str, str | int] = {"processor": "Made & Up", "cores": 2}
+
+
+@pytest.fixture
+def made_up() -> Report:
+    return Report(STAGES, RUNS, FAILED, MACHINE)
+
+
+def test_ratios_are_to_the_best_peer_of_the_stage(made_up: Report) -> None:
+    """The best speed of the runs and the median peak; the fastest and the smallest peer need not be the same."""
+    dp, z1, fsdp = made_up.ratios
+    assert (dp.stage, dp.speed, dp.peak, dp.met) == ("dp", 550 / 440, 1950 / 2500, True)
+    assert (z1.speed, z1.fastest) == (480 / 450, "DeepSpeed ZeRO-1")
+    assert (z1.peak, z1.smallest, z1.met) == (1700 / 2000, "PyTorch DDP + Zero", False)  # fast enough it is not
+    assert (fsdp.stage, fsdp.judged) == ("fsdp", False)
+
+
+@pytest.mark.parametrize(("speed", "peak", "met"), [(1.1, 0.85, True), (1.09, 0.5, False), (2.0, 0.86, False)])
+def test_both_bars_must_be_met(speed: float, peak: float, met: bool) -> None:
+    figures = {"ours": Figures(100 * speed, 1000 * peak), "fsdp2": Figures(100.0, 1000.0)}
+    (ratio,) = report.compare([Stage("z3", "ours", (FSDP2, DEEPSPEEDS[3]))], figures)
+    assert ratio.met is met
+
+
+def test_json_of_a_comparison(made_up: Report) -> None:
+    told = json.loads(json.dumps(made_up.to_json()))
+    assert {"name": "tokens_per_s", "value": 550.0, "unit": "tokens/s", "of": "dp2"} in told["rows"]
+    assert {"name": "peak_resident_mb", "value": 2500.0, "unit": "MiB", "of": "ddp"} in told["rows"]
+    assert told["ratios"]["tokens_per_s dp"] == 1.25
+    assert told["ratios"].keys() == {
+        f"{name} {stage}" for name in ("tokens_per_s", "peak_resident_mb") for stage in ("dp", "z1", "fsdp")
+    }
+    assert told["failed"] == FAILED and told["machine"] == MACHINE
+    assert told["runs"]["ddp"][2] == {"tokens_per_s": 410.0, "peak_resident_mb": 2400.0}
+
+
+def test_tables_name_every_contender(made_up: Report) -> None:
+    lines = {(line[0], line[1]): line[2:] for line in made_up.lines()}
+    assert len(lines) == sum(1 + len(stage.peers) for stage in STAGES)
+    assert lines["dp", "Shardwise dp2"] == ("550", "1,950", "1.25", "0.78", "met")
+    assert lines["dp", "PyTorch DDP"] == ("440", "2,500", "", "", "")
+    assert lines["z1", "Shardwise dp2.z1"][-1] == "missed"
+    assert lines["z2", "Shardwise dp2.z2"] == ("-", "-", "", "", "failed")
+    assert lines["fsdp", "Shardwise dp2.fsdp"][-1] == "not judged"
+    assert made_up.to_table().row_count == len(lines)
+    markdown = made_up.to_markdown()
+    table = [line for line in markdown.splitlines() if line.startswith("| ")]
+    assert len(table) == 2 + len(lines)
+    assert {line.count("|") for line in table} == {len(made_up.columns) + 1}
+    assert "processor Made & Up, cores 2." in markdown and "deepspeed2 failed: ImportError: no <module>" in markdown
+
+
+def test_the_plot_is_drawn_to_scale(made_up: Report) -> None:
+    svg = made_up.to_svg()
+    assert "prefers-color-scheme: dark" in svg
+    names = {"s": "http://www.w3.org/2000/svg"}
+    speed, memory = ElementTree.fromstring(svg).findall("s:g", names)
+    for panel, label, ours, theirs in ((speed, "tokens/s", 550, 440), (memory, "MiB", 1950, 2500)):
+        bars = {bar[0].text: bar for bar in panel.findall("s:rect", names)}
+        assert len(bars) == len(RUNS)
+        shown = f"Shardwise, dp2: {ours:,}", f"PyTorch, DDP: {theirs:,}"
+        heights = [float(bars[name].get("height", 0)) for name in shown]
+        assert heights[0] / heights[1] == pytest.approx(ours / theirs, rel=0.01)
+        words = [text.text for text in panel.iter("{http://www.w3.org/2000/svg}text")]
+        assert label in words and "stage" in words and f"{ours:,}" in words
+        tops = [float(bar.get("y", 0)) for bar in bars.values()]
+        assert min(tops) >= plot.TOP - 0.1
+
+
+@pytest.mark.parametrize("highest", [0.0, 0.0371, 1.0, 4.0, 9.99, 12.0, 436.0, 2801.0, 123456.0])
+def test_ticks_are_few_even_and_reach_the_highest(highest: float) -> None:
+    ticks = plot.ticks_up_to(highest)
+    assert ticks[0] == 0 and highest <= ticks[-1] * (1 + 1e-9)
+    assert 2 <= len(ticks) <= 9
+    assert [b - a for a, b in pairwise(ticks)] == pytest.approx([ticks[1]] * (len(ticks) - 1))
+
+
+def test_contenders_take_turns_and_a_failing_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run(contender: Any, steps: int, python: Path) -> Figures | str:
+        asked.append(contender.key)
+        return "ImportError: gone" if contender.key == "zero_optimizer" else Figures(float(len(asked)), 1.0)
+
+    monkeypatch.setattr(bench_train, "run", run)
+    runs, failed = bench_train.take_turns(STAGES[:2], rounds=2, steps=1, python=Path("python"))
+    assert asked == ["dp2", "ddp", "dp2.z1", "zero_optimizer", "deepspeed1", "deepspeed1", "dp2.z1", "ddp", "dp2"]
+    assert failed == {"zero_optimizer": "ImportError: gone"}
+    assert {key: [each.tokens_per_s for each in figures] for key, figures in runs.items()} == {
+        "dp2": [1, 9], "ddp": [2, 8], "dp2.z1": [3, 7], "deepspeed1": [5, 6]
+    }  # fmt: skip
+
+
+TORCHRUN_ERROR = """W1129 torch/distributed/run.py:851] Setting OMP_NUM_THREADS
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "train_peers.py", line 3, in <module>
+[rank0]:     import deepspeed
+[rank0]: ModuleNotFoundError: No module named 'deepspeed'
+E1129 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)
+Traceback (most recent call last):
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (TORCHRUN_ERROR, "ModuleNotFoundError: No module named 'deepspeed'"),
+        ("shardwise: dp2, 1 of 1\nshardwise: layout dp2: no\n", "shardwise: layout dp2: no"),
+        ("a\nKilled\n\n", "Killed"),
+        ("", "no error was printed"),
+    ],
+)
+def test_an_error_is_told_by_its_last_line(errors: str, said: str) -> None:
+    assert bench_train.last_error(errors) == said
+
+
+def test_figures_are_read_from_ours_and_theirs() -> None:
+    ours = {"rows": [{"name": "tokens_per_s", "value": 5.0}, {"name": "peak_resident_mb", "value": 7.0}], "ratios": {}}
+    theirs = {"step_s": 1.0, "tokens_per_s": 5.0, "peak_resident_mb": 7.0, "loss": 3.0}
+    for told in (ours, theirs):
+        assert bench_train.read_figures(f"[INFO] begin\n{json.dumps(told)}\nbye\n") == Figures(5.0, 7.0)
+
+
+def test_results_are_written(made_up: Report, tmp_path: Path) -> None:
+    bench_train.write_results(made_up, tmp_path / "results")
+    assert json.loads((tmp_path / "results" / "train.json").read_text())["ratios"]["tokens_per_s dp"] == 1.25
+    assert "(train.svg)" in (tmp_path / "results" / "train.md").read_text()
+    ElementTree.parse(tmp_path / "results" / "train.svg")
