@@ -173,9 +173,9 @@ def test_room_is_asked_for_before_the_start(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        check_room(tmp_path, (1 << 20) // STATE_BYTES)
+        check_room(tmp_path, 1 << 20)
         with pytest.raises(ValueError, match=r"cannot hold 0.00105 GB of optimizer state: File too large; make room"):
-            check_room(tmp_path, (1 << 20) // STATE_BYTES + 1)
+            check_room(tmp_path, (1 << 20) + 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())
@@ -184,14 +184,14 @@ def test_room_is_asked_for_before_the_start(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ValueError, match=r"file/offload cannot hold .*: Not a directory; make room there or link it"):
-        check_room(tmp_path / "file" / "offload", 1)
+        check_room(tmp_path / "file" / "offload", 4)
 
     def refuse(**_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write anywhere
     with pytest.raises(ValueError, match=r"cannot hold .*: Permission denied; make room"):
-        check_room(tmp_path, 1)
+        check_room(tmp_path, 4)
 
 
 # -- more than memory holds ---------------------------------------------------------------------------------

@@ -36,7 +36,9 @@ def add_parity(subparsers: Any) -> None:
     parser.add_argument("--layout", required=True, metavar="L", help="for example dp4.z3")
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps (default: 3)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of weights and tokens (default: 0)")
-    parser.add_argument("--no-overlap", action="store_true", help="wait for each sum of gradients where it starts")
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="gather and sum where it is needed, not beside the rest"
+    )
     parser.add_argument(
         "--bucket-bytes", type=int, metavar="N", help="most bytes of gradient in one sum (default: as in training)"
     )

@@ -87,8 +87,8 @@ def make_offload(where: Where, folder: Path) -> Offload | None:
     return HostMemory() if where == "host" else None
 
 
-def check_room(folder: Path, num_elements: int) -> None:
-    """Raise ValueError unless `folder` can hold the state of `num_elements`: to ask before any rank starts."""
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise ValueError unless `folder` can hold `num_bytes` of state: to ask before any rank starts."""
     if sys.platform != "linux":
         raise ValueError("to keep the optimizer's state in a file needs Linux; elsewhere it stays in memory")
-    MappedFiles(folder).allocate(num_elements * STATE_BYTES // torch.float32.itemsize)
+    MappedFiles(folder).allocate(num_bytes // torch.float32.itemsize)

@@ -75,12 +75,12 @@ def lower(actions: Sequence[Action], pieces: Sequence[Piece], layout: Layout, ov
         for piece in (pieces if action.kind == "F" else reversed(pieces))
     ]
     before: list[list[Action]] = [[] for _ in compute]
-    after = [[*reductions] for reductions in reduced_after(compute, of, each=layout.shard in ("zero2", "zero3"))]
-    if layout.shard != "none":
+    after = [[*reductions] for reductions in reduced_after(compute, of, each=layout.cuts("gradients"))]
+    if layout.cuts("optimizer"):
         for at, until, unit in residencies(compute, of, layout):
             early = max(0, at - 1) if overlap else at
             before[early].append(Action("GATHER", compute[at].stage, compute[at].microbatch, unit=unit))
-            if layout.shard == "zero3":
+            if layout.cuts("parameters"):
                 after[until].append(Action("FREE", compute[until].stage, compute[until].microbatch, unit=unit))
     return [each for at, action in enumerate(compute) for each in (*before[at], action, *after[at])]
 
@@ -116,7 +116,7 @@ def residencies(compute: Sequence[Action], of: Mapping[str, Piece], layout: Layo
 
 def stays(use: Action, following: Action, adjacent: bool, layout: Layout) -> bool:
     """Whether a unit stays whole from one use to the next."""
-    if layout.shard != "zero3":
+    if not layout.cuts("parameters"):
         return True
     return adjacent or (layout.keep and use.microbatch == following.microbatch)
 

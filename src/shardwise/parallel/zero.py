@@ -103,13 +103,8 @@ class Store:
         """Give back what a gather collected, at stage 3."""
         if self.mesh.layout.cuts("parameters"):
             self.need([name])
-            self._drop(self.units[name].weights, "parameters")
+            empty(self.units[name].weights)
             self.units[name].is_whole = False
-
-    def _drop(self, whole: Tensor, row: str) -> None:
-        """Empty the buffer of a whole unit, if what it holds is cut."""
-        if self.mesh.layout.cuts(row):
-            empty(whole)
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, as computing sees it, by name; it is there until the next is asked for."""
@@ -174,8 +169,8 @@ class Store:
         following = done.pending.advance()
         if following is not None:
             self._sums.append(replace(done, pending=following, first_half=False))
-        elif done.is_last:
-            self._drop(done.unit.grads, "gradients")
+        elif done.is_last and self.mesh.layout.cuts("gradients"):
+            empty(done.unit.grads)
 
     def finish(self) -> None:
         """Wait until every gradient is whole: in its shard, and there summed over the replicas."""

@@ -13,13 +13,13 @@ import torch
 from shardwise.config import ModelConfig, from_hugging_face
 from shardwise.layout import Layout
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
-from shardwise.parallel.launch import Place, device_of, joined_world_size, run_ranks
+from shardwise.parallel.launch import Place, device_of, run_ranks
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.plan.memory import training_ledgers
-from shardwise.train.check import memory_bytes
+from shardwise.train.check import check_fits, check_joined
 from shardwise.train.data import Batch, MicroBatch
 from shardwise.train.loop import take_step
-from shardwise.train.metrics import peak_memory_bytes
+from shardwise.train.metrics import peak_memory_bytes, peak_resident_bytes
 from shardwise.train.optim import AdamW
 from shardwise.train.watch import StopRequest
 
@@ -73,17 +73,9 @@ def bench_layout(layout: Layout, steps: int, workload: Workload) -> Measured:
 
 def check_bench(layout: Layout, workload: Workload) -> None:
     check_trainable(layout, workload.config)
-    joined = joined_world_size()
-    if joined is not None and joined != layout.world_size:
-        raise ValueError(f"torchrun started {joined} ranks, but layout {layout} is for {layout.world_size}")
-    device = device_of(0, layout.world_size)
-    needed = max(stage.state_bytes for stage in training_ledgers(workload.config, layout))
-    needed *= layout.world_size if device.type == "cpu" and joined is None else 1
-    if needed > memory_bytes(device):
-        raise ValueError(
-            f"the states of {layout} take {needed / 1e9:,.3g} GB, more than the {memory_bytes(device) / 1e9:,.3g} GB "
-            "there are; fewer ranks work"
-        )
+    check_joined(layout)
+    states = max(stage.state_bytes for stage in training_ledgers(workload.config, layout))
+    check_fits(f"the states of {layout}", states, layout, device_of(0, layout.world_size))
 
 
 def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Measured:
@@ -144,13 +136,3 @@ def reset_peaks(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_resident_bytes() -> int:
-    """The most that this process held in memory. VmHWM of proc(5) where there is one, since getrusage counts in what
-    the process that started this one held."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return peak_memory_bytes(torch.device("cpu"))
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))

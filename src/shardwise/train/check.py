@@ -14,7 +14,9 @@ from shardwise.model.load import open_weights
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from shardwise.parallel.apply import check_trainable
 from shardwise.parallel.launch import device_of, joined_world_size, local_world_size
-from shardwise.plan.memory import PRECISIONS, training_ledgers
+from shardwise.parallel.offload import STATE_BYTES
+from shardwise.params import stage_units
+from shardwise.plan.memory import shard_sizes, training_ledgers
 from shardwise.train.data import Batches, TokenFile
 from shardwise.train.settings import Settings, shaped
 
@@ -31,12 +33,7 @@ class Run:
 def check_run(settings: Settings) -> Run:
     """Resolve the model and hold it against layout, data and tokenizer."""
     layout = Layout.parse(settings.run.layout)
-    joined = joined_world_size()
-    if joined is not None and joined != layout.world_size:
-        raise ValueError(
-            f"torchrun started {joined} ranks, but layout {layout} is for {layout.world_size}; "
-            f"--layout dp{joined} works"
-        )
+    check_joined(layout)
     data = settings.data
     tokens = TokenFile(Path(data.folder), "train")
     tokenizer = load_tokenizer(Path(data.folder))
@@ -116,29 +113,55 @@ def check_store(layout: Layout, settings: Settings) -> None:
 def check_memory(config: ModelConfig, layout: Layout, settings: Settings) -> None:
     """Refuse a run whose states alone exceed the memory, by the planner's figures, before it exceeds it."""
     run, device = settings.run, device_of(0, layout.world_size)
-    elsewhere = run.offload == "file" or (run.offload == "host" and device.type == "cuda")
     ledgers = training_ledgers(config, layout, run.precision, run.gradients)
-    needed = max(stage.state_bytes - (stage.rows["optimizer"] if elsewhere else 0) for stage in ledgers)
-    ranks = (local_world_size() or layout.world_size) if device.type == "cpu" else 1
-    held = memory_bytes(device)
-    if needed * ranks > held:
-        raise ValueError(
-            f"the parameters, gradients and optimizer of {layout} take {needed / 1e9:,.3g} GB a rank, on {ranks} "
-            f"rank{'s' if ranks > 1 else ''} more than the {held / 1e9:,.3g} GB there are; "
-            "`shardwise plan` tells what would fit"
-        )
-    sequence_bytes = 3 * 8 * settings.data.seq_len  # ids, targets and positions
+    needed = max(stage.state_bytes for stage in ledgers)
+    what = f"the parameters, gradients and optimizer of {layout}"
+    if run.offload != "none":
+        needed = max(stage.state_bytes - stage.rows["optimizer"] for stage in ledgers)
+        what = f"the parameters and gradients of {layout}"
+    if run.offload == "host":
+        check_fits(f"the offloaded states of {layout}", offloaded_bytes(config, layout), layout, torch.device("cpu"))
+        needed += offloaded_bytes(config, layout) if device.type == "cpu" else 0
+    check_fits(what, needed, layout, device)
+    sequence_bytes, held = 3 * 8 * settings.data.seq_len, memory_bytes(device)  # ids, targets and positions
     if settings.data.global_batch * sequence_bytes > held:
         works = held // sequence_bytes // layout.data_size * layout.data_size
         raise ValueError(f"a global batch of {settings.data.global_batch} sequences exceeds the memory; {works} do not")
 
 
-def offloaded_elements(run: Run) -> int:
-    """Elements whose optimizer state the ranks of this machine hold, the fullest stage's counted for each."""
-    layout = Layout.parse(run.settings.run.layout)
-    ledgers = training_ledgers(run.config, layout, run.settings.run.precision)
-    a_rank = max(stage.rows["optimizer"] // PRECISIONS[run.settings.run.precision].optimizer for stage in ledgers)
-    return a_rank * (local_world_size() or layout.world_size)
+def offloaded_bytes(config: ModelConfig, layout: Layout) -> int:
+    """Of one rank, the fullest."""
+    sizes = shard_sizes(config, layout)
+    return STATE_BYTES * max(
+        sum(sizes[unit] for unit in sizes.keys() & stage_units(config, layout, stage)) for stage in range(layout.pp)
+    )
+
+
+def check_joined(layout: Layout) -> None:
+    """Raise ValueError if torchrun started another number of ranks than the layout has."""
+    joined = joined_world_size()
+    if joined is not None and joined != layout.world_size:
+        raise ValueError(
+            f"torchrun started {joined} ranks, but layout {layout} is for {layout.world_size}; "
+            f"--layout dp{joined} works"
+        )
+
+
+def ranks_here(layout: Layout) -> int:
+    """Ranks of the layout that run on this machine."""
+    return local_world_size() or layout.world_size
+
+
+def check_fits(what: str, bytes_a_rank: int, layout: Layout, device: torch.device) -> None:
+    """Raise ValueError if the ranks here that share the memory of `device` cannot hold it together."""
+    ranks = ranks_here(layout) if device.type == "cpu" else 1
+    held = memory_bytes(device)
+    if bytes_a_rank * ranks > held:
+        raise ValueError(
+            f"{what} take {bytes_a_rank / 1e9:,.3g} GB a rank, on {ranks} "
+            f"rank{'s' if ranks > 1 else ''} more than the {held / 1e9:,.3g} GB there are; "
+            "`shardwise plan` tells what would fit"
+        )
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -68,9 +68,10 @@ def run_steps(
     meter = make_meter(settings, program, mesh)
     loss = held_out_loss = stopped = None
     if run.eval_every and start == 0:
-        metrics.held_out(0, evaluate(settings, program, mesh))
+        metrics.held_out(0, evaluate(settings, program, mesh), mesh.bytes_sent())
     for step in range(start + 1, run.steps + 1):
         rate = lr.at(step - 1)
+        mesh.bytes_sent()  # from here on, those of this step
         began = time.perf_counter()
         mine, norm = take_step(program, mesh, batches.batch(step - 1), rate, optimizer.max_norm)
         asked = [float(stop.signal == number) for number in STOP_SIGNALS]
@@ -84,7 +85,7 @@ def run_steps(
         last = step == run.steps or stopped is not None
         if run.eval_every and (step % run.eval_every == 0 or step == run.steps):
             held_out_loss = evaluate(settings, program, mesh)
-            metrics.held_out(step, held_out_loss)
+            metrics.held_out(step, held_out_loss, mesh.bytes_sent())
             if not math.isfinite(held_out_loss):
                 return Outcome(step - 1, loss, None, diverged=step)
         if last or (run.save_every and step % run.save_every == 0):

@@ -39,10 +39,17 @@ class StepMetrics:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has held: of the GPU, or resident in the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """VmHWM of proc(5) where there is one, since getrusage counts in what the process that started this one held."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -129,9 +136,9 @@ class Metrics:
             self._told_at = time.monotonic()
             self.say(f"step {metrics.step:>6}  {told}")
 
-    def held_out(self, step: int, loss: float) -> None:
+    def held_out(self, step: int, loss: float, comm_bytes: dict[str, int]) -> None:
         if self.active:
-            self._write({"step": step, "held_out_loss": loss})
+            self._write({"step": step, "held_out_loss": loss, "comm_bytes": comm_bytes})
             self.say(f"step {step:>6}  held-out loss {loss:.3f}")
 
     def say(self, text: str) -> None:

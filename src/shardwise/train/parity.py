@@ -22,13 +22,13 @@ from shardwise.layout import Layout
 from shardwise.model.init import generator_of
 from shardwise.model.loss import IGNORED
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
-from shardwise.parallel.launch import Place, device_of, joined_world_size, local_world_size
+from shardwise.parallel.launch import Place, device_of
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.unit import Owned
 from shardwise.parallel.zero import BUCKET_BYTES
 from shardwise.params import Box, ParamSpec, boxes, model_specs, num_params
 from shardwise.plan.memory import training_ledgers
-from shardwise.train.check import memory_bytes
+from shardwise.train.check import check_joined, memory_bytes, ranks_here
 from shardwise.train.data import Batch, MicroBatch
 from shardwise.train.loop import take_step
 from shardwise.train.optim import AdamW
@@ -127,11 +127,9 @@ def check_trial(trial: Trial) -> None:
     if trial.bucket_bytes < 1:
         raise ValueError(f"--bucket-bytes must be at least 1, not {trial.bucket_bytes}")
     check_trainable(layout, trial.config)
-    joined = joined_world_size()
-    if joined is not None and joined != layout.world_size:
-        raise ValueError(f"torchrun started {joined} ranks, but layout {layout} is for {layout.world_size}")
+    check_joined(layout)
     device = device_of(0, layout.world_size)
-    ranks = (local_world_size() or layout.world_size) if device.type == "cpu" else 1
+    ranks = ranks_here(layout) if device.type == "cpu" else 1
     needed, held = needed_bytes(trial, ranks), memory_bytes(device)
     if needed > held:
         raise ValueError(

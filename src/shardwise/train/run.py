@@ -21,7 +21,7 @@ from shardwise.model.checkpoint import list_checkpoints, newest
 from shardwise.model.tokenizer import load_tokenizer
 from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_room
-from shardwise.train.check import Run, check_run, offloaded_elements
+from shardwise.train.check import Run, check_run, offloaded_bytes, ranks_here
 from shardwise.train.loop import Outcome, offload_folder, train
 from shardwise.train.settings import Settings, to_toml
 
@@ -47,7 +47,7 @@ def start_run(
         resumed = 0
         if is_first_rank():
             if settings.run.offload == "file":
-                check_room(offload_folder(settings), offloaded_elements(run))
+                check_room(offload_folder(settings), offloaded_bytes(run.config, layout) * ranks_here(layout))
             resumed = prepare_folder(run, resume, warn)
             begin()
         outcome: Outcome = run_ranks(train, layout.world_size, run.settings, run.config, run.weights, resumed)

@@ -70,8 +70,8 @@ class RunSettings:
     precision: Literal["bf16", "fp32"] = setting(
         "bf16", "bf16 | fp32, of weights, activations and gradients; bf16 keeps fp32 masters"
     )
-    gradients: Literal["same", "fp32"] = setting("same", "same | fp32: what the gradients of micro-batches add up in")
-    reduction: Literal["fp32", "same"] = setting("fp32", "fp32 | same: what the gradients of ranks add up in")
+    gradients: Literal["same", "fp32"] = setting("same", "same (as the weights) | fp32: what micro-batches add up in")
+    reduction: Literal["fp32", "same"] = setting("fp32", "fp32 | same (as the gradients): what ranks add up in")
     overlap: bool = setting(True, "move weights and gradients beside the computation; false: in between")
     bucket_bytes: int = setting(64 << 20, "gradients travel in buckets of at most this, of which two are held")
     offload: Literal["none", "host", "file"] = setting(
