@@ -129,7 +129,8 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(bench, "WORKLOAD", BROKEN)
     assert main(["bench", "train", "--layout", "dp2", "--json"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == ""
+    told = json.loads(captured.out)
+    assert told["rows"] == [] and told["failed"] in captured.err
     assert "failed first, with exit code 1" in captured.err and "RuntimeError: " in captured.err
 
 

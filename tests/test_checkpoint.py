@@ -420,7 +420,6 @@ def test_a_damaged_later_checkpoint_does_not_push_out_whole_ones(tmp_path: Path)
     """The run went on from step 10, since 20 was damaged: what it saves at 15 is kept, and 20 is left to be mended."""
     for step in (5, 10, 15, 20):
         checkpoint_path(tmp_path, step).mkdir(parents=True)
-    (tmp_path / "checkpoints" / ".step-00000015.partial").mkdir()
     (tmp_path / "checkpoints" / "notes").mkdir()
     remove_old(checkpoint_path(tmp_path, 15), 1)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

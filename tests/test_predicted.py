@@ -1,6 +1,5 @@
 """Predicted = executed: what the planner says that a rank holds and sends, against real steps, byte for byte."""
 
-import math
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shardwise.parallel.mesh as mesh_module
+import shardwise.plan.step as step_module
 from ranks import Ranks
 from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
@@ -204,11 +204,11 @@ def check_equal(measured: Measured, plan: Planned) -> None:
 
 
 LAYOUTS = [
-    *("dp1", "dp1.z3.m2", "dp2", "dp3.m2", "dp4", "dp4.m3"),
-    *("dp2.z1.m3", "dp3.z1", "dp4.z1.m2", "dp4.z1.s2"),
-    *("dp2.z2.m2", "dp3.z2", "dp4.z2.m3", "dp4.z2.s2.m2", "dp2.z2.s1.m2"),
-    *("dp2.z3", "dp2.z3.m3", "dp3.z3.m2", "dp4.z3", "dp4.z3.m2", "dp4.z3.s2.m2", "dp2.z3.s1.m2"),
-    *("dp2.z3.keep.m2", "dp3.z3.keep", "dp4.z3.s2.keep.m3"),
+    *("dp1", "dp1.z3.m2", "dp3.m2", "dp4"),
+    *("dp2.z1.m3", "dp4.z1.m2", "dp4.z1.s2"),
+    *("dp3.z2", "dp4.z2.m3", "dp4.z2.s2.m2", "dp2.z2.s1.m2"),
+    *("dp2.z3", "dp3.z3.m2", "dp4.z3.s2.m2", "dp2.z3.s1.m2"),
+    *("dp2.z3.keep.m2", "dp4.z3.s2.keep.m3"),
 ]
 
 
@@ -226,16 +226,22 @@ def test_held_and_sent_are_those_planned(ranks: Ranks, short: str) -> None:
             check_equal(each, plan)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("short", ["dp2.m2", "dp3.z2.m2", "dp4.z3.s2"])
+@pytest.mark.parametrize(
+    ("short", "model"),
+    [("dp4.z3.s2", model) for model in MODELS] + [("dp3.z2.m2", model) for model in ("gpt2", "qwen3", "primes")],
+)
 def test_every_family(ranks: Ranks, short: str, model: str) -> None:
     plan = planned(short, MODELS[model], "bf16", "same")
     for measured in ranks.run(Layout.parse(short).world_size, steps_on, short, model, "bf16", "same"):
         check_equal(measured, plan)
 
 
-@pytest.mark.parametrize(("bucket_bytes", "overlap"), [(500, True), (500, False), (BUCKET_BYTES, False)])
-@pytest.mark.parametrize("short", ["dp3.m2", "dp2.z1", "dp3.z2.m2", "dp2.z3.m2", "dp4.z3.s2.m2", "dp2.z2.s1.m2"])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "overlap", "short"),
+    [(500, True, short) for short in ("dp3.m2", "dp2.z1", "dp3.z2.m2", "dp2.z3.m2", "dp4.z3.s2.m2", "dp2.z2.s1.m2")]
+    + [(500, False, short) for short in ("dp3.m2", "dp3.z2.m2", "dp4.z3.s2.m2")]
+    + [(BUCKET_BYTES, False, short) for short in ("dp2.z1", "dp2.z3.m2", "dp2.z2.s1.m2")],
+)
 def test_buckets_and_overlap(ranks: Ranks, short: str, bucket_bytes: int, overlap: bool) -> None:
     """They change what is held for a while, not what is sent."""
     plans = [planned(short, MODELS["primes-tied"], *choice, bucket_bytes, overlap) for choice in DTYPE_CHOICES]
@@ -256,7 +262,7 @@ def trained_layouts(draw: st.DrawFn, most_ranks: int = 4) -> Layout:
                   microbatches=draw(st.integers(1, 3)))  # fmt: skip
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(trained_layouts(), st.sampled_from(sorted(MODELS)), st.sampled_from(DTYPE_CHOICES), st.integers(400, 9000),
        st.booleans())  # fmt: skip
 def test_a_drawn_case(
@@ -303,22 +309,28 @@ def fsdp_on(rank: int, world: int, short: str, model: str) -> list[tuple[dict[st
     return told
 
 
-@pytest.mark.parametrize("model", ["primes", "llama-tied", "gpt2"])
-@pytest.mark.parametrize("short", ["dp2.fsdp", "dp3.fsdp.m2", "dp2.fsdp.keep", "dp4.fsdp.s2.m3"])
+@pytest.mark.parametrize(
+    ("short", "model"),
+    [(short, "primes") for short in ("dp2.fsdp", "dp3.fsdp.m2", "dp2.fsdp.keep", "dp4.fsdp.s2.m3")]
+    + [("dp3.fsdp.m2", "llama-tied"), ("dp3.fsdp.m2", "gpt2")],
+)
 def test_fsdp_holds_and_sends_what_is_planned(ranks: Ranks, short: str, model: str) -> None:
     """Exactly on the first rank, which has the most rows. The last may own fewer: its weights and gradients are padded
     to the same, its optimizer state is not, nor what it sums over groups."""
     layout = Layout.parse(short)
     told = ranks.run(layout.world_size, fsdp_on, short, model)
+    groups, params = layout.dp // layout.shard_size, num_params(model_specs(MODELS[model]))
     for at, choice in enumerate(DTYPE_CHOICES):
         (ledger,) = training_ledgers(MODELS[model], layout, *choice)
         states = {row: ledger.rows[row] for row in STATES}
-        sent = comm_bytes(MODELS[model], layout, *choice)["dp"]
+        sent = comm_bytes(MODELS[model], layout, *choice)
         for rank, (held, bytes_sent) in enumerate(each[at] for each in told):
             if rank % layout.shard_size == 0:
-                assert (held, bytes_sent["dp"]) == (states, sent)
+                assert (held, {axis: bytes_sent[axis] for axis in sent}) == (states, sent)
             assert held | {"optimizer": 0} == states | {"optimizer": 0}
-            assert held["optimizer"] <= states["optimizer"] and bytes_sent["dp"] <= sent
+            assert bytes_sent["dp"] <= sent["dp"]
+        each_bytes = element_bytes(layout, *choice).optimizer
+        assert sum(rank[at][0]["optimizer"] for rank in told) == each_bytes * params * groups
 
 
 # -- the planner's short cuts -------------------------------------------------------------------------------
@@ -444,9 +456,17 @@ def test_what_is_cut_by_tensor_pipeline_or_context_is_named_not_guessed() -> Non
     assert half == pytest.approx(whole / 2, rel=1e-4)  # norms are not cut
 
 
-def test_a_large_plan_is_fast() -> None:
-    """126 layers in 1,024 micro-batches: what is counted does not grow with them."""
-    config = CATALOGUE["llama-3.1-405b"]
-    few, many = (len(step_table(config, Layout.parse(f"dp8.z3.m{m}"), 0, min(m, 2))) for m in (2, 1024))
-    assert few == many
-    assert math.isclose(elements_sent(config, "dp8.z3.m1024"), 1024 * elements_sent(config, "dp8.z3"))
+def test_what_is_counted_does_not_grow_with_micro_batches() -> None:
+    """A plan of 1,024 of them runs through tables of two at most, and counts all."""
+    config, short, counted = CATALOGUE["llama-3.1-8b"], "dp8.z3.m1024", []
+
+    def counting(order: list[Action], *given: Any) -> list[Action]:
+        counted.append(len(order))
+        return lower(order, *given)
+
+    with patch.object(step_module, "lower", counting):
+        (ledger,) = training_ledgers(config, Layout.parse(short))
+        sent = elements_sent(config, short)
+    assert max(counted) == 4, "F and B of two"
+    assert sent == 1024 * elements_sent(config, "dp8.z3")
+    assert ledger.rows == training_ledgers(config, Layout.parse("dp8.z3.m2"))[0].rows

@@ -19,6 +19,7 @@ from shardwise.parallel.offload import HostMemory, MappedFiles
 from shardwise.parallel.zero import Store
 from shardwise.train.check import check_run
 from shardwise.train.loop import Outcome, make_program
+from shardwise.train.metrics import Metrics
 from shardwise.train.run import start_run
 from shardwise.train.settings import Settings
 from tiny_training import build_data, tiny_settings
@@ -66,8 +67,8 @@ def test_they_change_no_number(ranks: Ranks, data: Path, tmp_path: Path, precisi
         (
             {"layout": "dp2.z1"},
             {"layout": "dp2.z1", "offload": "file"},
-            {"layout": "dp2.z2", "overlap": False, "bucket_bytes": 500},
-            {"layout": "dp2.z3", "offload": "file", "bucket_bytes": 1000},
+            {"layout": "dp2.z2", "overlap": False, "bucket_bytes": 4096},
+            {"layout": "dp2.z3", "offload": "file", "bucket_bytes": 5000},
             {"layout": "dp2.z3.keep", "overlap": False, "offload": "host"},
         )
     ):
@@ -128,3 +129,47 @@ def test_a_step_that_cannot_be_saved_ends_the_run(data: Path, tmp_path: Path, mo
     assert outcome.step == 6 and outcome.unsaved is not None and "No space left" in outcome.unsaved
     text = ending(outcome, str(tmp_path / "run"), "again")
     assert "step 6 could not be saved" in text and "step-00000003 is kept, `again` goes on from there" in text
+
+
+def test_a_full_disk_between_saves_does_not_end_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line that cannot be written is told of once; the run goes on and is saved."""
+
+    class Full:
+        name = "metrics.jsonl"
+
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    start = Metrics.__init__
+
+    def started(self: Metrics, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self._file.close()
+        self._file = Full()  # type: ignore[assignment]
+
+    monkeypatch.setattr(Metrics, "__init__", started)
+    assert start_run(tiny_settings(data, tmp_path / "run")).unsaved is None
+    assert capsys.readouterr().err.count("metrics.jsonl cannot be written: No space left on device") == 1
+    assert Checkpoint(checkpoint_path(tmp_path / "run", 6)).step == 6
+
+
+def test_a_failed_save_leaves_nothing_behind(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written of it would fill the disk that the next start needs; what a kill left goes at the next start."""
+
+    def full(path: Path, *_: Any) -> str:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    settings = tiny_settings(data, tmp_path / "run", save_every=0)
+    monkeypatch.setattr("shardwise.train.checkpoint.write_safetensors", full)
+    assert start_run(settings).unsaved is not None
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    monkeypatch.undo()
+    (tmp_path / "run" / "checkpoints" / ".step-00000003.partial").mkdir()
+    assert start_run(settings, resume=True, warn=lambda _: None).step == 6
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]

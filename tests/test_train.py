@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from ranks import Ranks
 from shardwise.catalogue import CATALOGUE
 from shardwise.cli import main
 from shardwise.layout import Layout
@@ -24,6 +25,8 @@ from shardwise.model.checkpoint import list_checkpoints
 from shardwise.parallel.launch import Place, RankFailed, run_ranks
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs, num_params, units
+from shardwise.plan.traffic import comm_bytes
+from shardwise.train import loop
 from shardwise.train import metrics as telling
 from shardwise.train.check import check_run
 from shardwise.train.metrics import Metrics, StepMetrics
@@ -238,7 +241,8 @@ def test_a_killed_rank_is_named_and_the_run_can_go_on(
         killed_s = time.monotonic()
         code, out, err = training.end()
     assert time.monotonic() - killed_s < 30
-    assert (code, out) == (1, "")
+    told = json.loads(out)
+    assert code == 1 and told["run"] == str(run) and told["failed"] in err
     again = f"`shardwise train {run} --resume`"
     assert told_lines(err) == [
         f"Signal 9 (SIGKILL) received by PID {victim}",
@@ -300,6 +304,31 @@ def test_a_signal_while_ranks_start_waits_until_they_can_save(data: Path, tmp_pa
     (line,) = told_lines(err)
     assert "stopped by SIGINT after step 1;" in line
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000001"]
+
+
+def train_on(rank: int, world: int, settings: Settings) -> None:
+    loop.train(Place(rank, world, torch.device("cpu")), settings, check_run(settings).config, None, 0)
+
+
+@pytest.mark.parametrize(("layout", "kept"), [("dp2.z1", True), ("dp2.z2.m2", True), ("dp2.z3", False)])
+def test_a_row_says_what_its_step_or_its_evaluation_sent(
+    ranks: Ranks, data: Path, tmp_path: Path, layout: str, kept: bool
+) -> None:
+    """Neither counts what a checkpoint sends. The weights that an evaluation gathers stay whole in stages 1 and 2, so
+    the step after it gathers none: the two together send what one step does."""
+    settings = tiny_settings(data, tmp_path, layout=layout, steps=7, eval_every=3, save_every=2)
+    ranks.run(2, train_on, settings)
+    config, cut = check_run(settings).config, Layout.parse(layout)
+    planned = comm_bytes(config, cut, "fp32")["dp"]
+    gathered = 4 * sum(cut.padded(num_params(owned)) for owned in units(model_specs(config)).values()) // 2
+    rows = rows_of(tmp_path)
+    steps = {row["step"]: row["comm_bytes"]["dp"] for row in rows if "loss" in row}
+    held_out = {row["step"]: row["comm_bytes"]["dp"] for row in rows if "held_out_loss" in row}
+    assert list(steps) == [1, 2, 3, 4, 5, 6, 7] and list(held_out) == [0, 3, 6, 7]
+    assert set(held_out.values()) == {gathered if kept else 2 * gathered}, "six sequences are two batches"
+    for step, sent in steps.items():
+        assert sent == planned - (held_out.get(step - 1, 0) if kept else 0), f"step {step}"
+    assert len({row["comm_bytes"]["control"] for row in rows if "loss" in row}) == 1, "every step agrees on as much"
 
 
 # -- the launcher -------------------------------------------------------------------------------------------
@@ -540,9 +569,9 @@ def files_under(folder: Path) -> dict[Path, bytes]:
     [
         (["--set", "run.layout=dp3"], "A global batch of 4 sequences does not divide among 3 data ranks x 1"),
         (["--layout", "dp2.m4"], "does not divide among 2 data ranks x 4 micro-batches; 8 would"),
-        (["--layout", "dp2.tp2"], "dp2.tp2 can be planned but not trained yet; without what cuts the model dp2 can"),
+        (["--layout", "dp2.tp2"], "dp2.tp2 can be planned but not trained yet; dp2, which leaves the model whole, can"),
         (["--layout", "tp4"], "layout tp4: tp4 does not divide 2 heads"),
-        (["--layout", "cp2.z3"], "can be planned but not trained yet; without what cuts the model dp1.z3 can"),
+        (["--layout", "cp2.z3"], "can be planned but not trained yet; dp1.z3, which leaves the model whole, can"),
         (["--layout", "dp2.q"], "'q' is not a part of a layout"),
         (["--set", "data.seq_len=65"], "data.seq_len 65 is longer than the model's 64 positions"),
         (["--set", "data.seq_len=40", "--set", "model.max_positions=39"], "longer than the model's 39 positions"),

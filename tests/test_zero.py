@@ -205,27 +205,25 @@ def run_cases(ranks: Ranks, world: int, cases: Sequence[Case]) -> dict[Case, lis
 
 
 ON_ONE = [
-    Case("z1", "llama"), Case("z2.m2", "gpt2"), Case("z3.m3", "qwen3"), Case("z3.keep.m2", "llama-tied"),
+    Case("z1", "llama"), Case("z2.m2", "gpt2"), Case("z3.keep.m2", "llama-tied"),
     Case("z3.m4", "odd", bucket_bytes=1, poisoned=True),
 ]  # fmt: skip
 ON_TWO = [
-    Case("dp2.z1.m4", "gpt2"), Case("dp2.z2", "qwen2"), Case("dp2.z2.m3", "llama-tied"), Case("dp2.z3", "mistral"),
-    Case("dp2.z3.m3", "gpt2"), Case("dp2.z3.keep.m2", "qwen3"), Case("dp2.z3.s1.m2", "llama"),
+    Case("dp2.z1.m4", "gpt2"), Case("dp2.z2.m3", "llama-tied"), Case("dp2.z3.m3", "gpt2"),
+    Case("dp2.z3.keep.m2", "qwen3"), Case("dp2.z3.s1.m2", "llama"),
     Case("dp2.z2.m2", "odd-untied", overlap=False, poisoned=True),
 ]  # fmt: skip
 ON_THREE = [
-    Case("dp3.z1.m2", "qwen3"), Case("dp3.z2.m4", "mistral"), Case("dp3.z3.m2", "llama-tied"),
-    Case("dp3.z3.keep", "gpt2"), Case("dp3.z3", "qwen2"), Case("dp3.z1", "odd-untied", bucket_bytes=100, poisoned=True),
+    Case("dp3.z1.m2", "qwen3"), Case("dp3.z2.m4", "mistral"), Case("dp3.z3.keep", "gpt2"),
+    Case("dp3.z3", "qwen2"), Case("dp3.z1", "odd-untied", bucket_bytes=100, poisoned=True),
 ]  # fmt: skip
 ON_FOUR = [
-    Case("dp4.z1", "gpt2"), Case("dp4.z2.m3", "qwen3"), Case("dp4.z3.m4", "llama"), Case("dp4.z3", "gpt2"),
-    Case("dp4.z1.s2.m3", "llama-tied"), Case("dp4.z2.s2.m2", "gpt2"), Case("dp4.z3.s2.m3", "qwen3"),
-    Case("dp4.z3.s2.keep", "qwen2"), Case("dp4.z3.s1.m2", "odd"), Case("dp4.z3.s2.m3", "odd", bucket_bytes=64),
+    Case("dp4.z1", "gpt2"), Case("dp4.z2.m3", "qwen3"), Case("dp4.z3.m4", "llama"),
+    Case("dp4.z1.s2.m3", "llama-tied"), Case("dp4.z2.s2.m2", "gpt2"), Case("dp4.z3.s2.keep", "qwen2"),
+    Case("dp4.z3.s1.m2", "odd"), Case("dp4.z3.s2.m3", "odd", bucket_bytes=64),
 ]  # fmt: skip
 ON_FIVE = [Case("dp5.z2.m2", "llama-tied"), Case("dp5.z3", "odd-untied", bucket_bytes=150, poisoned=True)]
-ON_EIGHT = [
-    Case("dp8.z1", "odd"), Case("dp8.z2.m2", "odd"), Case("dp8.z3.s4.m2", "odd", poisoned=True), Case("dp8.z3", "gpt2"),
-]  # fmt: skip
+ON_EIGHT = [Case("dp8.z1.s4.m2", "odd"), Case("dp8.z3", "odd", poisoned=True)]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +244,7 @@ def test_some_ranks_own_nothing_of_a_unit_and_some_have_no_target() -> None:
     assert parts[-1] == 0 and len(set(parts)) > 4
 
 
-@settings(max_examples=8, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # to shrink takes minutes
+@settings(max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # to shrink takes minutes
 @given(st.data())
 def test_drawn_layouts_compute_what_one_process_computes(ranks: Ranks, data: st.DataObject) -> None:
     groups, size = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (4, 1)]), "groups x size")
@@ -279,7 +277,7 @@ def test_what_only_changes_where_states_lie_changes_no_bit(
     plain = [Case(layout, "odd") for layout in stages]
     last = stages[-1]
     turned = [
-        *(Case(layout, "odd", overlap=False, bucket_bytes=500) for layout in stages),
+        *(Case(layout, "odd", overlap=False, bucket_bytes=500) for layout in stages[:2]),
         *(Case(last, "odd", overlap, size) for overlap in (True, False) for size in smallest),
         *(Case(layout, "odd", poisoned=True, evaluated=True) for layout in stages),
     ]
@@ -518,8 +516,7 @@ def larger_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("source", ["drawn", "folder"])
+@pytest.mark.parametrize(("source", "precision"), [("drawn", "fp32"), ("drawn", "bf16"), ("folder", "fp32")])
 def test_no_rank_ever_holds_the_whole_model(
     ranks: Ranks, larger_folder: Path, tmp_path: Path, source: str, precision: str
 ) -> None:
@@ -544,8 +541,9 @@ def first_on(rank: int, world: int, shorts: list[str], family: str, folder: Path
     return found
 
 
-@pytest.mark.parametrize("source", ["drawn", "folder"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "source"), [("gpt2", "drawn"), ("llama", "drawn"), ("gpt2", "folder"), ("qwen3", "folder")]
+)
 def test_first_weights_are_the_same_in_every_layout(ranks: Ranks, tmp_path: Path, family: str, source: str) -> None:
     """Bit for bit; those of a folder are what was written."""
     config, weights, folder = MODELS[family], tiny_weights(MODELS[family]), None

@@ -62,6 +62,8 @@ def run_bench(args: argparse.Namespace) -> int:
             measured = bench_layout(layout, args.steps, WORKLOAD)
         except RankFailed as failure:
             print(failure, file=sys.stderr)
+            if args.json:
+                print(json.dumps({"rows": [asdict(row) for row in rows], "ratios": {}, "failed": str(failure)}))
             return 1
         except Stopped as stop:
             return 128 + stop.signal

@@ -63,6 +63,8 @@ def run_parity(args: argparse.Namespace) -> int:
         parity: Parity | None = run_ranks(compare, layout.world_size, trial)
     except RankFailed as failure:
         print(failure, file=sys.stderr)
+        if args.json:
+            print(json.dumps({"ok": False, "layout": str(layout), "failed": str(failure)}))
         return 1
     except Stopped as stop:
         return 128 + stop.signal

@@ -45,11 +45,16 @@ def run_train(args: argparse.Namespace) -> int:
         outcome = start_run(settings, args.resume, warn, lambda: print(to_toml(settings), file=sys.stderr))
     except RankFailed as failure:
         print(failure, file=sys.stderr)
+        if args.json:
+            print(json.dumps({"run": folder, "failed": str(failure)}))
         warn(f"the run failed; {what_is_left(folder, again)}")
         return 1
     except Stopped as stop:
         warn(f"stopped at once by a second {stop}; {what_is_left(folder, again)}")
         return 128 + stop.signal
+    except KeyboardInterrupt:  # one rank runs in this process
+        warn(f"stopped at once by a second SIGINT; {what_is_left(folder, again)}")
+        return 130
     if is_first_rank():
         if args.json:
             print(json.dumps({"run": folder, **asdict(outcome)}))

@@ -4,7 +4,7 @@ leading dims are free where only the last matter, so that training passes [B, T,
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,33 @@ def linear(x: Tensor, weight: Tensor | AppliedWeight, bias: Tensor | None = None
         return F.linear(x, weight, bias)
     y = weight.apply(x)
     return y if bias is None else y + bias
+
+
+def look_up(ids: Tensor, weight: Tensor, sparse_grad: bool = False) -> Tensor:
+    """Rows [..., D] of weight [N, D]. With `sparse_grad` its gradient holds those rows alone, not all of them."""
+    rows: Tensor = LookUp.apply(ids, weight, sparse_grad)
+    return rows
+
+
+class LookUp(torch.autograd.Function):
+    """Adds up the gradients of a row in fp32 and rounds them once. A row that is looked up a thousand times, as that of
+    a space is, would stop growing in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, sparse_grad: bool) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.sparse_grad = weight.shape, sparse_grad
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        ordered, order = ids.flatten().sort(stable=True)
+        rows, counts = ordered.unique_consecutive(return_counts=True)
+        terms = grads[0].flatten(0, -2)[order].float()
+        sums = torch.segment_reduce(terms, "sum", lengths=counts, axis=0, unsafe=True).to(grads[0].dtype)
+        sparse = torch.sparse_coo_tensor(rows[None], sums, ctx.shape, is_coalesced=True, check_invariants=False)
+        return None, sparse if ctx.sparse_grad else sparse.to_dense(), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.model import layers
-from shardwise.model.layers import ACTIVATE, Attend, Rotation, linear, rotate
+from shardwise.model.layers import ACTIVATE, Attend, Rotation, linear, look_up, rotate
 
 
 class Seams:
@@ -80,10 +79,10 @@ class Transformer:
         self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, sparse_grad: bool = False
     ) -> Tensor:
         """Rows of the embedding. With `sparse_grad` its gradient holds those rows alone, not the whole vocabulary."""
-        x = F.embedding(tokens, weights["embed"], sparse=sparse_grad)
+        x = look_up(tokens, weights["embed"], sparse_grad)
         if self.config.positions != "learned":
             return x
-        return x + F.embedding(positions, weights["positions"], sparse=sparse_grad)
+        return x + look_up(positions, weights["positions"], sparse_grad)
 
     def block(self, x: Tensor, layer: int, w: BlockWeights, turned: Rotation | None, attend: Attend) -> Tensor:
         """Attention, then MLP, each added to the residual x [..., D]."""

@@ -16,7 +16,7 @@ from shardwise.parallel.apply import Program, apply, check_trainable, draw_weigh
 from shardwise.parallel.launch import Place, device_of, run_ranks
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.plan.memory import training_ledgers
-from shardwise.train.check import check_fits, check_joined
+from shardwise.train.check import check_batch, check_fits, check_joined
 from shardwise.train.data import Batch, MicroBatch
 from shardwise.train.loop import take_step
 from shardwise.train.metrics import peak_memory_bytes, peak_resident_bytes
@@ -75,7 +75,9 @@ def check_bench(layout: Layout, workload: Workload) -> None:
     check_trainable(layout, workload.config)
     check_joined(layout)
     states = max(stage.state_bytes for stage in training_ledgers(workload.config, layout))
-    check_fits(f"the states of {layout}", states, layout, device_of(0, layout.world_size))
+    device = device_of(0, layout.world_size)
+    check_fits(f"the states of {layout}", states, layout, device)
+    check_batch(workload.sequences * layout.microbatches * layout.dp, workload.length, layout, device)
 
 
 def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Measured:

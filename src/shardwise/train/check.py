@@ -123,10 +123,15 @@ def check_memory(config: ModelConfig, layout: Layout, settings: Settings) -> Non
         check_fits(f"the offloaded states of {layout}", offloaded_bytes(config, layout), layout, torch.device("cpu"))
         needed += offloaded_bytes(config, layout) if device.type == "cpu" else 0
     check_fits(what, needed, layout, device)
-    sequence_bytes, held = 3 * 8 * settings.data.seq_len, memory_bytes(device)  # ids, targets and positions
-    if settings.data.global_batch * sequence_bytes > held:
+    check_batch(settings.data.global_batch, settings.data.seq_len, layout, device)
+
+
+def check_batch(num_sequences: int, length: int, layout: Layout, device: torch.device) -> None:
+    """Raise ValueError if the tokens of a step alone exceed the memory."""
+    sequence_bytes, held = 3 * 8 * length, memory_bytes(device)  # ids, targets and positions
+    if num_sequences * sequence_bytes > held:
         works = held // sequence_bytes // layout.data_size * layout.data_size
-        raise ValueError(f"a global batch of {settings.data.global_batch} sequences exceeds the memory; {works} do not")
+        raise ValueError(f"a global batch of {num_sequences} sequences exceeds the memory; {works} do not")
 
 
 def offloaded_bytes(config: ModelConfig, layout: Layout) -> int:

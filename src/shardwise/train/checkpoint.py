@@ -24,15 +24,20 @@ def save_checkpoint(target: Path, store: States, mesh: Mesh, specs: Iterable[Par
     """
     aside = target.parent / f".{target.name}.partial"
     error: OSError | None = None
-    if mesh.rank == 0:
-        error = attempt(lambda: make_empty(aside))
-    raise_together(mesh, error)
-    if mesh.replicate.rank == 0:
-        error = attempt(lambda: write_rank(aside, store, mesh.rank))
-    raise_together(mesh, error)
-    if mesh.rank == 0:
-        error = attempt(lambda: publish(aside, target, str(mesh.layout), specs, step))
-    raise_together(mesh, error)
+    try:
+        if mesh.rank == 0:
+            error = attempt(lambda: make_empty(aside))
+        raise_together(mesh, error)
+        if mesh.replicate.rank == 0:
+            error = attempt(lambda: write_rank(aside, store, mesh.rank))
+        raise_together(mesh, error)
+        if mesh.rank == 0:
+            error = attempt(lambda: publish(aside, target, str(mesh.layout), specs, step))
+        raise_together(mesh, error)
+    except OSError:  # every rank has stopped writing
+        if mesh.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def make_empty(folder: Path) -> None:
@@ -111,14 +116,18 @@ def raise_together(mesh: Mesh, error: OSError | None) -> None:
 
 
 def remove_old(latest: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints up to `latest`, and what a kill left half written.
+    """Remove all but the last `keep` checkpoints up to `latest`.
 
     Later ones, which the run could not go on from, push out none and are left to whoever can mend them.
     """
-    for partial in latest.parent.glob(".step-*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
     for path in [path for path in list_checkpoints(latest.parent) if path.name <= latest.name][:-keep]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove from a run's checkpoints what a kill left half written."""
+    for partial in folder.glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def load_state(checkpoint: Checkpoint, store: States, specs: Iterable[ParamSpec]) -> None:

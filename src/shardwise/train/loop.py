@@ -67,6 +67,7 @@ def run_steps(
                       optimizer.decay_steps)  # fmt: skip
     meter = make_meter(settings, program, mesh)
     loss = held_out_loss = stopped = None
+    mesh.bytes_sent()  # what starting took is told nowhere
     if run.eval_every and start == 0:
         metrics.held_out(0, evaluate(settings, program, mesh), mesh.bytes_sent())
     for step in range(start + 1, run.steps + 1):

@@ -113,6 +113,7 @@ class Metrics:
         kept = [line for line in read_lines(path) if resumed_step and step_of(line) <= resumed_step]
         path.write_text("".join(line + "\n" for line in kept))
         self._file = path.open("a", buffering=1)
+        self._is_written = True
         self._board = open_tensorboard(folder) if tensorboard else None
         self._console = Console(file=cast(TextIO, LastingStream(sys.stderr)))
         self._progress = Progress(
@@ -149,12 +150,18 @@ class Metrics:
     def close(self) -> None:
         if self.active:
             self._progress.stop()
-            self._file.close()
+            with suppress(OSError):  # of lines that could not be written, which was told
+                self._file.close()
             if self._board is not None:
                 self._board.close()
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:  # a full disk is no reason to lose the run
+            if self._is_written:
+                self.say(f"{self._file.name} cannot be written: {error.strerror}; the run goes on without")
+            self._is_written = False
         if self._board is not None:
             for name, value in row.items():
                 if isinstance(value, int | float) and name != "step":

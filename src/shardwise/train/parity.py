@@ -64,7 +64,7 @@ class Trial:
     @property
     def length_tokens(self) -> int:
         """Of a sequence: about LENGTH_TOKENS, such that every rank can take an equal part. ValueError if none does."""
-        parts = self.layout.tp * 2 * self.layout.cp
+        parts = self.layout.tp * (2 * self.layout.cp if self.layout.cp > 1 else 1)
         if parts > self.config.max_positions:
             raise ValueError(
                 f"layout {self.layout} cuts a sequence into {parts} parts, but the model has only "

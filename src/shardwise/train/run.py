@@ -22,6 +22,7 @@ from shardwise.model.tokenizer import load_tokenizer
 from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_room
 from shardwise.train.check import Run, check_run, offloaded_bytes, ranks_here
+from shardwise.train.checkpoint import remove_partial
 from shardwise.train.loop import Outcome, offload_folder, train
 from shardwise.train.settings import Settings, to_toml
 
@@ -94,6 +95,7 @@ def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
     data = Path(run.settings.data.folder)
     resumed = 0
     if begun:
+        remove_partial(folder / "checkpoints")
         check_same_run(folder, run, warn)
         if list_checkpoints(folder / "checkpoints"):
             resumed = newest(folder, warn).step

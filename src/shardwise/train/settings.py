@@ -95,7 +95,7 @@ class Settings:
         data, run, optimizer = self.data, self.run, self.optimizer
         for name, value, least in (
             ("data.seq_len", data.seq_len, 1), ("data.global_batch", data.global_batch, 1), ("run.steps", run.steps, 1),
-            ("run.bucket_bytes", run.bucket_bytes, 1),
+            ("run.bucket_bytes", run.bucket_bytes, 4096),
             ("run.eval_every", run.eval_every, 0), ("run.eval_sequences", run.eval_sequences, 1),
             ("run.save_every", run.save_every, 0), ("run.keep_checkpoints", run.keep_checkpoints, 0),
             ("optimizer.warmup_steps", optimizer.warmup_steps, 0), ("optimizer.decay_steps", optimizer.decay_steps, 0),
