@@ -42,9 +42,7 @@ def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
     plain = Layout(dp=layout.dp, shard=layout.shard, shard_group=layout.shard_group, keep=layout.keep,
                    microbatches=layout.microbatches)  # fmt: skip
     if layout != plain:
-        raise ValueError(
-            f"layout {layout} can be planned but not trained yet; {plain}, which leaves the model whole, can"
-        )
+        raise ValueError(f"layout {layout} can be planned but not trained yet; {plain} can")
 
 
 def apply(
