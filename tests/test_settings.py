@@ -48,7 +48,7 @@ def changed(section: str, key: str) -> Any:
     value, kind = getattr(SECTIONS[section], key), kind_of(section, key)
     if get_origin(kind) is Literal:
         return next(choice for choice in get_args(kind) if choice != value)
-    return {bool: not value, int: 7, float: 0.25, str: "other"}[kind]
+    return {bool: not value, int: 8192 if value == 64 << 20 else 7, float: 0.25, str: "other"}[kind]
 
 
 @pytest.mark.parametrize(("section", "key"), KEYS)
@@ -143,7 +143,7 @@ def values_of(section: str) -> st.SearchStrategy[Any]:
         else:
             text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
             number = st.floats(0, 1, exclude_min=True, exclude_max=True) | st.sampled_from([1e-8, 1e-30])
-            drawn[entry.name] = {bool: st.booleans(), int: st.integers(1, 10**9), float: number, str: text}[kind]
+            drawn[entry.name] = {bool: st.booleans(), int: st.integers(4096, 10**9), float: number, str: text}[kind]
     return st.builds(type(SECTIONS[section]), **drawn)
 
 
