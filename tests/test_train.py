@@ -569,7 +569,7 @@ def files_under(folder: Path) -> dict[Path, bytes]:
     [
         (["--set", "run.layout=dp3"], "A global batch of 4 sequences does not divide among 3 data ranks x 1"),
         (["--layout", "dp2.m4"], "does not divide among 2 data ranks x 4 micro-batches; 8 would"),
-        (["--layout", "dp2.tp2"], "dp2.tp2 can be planned but not trained yet; dp2 can"),
+        (["--layout", "dp2.pp2"], "dp2.pp2.1f1b can be planned but not trained yet; dp2 can"),
         (["--layout", "tp4"], "layout tp4: tp4 does not divide 2 heads"),
         (["--layout", "cp2.z3"], "can be planned but not trained yet; dp1.z3 can"),
         (["--layout", "dp2.q"], "'q' is not a part of a layout"),

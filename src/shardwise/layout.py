@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Shard = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto"]
 Recompute = Literal["none", "selective", "full"]
-AxisName = Literal["dp", "tp", "pp", "cp", "data", "shard", "replicate", "world"]
+AxisName = Literal["dp", "tp", "pp", "cp", "data", "shard", "replicate", "world", "kv_replica"]
 
 SHARD_WORDS: dict[str, Shard] = {"z1": "zero1", "z2": "zero2", "z3": "zero3", "fsdp": "fsdp"}
 PART = re.compile(
@@ -144,8 +144,17 @@ class Layout:
     def rank(self, coord: Coord) -> int:
         return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
-    def ranks(self, axis: AxisName, coord: Coord) -> tuple[int, ...]:
-        """The ranks that `coord` shares `axis` with, in order along it; `coord`'s own is among them."""
+    def kv_replicas(self, num_kv_heads: int) -> int:
+        """Tensor-parallel ranks that hold the same kv head, which are neighbours; 1 where there are heads for all."""
+        return max(1, self.tp // num_kv_heads)
+
+    def ranks(self, axis: AxisName, coord: Coord, num_kv_heads: int | None = None) -> tuple[int, ...]:
+        """The ranks that `coord` shares `axis` with, in order along it; `coord`'s own is among them. Which ranks share
+        a kv head depends on how many the model has; None: each has its own."""
+        if axis == "kv_replica":
+            size = self.kv_replicas(num_kv_heads or self.tp)
+            first = coord.tp - coord.tp % size
+            return tuple(self.rank(coord._replace(tp=first + i)) for i in range(size))
         if axis == "world":
             return tuple(range(self.world_size))
         if axis in ("dp", "tp", "pp", "cp"):

@@ -82,6 +82,9 @@ class ParamSpec:
     def rows(self) -> tuple[Part, ...]:
         return self.parts or (Part(self.name.split(".")[-1], self.dims[0], self.shape[0]),)
 
+    def part(self, name: str) -> Part:
+        return next(part for part in self.rows if part.name == name)
+
     @property
     def decayed(self) -> bool:
         """Weight decay shrinks matrices, not norms and biases."""
@@ -198,6 +201,15 @@ def partial_axes(spec: ParamSpec, part: Part, layout: Layout) -> tuple[str, ...]
     wanted = [axis for dim in dims for axis in RULES[dim].partial]
     axes = ["tp" if axis == "tp if sp" and layout.sequence_parallel else axis for axis in wanted]
     return tuple(dict.fromkeys(axis for axis in axes if axis != "tp if sp" and axis not in cut))
+
+
+def is_first_holder(spec: ParamSpec, part: Part, layout: Layout, coord: Coord) -> bool:
+    """Whether the rank at `coord` is the first, among those that differ in tp alone, to hold what it holds of a part:
+    replicas are counted, and saved, once."""
+    dims = (part.dim, *spec.dims[1:])
+    if "kv_heads" in dims:
+        return coord.tp % layout.kv_replicas(part.size // spec.head_dim) == 0
+    return coord.tp == 0 or any(RULES[dim].cut == "tp" for dim in dims)
 
 
 def stage_units(config: ModelConfig, layout: Layout, stage: int) -> frozenset[str]:

@@ -14,21 +14,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.model import layers
 from shardwise.model.layers import ACTIVATE, Attend, Rotation, linear, look_up, rotate
-
-
-class Seams:
-    """Where tensor parallelism meets the model; uncut, each is the identity."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Before weights that are cut by columns."""
-        return x
-
-    def leave(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """After weights that are cut by rows: the sum over ranks, then the bias, once."""
-        return x if bias is None else x + bias
-
-
-UNCUT = Seams()
+from shardwise.model.seams import UNCUT, Seams
 
 
 @dataclass(frozen=True)
@@ -79,10 +65,10 @@ class Transformer:
         self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, sparse_grad: bool = False
     ) -> Tensor:
         """Rows of the embedding. With `sparse_grad` its gradient holds those rows alone, not the whole vocabulary."""
-        x = look_up(tokens, weights["embed"], sparse_grad)
+        x = self.seams.look_up(tokens, weights["embed"], sparse_grad)
         if self.config.positions != "learned":
             return x
-        return x + look_up(positions, weights["positions"], sparse_grad)
+        return x + look_up(self.seams.part(positions), weights["positions"], sparse_grad)
 
     def block(self, x: Tensor, layer: int, w: BlockWeights, turned: Rotation | None, attend: Attend) -> Tensor:
         """Attention, then MLP, each added to the residual x [..., D]."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from shardwise.model.init import fill
 from shardwise.model.layers import Causal
 from shardwise.model.load import Reader, read_box
 from shardwise.model.loss import cross_entropy
+from shardwise.model.seams import UNCUT, Seams
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
 from shardwise.parallel.pipeline import Context, Executor, MicroBatch, Pipeline, Run, Stage
 from shardwise.parallel.schedule import Action, accumulate, lower, model_pieces
+from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
 from shardwise.params import ParamSpec, model_specs, units
 
@@ -39,8 +41,9 @@ def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
     """Raise ValueError with the first reason why `layout` cannot train (this model)."""
     for problem in layout.problems(config):
         raise ValueError(f"layout {layout}: {problem}")
-    plain = Layout(dp=layout.dp, shard=layout.shard, shard_group=layout.shard_group, keep=layout.keep,
-                   microbatches=layout.microbatches)  # fmt: skip
+    if layout.tp > 1 and layout.shard == "fsdp":
+        raise ValueError(f"layout {layout}: fsdp cannot be trained with tp yet; {replace(layout, shard='zero3')} can")
+    plain = replace(layout, pp=1, schedule=None, chunks=1, memory_limit=None, cp=1, all_to_all=False, recompute="none")
     if layout != plain:
         raise ValueError(f"layout {layout} can be planned but not trained yet; {plain} can")
 
@@ -52,7 +55,7 @@ def apply(
 ) -> Program:  # fmt: skip
     """Build the program of this rank. Its weights mean nothing until `draw_weights` or `read_weights` sets them."""
     check_trainable(mesh.layout, config)
-    specs, model, layout = model_specs(config), Transformer(config), mesh.layout
+    specs, model, layout = model_specs(config), Transformer(config, seams_of(mesh)), mesh.layout
     context = functools.partial(make_context, model, dtype)
     if layout.shard == "fsdp":  # which has buckets and an order of its own
         assert offload is None
@@ -67,6 +70,10 @@ def apply(
     return Program(
         config, specs, store, Pipeline(stage, store), table, lower([Action("F", 0)], pieces, layout, overlap)
     )
+
+
+def seams_of(mesh: Mesh) -> Seams:
+    return TensorSeams(mesh.tp, mesh.layout.sequence_parallel) if mesh.tp.size > 1 else UNCUT
 
 
 def draw_weights(program: Program, seed: int) -> None:
@@ -100,7 +107,8 @@ def piece_runs(model: Transformer) -> dict[str, Run]:
 
     def head(weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
         assert x is not None
-        return cross_entropy(model.final(weights, x), weights[model.head_name], context.microbatch.targets)
+        return cross_entropy(model.final(weights, x), weights[model.head_name], context.microbatch.targets,
+                             model.seams, model.config.vocab_size)  # fmt: skip
 
     blocks = {f"blocks.{layer}": functools.partial(block, layer) for layer in range(model.config.num_layers)}
     return {"embed": embed, **blocks, "head": head}

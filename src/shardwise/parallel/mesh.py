@@ -176,6 +176,10 @@ class Mesh:
         return self.axes["replicate"]
 
     @property
+    def tp(self) -> Axis:
+        return self.axes["tp"]
+
+    @property
     def pp(self) -> Axis:
         return self.axes["pp"]
 
@@ -187,19 +191,19 @@ class Mesh:
         """Bytes this rank has sent since the last call, by the axis that caused them."""
         sent = {name: 0 for name in ("dp", "tp", "pp", "cp", "control")}
         for name, axis in self.axes.items():
-            sent[name if name in sent else "dp"] += axis.bytes_sent
+            sent["tp" if name == "kv_replica" else name if name in sent else "dp"] += axis.bytes_sent
             sent["control"] += axis.control_bytes_sent
             axis.bytes_sent = axis.control_bytes_sent = 0
         return sent
 
 
-def make_mesh(layout: Layout, rank: int, device: torch.device) -> Mesh:
+def make_mesh(layout: Layout, rank: int, device: torch.device, num_kv_heads: int | None = None) -> Mesh:
     """Build the axes of `rank`. Every rank of the process group must call it, since groups are made together."""
-    names: tuple[AxisName, ...] = ("dp", "tp", "pp", "cp", "data", "shard", "replicate", "world")
+    names: tuple[AxisName, ...] = ("dp", "tp", "pp", "cp", "data", "shard", "replicate", "world", "kv_replica")
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     axes = {}
     for name in names:
-        members = [layout.ranks(name, layout.coord(other)) for other in range(layout.world_size)]
+        members = [layout.ranks(name, layout.coord(other), num_kv_heads) for other in range(layout.world_size)]
         for ranks in sorted(set(members)):
             if len(ranks) > 1 and ranks not in groups:
                 groups[ranks] = dist.new_group(list(ranks))

@@ -5,6 +5,7 @@ a stage of ZeRO leaves whole is one buffer, of which the shard is a view. What i
 and one of the whole unit whose storage is there only while it is needed (`fill`, `empty`); views into that stay valid.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwise.layout import Layout
 from shardwise.model.checkpoint import State
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
-from shardwise.params import Box, ParamSpec, boxes_within, local_shape
+from shardwise.params import Box, ParamSpec, boxes, boxes_within, local_shape, partial_axes
 
 Owned = State | Literal["gradient"]
 
@@ -73,6 +75,24 @@ class Unit:
                 at = place.start + first - self.shard.start
                 yield place.spec, box, flat[at : at + torch.Size(box.shape).numel()].view(box.shape)
 
+    def zero_gaps(self) -> None:
+        """Clear what lies between and after the parameters in the whole gradient, which is summed with it."""
+        stops = [place.stop for place in self.places]
+        starts = [place.start for place in self.places[1:]] + [self.grads.numel()]
+        for stop, start in zip(stops, starts, strict=True):
+            self.grads[stop:start].zero_()
+
+    def partial_sums(self, mesh: Mesh) -> dict[str, list[Tensor]]:
+        """By axis, the parts of the whole gradient of which this rank has one term (Megatron's layer norms and
+        replicated kv heads), as views."""
+        found: dict[str, list[Tensor]] = {}
+        for place in self.places:
+            held = boxes(place.spec, mesh.layout, mesh.coord)
+            for part, box in zip(place.spec.rows, held, strict=True):
+                for axis in partial_axes(place.spec, part, mesh.layout):
+                    found.setdefault(axis, []).append(place.of(self.grads)[box.local_slices])
+        return found
+
     def slices(self) -> Iterator[tuple[slice, bool]]:
         """Ranges of the shard with whether they decay."""
         boundary = min(max(self.num_decayed, self.shard.start), self.shard.stop) - self.shard.start
@@ -87,8 +107,8 @@ def make_unit(
 ) -> Unit:  # fmt: skip
     layout = mesh.layout
     places = lay_out(specs, mesh)
-    num_decayed = max((place.stop for place in places if place.spec.decayed), default=0)
-    padded = layout.padded(places[-1].stop)
+    num_decayed = sum(room(spec, layout) for spec in specs if spec.decayed)
+    padded = layout.padded(sum(room(spec, layout) for spec in specs))
     each = padded // mesh.shard.size
     shard = range(mesh.shard.rank * each, (mesh.shard.rank + 1) * each)
 
@@ -121,8 +141,14 @@ def lay_out(specs: tuple[ParamSpec, ...], mesh: Mesh) -> tuple[Place, ...]:
     places, start = [], 0
     for spec in sorted(specs, key=lambda spec: not spec.decayed):
         places.append(Place(spec, local_shape(spec, mesh.layout, mesh.coord), start))
-        start = places[-1].stop
+        start += room(spec, mesh.layout)
     return tuple(places)
+
+
+def room(spec: ParamSpec, layout: Layout) -> int:
+    """Elements that every rank sets aside for a parameter: as many as the fullest needs. So what tensor ranks share
+    lies at the same place on all of them, and goes through the same arithmetic."""
+    return math.prod(local_shape(spec, layout, layout.coord(0)))
 
 
 def fill(flat: Tensor) -> None:

@@ -21,11 +21,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.parallel.mesh import Mesh, Pending
+from shardwise.parallel.mesh import Axis, Mesh, Pending
 from shardwise.parallel.offload import Offload
 from shardwise.parallel.schedule import BUCKET_BYTES, IN_FLIGHT, bucket_elements
 from shardwise.parallel.unit import Owned, Unit, empty, fill, make_unit
-from shardwise.params import Box, ParamSpec
+from shardwise.params import Box, ParamSpec, is_first_holder
 
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, bool], None]
 """update(master, grad, exp_avg, exp_avg_sq, step, lr, decayed): one optimizer step, in place, on fp32 slices."""
@@ -124,7 +124,7 @@ class Store:
             while any(each.unit is unit for each in self._sums):
                 self._advance()
             fill(unit.grads)
-            unit.grads[unit.places[-1].stop :].zero_()
+            unit.zero_gaps()
         total = place.of(unit.grads)
         if name in unit.added:
             total.add_(grad)
@@ -140,6 +140,8 @@ class Store:
         missing = [place.spec.name for place in unit.places if place.spec.name not in unit.added]
         assert not missing, f"no gradient came for {missing}"
         unit.added.clear()
+        for axis, terms in unit.partial_sums(self.mesh).items():
+            add_terms(terms, self.mesh.axes[axis])  # type: ignore[index]
         for bucket in self._buckets(unit):
             while sum(each.first_half for each in self._sums) >= IN_FLIGHT:
                 self._advance()
@@ -185,11 +187,19 @@ class Store:
     def clip(self, max_norm: float) -> float:
         """The 2-norm of the whole gradient, each logical element counted once, summed in fp32 and fp64. The next step
         scales gradients so that it is at most `max_norm` (0: as they are)."""
-        owned = self.mesh.replicate.rank == 0
-        mine = sum(sum_of_squares(unit.grad_shard) for unit in self.units.values()) if owned else 0.0
+        mine = sum(sum_of_squares(grad) for grad in self._counted()) if self.mesh.replicate.rank == 0 else 0.0
         norm = self.mesh.world.sum(mine)[0] ** 0.5
         self._grad_scale = min(1.0, max_norm / norm) if max_norm and norm else 1.0
         return norm
+
+    def _counted(self) -> Iterator[Tensor]:
+        """What the norm counts of this rank's gradients, flat: what several tensor ranks hold, on the first."""
+        if self.mesh.tp.size == 1:
+            yield from (unit.grad_shard for unit in self.units.values())
+            return
+        for spec, box, view in self.owned("gradient"):
+            if is_first_holder(spec, spec.part(box.part), self.mesh.layout, self.mesh.coord):
+                yield view.flatten()
 
     # -- optimizer --------------------------------------------------------------------------------------------
 
@@ -249,6 +259,15 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes behind `tensors`, those of views that share counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def add_terms(terms: list[Tensor], axis: Axis) -> None:
+    """Sum over an axis, in place and in fp32, what each of its ranks has one term of."""
+    if axis.size > 1:
+        total = torch.cat([term.flatten().float() for term in terms])
+        axis.all_reduce(total).wait()
+        for term, summed in zip(terms, total.split([term.numel() for term in terms]), strict=True):
+            term.copy_(summed.view_as(term))
 
 
 def sum_of_squares(flat: Tensor) -> float:

@@ -83,7 +83,7 @@ def check_bench(layout: Layout, workload: Workload) -> None:
 def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Measured:
     """One rank's part; every rank returns the same but for `comm_bytes`."""
     reset_peaks(place.device)
-    mesh = make_mesh(layout, place.rank, place.device)
+    mesh = make_mesh(layout, place.rank, place.device, workload.config.num_kv_heads)
     program, batches = make_program(mesh, workload), random_batches(mesh, workload)
     with StopRequest(patient=place.world_size > 1) as stop:
         for _ in range(WARMUP_STEPS):
@@ -103,7 +103,7 @@ def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Mea
     resident, gpu = mesh.world.max(peak_resident_bytes(), peak_memory_bytes(mesh.device))
     return Measured(
         step_s, tokens / step_s, int(resident), int(gpu) if mesh.device.type == "cuda" else None,
-        sum(sent[axis] for axis in ("dp", "tp", "pp", "cp")) // steps, mesh.world.sum(loss)[0],
+        sum(sent[axis] for axis in ("dp", "tp", "pp", "cp")) // steps, mesh.data.sum(loss)[0],
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from shardwise.model.checkpoint import FORMAT_VERSION, STATES, Checkpoint, Entry
 from shardwise.model.safetensors import write_safetensors
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.zero import States
-from shardwise.params import Box, ParamSpec
+from shardwise.params import Box, ParamSpec, is_first_holder
 
 
 def save_checkpoint(target: Path, store: States, mesh: Mesh, specs: Iterable[ParamSpec], step: int) -> None:
@@ -29,7 +29,7 @@ def save_checkpoint(target: Path, store: States, mesh: Mesh, specs: Iterable[Par
             error = attempt(lambda: make_empty(aside))
         raise_together(mesh, error)
         if mesh.replicate.rank == 0:
-            error = attempt(lambda: write_rank(aside, store, mesh.rank))
+            error = attempt(lambda: write_rank(aside, store, mesh))
         raise_together(mesh, error)
         if mesh.rank == 0:
             error = attempt(lambda: publish(aside, target, str(mesh.layout), specs, step))
@@ -45,25 +45,26 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def write_rank(folder: Path, store: States, rank: int) -> None:
+def write_rank(folder: Path, store: States, mesh: Mesh) -> None:
     """What this rank owns, as a stream, and beside it its entries with the checksum."""
-    name = f"rank-{rank:05d}.safetensors"
+    name = f"rank-{mesh.rank:05d}.safetensors"
     shapes, entries = {}, []
-    for state, spec, box, view in owned(store):
+    for state, spec, box, view in owned(store, mesh):
         key = f"{state}/{spec.name}/{box.part}/{','.join(map(str, box.start))}"
         shapes[key] = view.dtype, box.shape
         entries.append(asdict(Entry(spec.name, state, name, key, box.start, box.shape)))
     path = folder / name
-    sha256 = write_safetensors(path, shapes, (view for *_, view in owned(store)))
+    sha256 = write_safetensors(path, shapes, (view for *_, view in owned(store, mesh)))
     record = {"entries": entries, "bytes": path.stat().st_size, "sha256": sha256}
     (folder / f"{name}.json").write_text(json.dumps(record))
 
 
-def owned(store: States) -> Iterator[tuple[State, ParamSpec, Box, Tensor]]:
-    """All that this rank owns. A view that is left behind may go back to the disk."""
+def owned(store: States, mesh: Mesh) -> Iterator[tuple[State, ParamSpec, Box, Tensor]]:
+    """All that this rank is the first to hold. A view that is left behind may go back to the disk."""
     for state in STATES:
         for spec, box, view in store.owned(state):
-            yield state, spec, box, view
+            if is_first_holder(spec, spec.part(box.part), mesh.layout, mesh.coord):
+                yield state, spec, box, view
 
 
 def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], step: int) -> None:

@@ -47,7 +47,7 @@ def train(place: Place, settings: Settings, config: ModelConfig, weights: Path |
     checkpoint of that step in the run's folder.
     """
     run, folder = settings.run, Path(settings.run.folder)
-    mesh = make_mesh(Layout.parse(run.layout), place.rank, place.device)
+    mesh = make_mesh(Layout.parse(run.layout), place.rank, place.device, config.num_kv_heads)
     start = int(mesh.world.max(resumed)[0])  # under torchrun the first rank alone chose
     program = make_program(settings, config, mesh, weights, start)
     metrics = Metrics(folder, run.steps, start, run.tensorboard, active=place.rank == 0)
@@ -76,7 +76,7 @@ def run_steps(
         began = time.perf_counter()
         mine, norm = take_step(program, mesh, batches.batch(step - 1), rate, optimizer.max_norm)
         asked = [float(stop.signal == number) for number in STOP_SIGNALS]
-        summed, *asked = mesh.world.sum(mine, *asked)
+        (summed,), asked = mesh.data.sum(mine), mesh.world.sum(*asked)
         seconds = time.perf_counter() - began
         if not math.isfinite(norm):
             return Outcome(step - 1, loss, held_out_loss, diverged=step)

@@ -188,7 +188,7 @@ class Side:
         """The mean loss of the whole batch and the norm of the whole gradient, on every rank."""
         batch = part_of(tokens, targets, self.mesh.layout, self.mesh.coord.dp)
         mine, norm = take_step(self.program, self.mesh, batch, LR, MAX_NORM)
-        return self.mesh.world.sum(mine)[0], norm
+        return self.mesh.data.sum(mine)[0], norm
 
     def wholes(self, kind: Owned) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter put together from its owners, on every rank, one at a time, in the order of the model."""
@@ -204,7 +204,7 @@ def make_side(trial: Trial, layout: Layout, place: Place) -> Side:
     """Adam's eps is the size of a typical element of the clipped gradient. So a step feels the scale of the gradient,
     which Adam else divides out, and does not blow up the rounding of what is zero in exact arithmetic, as the gradient
     of the bias of keys is."""
-    mesh = make_mesh(layout, place.rank, place.device)
+    mesh = make_mesh(layout, place.rank, place.device, trial.config.num_kv_heads)
     optimizer = AdamW(eps=MAX_NORM / num_params(model_specs(trial.config)) ** 0.5)
     program = apply(trial.config, mesh, torch.float32, torch.float32, optimizer.update,
                     bucket_bytes=trial.bucket_bytes, overlap=trial.overlap)  # fmt: skip
