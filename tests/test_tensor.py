@@ -93,7 +93,9 @@ def summed_over(seams: TensorSeams, grad: Tensor) -> Tensor:
     return total
 
 
-def embed_on(rank: int, world: int, vocabs: Sequence[int]) -> None:
+def embed_on(rank: int, world: int, vocabs: Sequence[int]) -> list[int]:
+    """The vocabularies of the cases that held, each in four forms."""
+    held = []
     for vocab in vocabs:
         for sequence in (False, True):
             for sparse in (False, True):
@@ -112,12 +114,14 @@ def embed_on(rank: int, world: int, vocabs: Sequence[int]) -> None:
                 assert torch.equal(mine, own_part(expected, seams)), "one rank looks a row up, the others add zero"
                 torch.testing.assert_close(grad[: len(real)], real, rtol=1e-6, atol=1e-6)
                 assert not grad[len(real) :].any(), "no gradient of padding"
+                held.append(vocab)
+    return held
 
 
 @pytest.mark.parametrize(("world", "vocabs"), [(2, [8, 7, 1]), (3, [131]), (4, [5, 8, 13])])
 def test_rows_are_looked_up_where_they_are(ranks: Ranks, world: int, vocabs: list[int]) -> None:
     """Bit for bit; gradients, which are sums, within 1e-6. Of 5 rows in 4 blocks of 2 the last is padding alone."""
-    ranks.run(world, embed_on, vocabs)
+    assert ranks.run(world, embed_on, vocabs) == [[vocab for vocab in vocabs for _ in range(4)]] * world
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,9 @@ class Scored:
     """Whether chunks of a few rows are forced."""
 
 
-def score_on(rank: int, world: int, cases: Sequence[Scored]) -> None:
+def score_on(rank: int, world: int, cases: Sequence[Scored]) -> list[Scored]:
+    """The cases that held."""
+    held = []
     for case in cases:
         try:
             with pytest.MonkeyPatch.context() as patch:
@@ -141,6 +147,8 @@ def score_on(rank: int, world: int, cases: Sequence[Scored]) -> None:
                 score_once(seams_on(rank, world, case.sequence), case)
         except Exception as error:
             raise AssertionError(f"{case}") from error
+        held.append(case)
+    return held
 
 
 def score_once(seams: TensorSeams, case: Scored) -> None:
@@ -177,7 +185,7 @@ def test_cross_entropy_of_a_cut_vocabulary(ranks: Ranks, world: int, vocabs: lis
     cases = [Scored(vocab, sequence) for vocab in vocabs for sequence in (False, True)]
     cases += [Scored(vocabs[1], sequence, small=True) for sequence in (False, True)]
     cases += [Scored(vocab, vocab % 2 == 1, torch.bfloat16) for vocab in vocabs]
-    ranks.run(world, score_on, cases)
+    assert ranks.run(world, score_on, cases) == [cases] * world
 
 
 def spoiled_loss_on(rank: int, world: int) -> None:
@@ -191,8 +199,10 @@ def test_padding_that_takes_part_is_found(ranks: Ranks) -> None:
         ranks.run(2, spoiled_loss_on)
 
 
-def pair_on(rank: int, world: int, widths: Sequence[int]) -> None:
-    """Columns, an activation, rows, a bias: ffn widths that the ranks do not divide, or that some have none of."""
+def pair_on(rank: int, world: int, widths: Sequence[int]) -> list[int]:
+    """Columns, an activation, rows, a bias: ffn widths that the ranks do not divide, or that some have none of. Returns
+    those that held, each with and without sequence parallel."""
+    held = []
     for width in widths:
         for sequence in (False, True):
             random, seams = seeded(width), seams_on(rank, world, sequence)
@@ -219,38 +229,42 @@ def pair_on(rank: int, world: int, widths: Sequence[int]) -> None:
                 wanted = whole[name].grad
                 assert wanted is not None
                 torch.testing.assert_close(grad, mine(name, wanted), rtol=1e-5, atol=1e-5, msg=f"{name} of {width}")
+            held.append(width)
+    return held
 
 
 @pytest.mark.parametrize(("world", "widths"), [(2, [8, 7]), (3, [7, 2]), (4, [12, 3])])
 def test_columns_then_rows(ranks: Ranks, world: int, widths: list[int]) -> None:
     """Output and every gradient within 1e-5. A bias after rows is added once."""
-    ranks.run(world, pair_on, widths)
+    assert ranks.run(world, pair_on, widths) == [[width for width in widths for _ in range(2)]] * world
 
 
-def move_on(rank: int, world: int) -> None:
-    """Whole numbers, so that every sum is exact; also of views that are not contiguous."""
+def move_on(rank: int, world: int) -> tuple[bool, ...]:
+    """Whether gather, its gradient, scatter, its gradient and `part` are exact, on whole numbers, so that every sum is;
+    also of views that are not contiguous."""
     seams = seams_on(rank, world, True)
     batch, length, size = 3, 2 * world, 4
     whole = torch.arange(float(batch * length * size)).view(batch, size, length).transpose(1, 2)
     mine = own_part(whole, seams).requires_grad_()
     assert not mine.is_contiguous()
     gathered = seams.enter(mine)
-    assert torch.equal(gathered, whole)
-    (grad,) = torch.autograd.grad(gathered, mine, (rank + 1.0) * whole)
+    (of_gathered,) = torch.autograd.grad(gathered, mine, (rank + 1.0) * whole)
     terms = world * (world + 1) / 2
-    assert torch.equal(grad, terms * mine), "terms of every rank, summed, of my part"
     term = ((rank + 1.0) * whole).requires_grad_()
     scattered = seams.leave(term)
-    assert torch.equal(scattered, terms * mine)
-    (grad,) = torch.autograd.grad(scattered, term, mine)
-    assert torch.equal(grad, whole)
-    assert torch.equal(seams.part(torch.arange(length).expand(batch, -1)), own_part(torch.arange(length)[None], seams)
-                       .expand(batch, -1))  # fmt: skip
+    (of_scattered,) = torch.autograd.grad(scattered, term, mine)
+    positions = torch.arange(length)[None]
+    pairs = [
+        (gathered, whole), (of_gathered, terms * mine), (scattered, terms * mine), (of_scattered, whole),
+        (seams.part(positions.expand(batch, -1)), own_part(positions, seams).expand(batch, -1)),
+    ]  # fmt: skip
+    return tuple(torch.equal(found, wanted) for found, wanted in pairs)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_sequence_is_gathered_and_scattered(ranks: Ranks, world: int) -> None:
-    ranks.run(world, move_on)
+    """Of my part, the terms of every rank are summed."""
+    assert ranks.run(world, move_on) == [(True,) * 5] * world
 
 
 # -- a few steps of every family ----------------------------------------------------------------------------
@@ -473,7 +487,11 @@ def unmask_padding(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_is_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tensor.Copy, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        copied = ctx.back is tensor.summed
+        return grads[0] if copied else ctx.back(grads[0], ctx.axis), None, None, None
+
+    patch.setattr(tensor.Conjugate, "backward", staticmethod(backward))
 
 
 SPOILS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

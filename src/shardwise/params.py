@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Literal
 
 from shardwise.config import ModelConfig
-from shardwise.layout import Coord, Layout
+from shardwise.layout import AxisName, Coord, Layout
 
 PartialAxis = Literal["tp", "tp if sp", "kv_replica"]
 
@@ -193,14 +193,18 @@ def block_of(spec: ParamSpec, dim: str) -> int:
     return spec.head_dim if dim in ("q_heads", "kv_heads") else 1
 
 
-def partial_axes(spec: ParamSpec, part: Part, layout: Layout) -> tuple[str, ...]:
+def partial_axes(spec: ParamSpec, part: Part, layout: Layout) -> tuple[AxisName, ...]:
     """Axes over which this part's gradient must be summed besides the data ranks: those of all its dims, less an
     axis that cuts it."""
     dims = (part.dim, *spec.dims[1:])
     cut = {RULES[dim].cut for dim in dims}
     wanted = [axis for dim in dims for axis in RULES[dim].partial]
-    axes = ["tp" if axis == "tp if sp" and layout.sequence_parallel else axis for axis in wanted]
-    return tuple(dict.fromkeys(axis for axis in axes if axis != "tp if sp" and axis not in cut))
+    axes: list[AxisName] = [
+        "kv_replica" if axis == "kv_replica" else "tp"
+        for axis in wanted
+        if axis != "tp if sp" or layout.sequence_parallel
+    ]
+    return tuple(dict.fromkeys(axis for axis in axes if axis not in cut))
 
 
 def is_first_holder(spec: ParamSpec, part: Part, layout: Layout, coord: Coord) -> bool:

@@ -55,6 +55,7 @@ def apply(
 ) -> Program:  # fmt: skip
     """Build the program of this rank. Its weights mean nothing until `draw_weights` or `read_weights` sets them."""
     check_trainable(mesh.layout, config)
+    assert mesh.axes["kv_replica"].size == mesh.layout.kv_replicas(config.num_kv_heads), "a mesh of another model"
     specs, model, layout = model_specs(config), Transformer(config, seams_of(mesh)), mesh.layout
     context = functools.partial(make_context, model, dtype)
     if layout.shard == "fsdp":  # which has buckets and an order of its own

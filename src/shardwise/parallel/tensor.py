@@ -9,6 +9,7 @@ Sequence parallel (Korthikanti et al. 2022) cuts what is left, norms and residua
 in two: `leave` sums and scatters the sequence, `enter` gathers it. As many bytes, 1/t of the activations in between.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,56 +20,26 @@ from shardwise.model.layers import look_up
 from shardwise.model.seams import Seams
 from shardwise.parallel.mesh import Axis
 
+Move = Callable[[Tensor, Axis], Tensor]
 
-class Copy(torch.autograd.Function):
-    """The same x for the columns of every rank; each gives a term of its gradient, which are summed."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+class Conjugate(torch.autograd.Function):
+    """there(x, axis), whose gradient is back(dy, axis): Megatron's f and g. What is copied to all ranks on the way
+    there has the sum of their gradients on the way back, and the other way round; so have gather and scatter."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return summed(grads[0], ctx.axis), None
-
-
-class Reduce(torch.autograd.Function):
-    """The sum of what every rank's rows gave; its gradient is the same on all of them."""
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move, axis: Axis) -> Tensor:
+        ctx.back, ctx.axis = back, axis
+        return there(x, axis)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return summed(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.axis), None, None, None
 
 
-class Gather(torch.autograd.Function):
-    """Every rank's part [B, T/t, D] of the sequence, together; each gives a term of the gradient of all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return gathered(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return scattered(grads[0], ctx.axis), None
-
-
-class Scatter(torch.autograd.Function):
-    """The sum over ranks of x [B, T, D], of which each takes its part of the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return scattered(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return gathered(grads[0], ctx.axis), None
+def copied(x: Tensor, axis: Axis) -> Tensor:
+    """The same x on every rank."""
+    return x.view_as(x)
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
@@ -87,6 +58,7 @@ def scattered(x: Tensor, axis: Axis) -> Tensor:
 
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of every rank's x, on all of them."""
     total = x.clone(memory_format=torch.contiguous_format)
     axis.all_reduce(total).wait()
     return total
@@ -104,11 +76,13 @@ class TensorSeams(Seams):
         return self.axis.rank
 
     def enter(self, x: Tensor) -> Tensor:
-        y: Tensor = (Gather if self.sequence else Copy).apply(x, self.axis)
+        there, back = (gathered, scattered) if self.sequence else (copied, summed)
+        y: Tensor = Conjugate.apply(x, there, back, self.axis)
         return y
 
     def leave(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y: Tensor = (Scatter if self.sequence else Reduce).apply(x, self.axis)
+        there, back = (scattered, gathered) if self.sequence else (summed, copied)
+        y: Tensor = Conjugate.apply(x, there, back, self.axis)
         return y if bias is None else y + bias
 
     def look_up(self, ids: Tensor, weight: Tensor, sparse_grad: bool = False) -> Tensor:

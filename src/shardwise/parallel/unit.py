@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwise.layout import Layout
+from shardwise.layout import AxisName, Layout
 from shardwise.model.checkpoint import State
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
@@ -58,6 +58,9 @@ class Unit:
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    terms: dict[AxisName, list[Tensor]]
+    """By axis, the parts of the whole gradient of which this rank has one term (norms under sequence parallel, q/k
+    norms, replicated kv heads), as views."""
     is_whole: bool
     """Whether `weights` hold, or a gather under way is about to bring, what every shard holds."""
     added: set[str] = field(default_factory=set)
@@ -81,17 +84,6 @@ class Unit:
         starts = [place.start for place in self.places[1:]] + [self.grads.numel()]
         for stop, start in zip(stops, starts, strict=True):
             self.grads[stop:start].zero_()
-
-    def partial_sums(self, mesh: Mesh) -> dict[str, list[Tensor]]:
-        """By axis, the parts of the whole gradient of which this rank has one term (Megatron's layer norms and
-        replicated kv heads), as views."""
-        found: dict[str, list[Tensor]] = {}
-        for place in self.places:
-            held = boxes(place.spec, mesh.layout, mesh.coord)
-            for part, box in zip(place.spec.rows, held, strict=True):
-                for axis in partial_axes(place.spec, part, mesh.layout):
-                    found.setdefault(axis, []).append(place.of(self.grads)[box.local_slices])
-        return found
 
     def slices(self) -> Iterator[tuple[slice, bool]]:
         """Ranges of the shard with whether they decay."""
@@ -123,13 +115,26 @@ def make_unit(
     leaves = {place.spec.name: place.of(weights.data).requires_grad_() for place in places}
     weight_shard = part_of(weights, layout.cuts("parameters"))
     grads = torch.empty(padded, dtype=grad_dtype, device=mesh.device)
+    terms = partial_terms(places, grads, mesh)
     grad_shard = part_of(grads, layout.cuts("gradients"))
     own_master = dtype == torch.float32 and offload is None
     states = [allocate(each, mesh, offload) for _ in range(2 if own_master else 3)]
     master = weight_shard if own_master else states.pop()
     is_whole = not layout.cuts("optimizer")
     return Unit(name, places, num_decayed, shard, leaves, weights, weight_shard, grads, grad_shard, master, states[0],
-                states[1], is_whole)  # fmt: skip
+                states[1], terms, is_whole)  # fmt: skip
+
+
+def partial_terms(places: tuple[Place, ...], grads: Tensor, mesh: Mesh) -> dict[AxisName, list[Tensor]]:
+    """The views of `grads` that must be summed over an axis of more than one rank."""
+    found: dict[AxisName, list[Tensor]] = {}
+    for place in places:
+        held = boxes(place.spec, mesh.layout, mesh.coord)
+        for part, box in zip(place.spec.rows, held, strict=True):
+            for axis in partial_axes(place.spec, part, mesh.layout):
+                if mesh.axes[axis].size > 1:
+                    found.setdefault(axis, []).append(place.of(grads)[box.local_slices])
+    return found
 
 
 def allocate(num_elements: int, mesh: Mesh, offload: Offload | None) -> Tensor:

@@ -140,8 +140,8 @@ class Store:
         missing = [place.spec.name for place in unit.places if place.spec.name not in unit.added]
         assert not missing, f"no gradient came for {missing}"
         unit.added.clear()
-        for axis, terms in unit.partial_sums(self.mesh).items():
-            add_terms(terms, self.mesh.axes[axis])  # type: ignore[index]
+        for axis, terms in unit.terms.items():
+            add_terms(terms, self.mesh.axes[axis])
         for bucket in self._buckets(unit):
             while sum(each.first_half for each in self._sums) >= IN_FLIGHT:
                 self._advance()
@@ -263,11 +263,10 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def add_terms(terms: list[Tensor], axis: Axis) -> None:
     """Sum over an axis, in place and in fp32, what each of its ranks has one term of."""
-    if axis.size > 1:
-        total = torch.cat([term.flatten().float() for term in terms])
-        axis.all_reduce(total).wait()
-        for term, summed in zip(terms, total.split([term.numel() for term in terms]), strict=True):
-            term.copy_(summed.view_as(term))
+    total = torch.cat([term.flatten().float() for term in terms])
+    axis.all_reduce(total).wait()
+    for term, summed in zip(terms, total.split([term.numel() for term in terms]), strict=True):
+        term.copy_(summed.view_as(term))
 
 
 def sum_of_squares(flat: Tensor) -> float:

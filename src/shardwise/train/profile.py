@@ -89,7 +89,7 @@ def profile_layout(layout: Layout, workload: Workload = WORKLOAD) -> Breakdown:
 
 
 def profile_rank(place: Place, layout: Layout, workload: Workload) -> Breakdown:
-    mesh = make_mesh(layout, place.rank, place.device)
+    mesh = make_mesh(layout, place.rank, place.device, workload.config.num_kv_heads)
     program, batches = make_program(mesh, workload), random_batches(mesh, workload)
     for _ in range(WARMUP_STEPS):
         take_step(program, mesh, next(batches), LR, MAX_NORM)
