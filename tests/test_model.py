@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shardwise.config import ModelConfig, RopeScaling, from_hugging_face, to_hugging_face
+from shardwise.kernels.rotary import rotate
 from shardwise.layout import Layout
-from shardwise.model.layers import Causal, linear, rotary_frequencies, rotate, rotation
+from shardwise.model.layers import Causal, linear, rotary_frequencies, rotation
 from shardwise.model.load import load_weights, read_config
 from shardwise.model.loss import cross_entropy
 from shardwise.model.tokenizer import load_tokenizer
@@ -213,12 +214,12 @@ def test_rotation_turns_pairs_and_keeps_lengths() -> None:
 
     def score(m: int, n: int) -> float:
         at = [rotation(torch.tensor([p]), frequencies, torch.float32) for p in (m, n)]
-        return float((rotate(q, at[0]) * rotate(k, at[1])).sum())
+        return float((rotate(q, *at[0]) * rotate(k, *at[1])).sum())
 
     for m, n in ((5, 2), (13, 10), (103, 100), (3, 0)):
         assert abs(score(m, n) - score(3, 0)) < 1e-5
     assert score(3, 0) != pytest.approx(score(9, 0), abs=0.1)
-    turned = rotate(q, rotation(torch.tensor([7]), frequencies, torch.float32))
+    turned = rotate(q, *rotation(torch.tensor([7]), frequencies, torch.float32))
     torch.testing.assert_close(turned.norm(), q.norm(), rtol=1e-6, atol=0)
 
 

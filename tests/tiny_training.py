@@ -3,7 +3,7 @@ of them on one process, with what everybody trusts."""
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,9 +133,11 @@ class Expected:
 
 
 def plain_steps(
-    config: ModelConfig, num_steps: int, max_norm: float = math.inf, sequences: int = SEQUENCES
-) -> Expected:
-    """Plain autograd of the summed loss over the count of targets, torch's own AdamW and torch's own clipping."""
+    config: ModelConfig, num_steps: int, max_norm: float = math.inf, sequences: int = SEQUENCES,
+    batches: Sequence[MicroBatch] | None = None,
+) -> Expected:  # fmt: skip
+    """Plain autograd of the summed loss over the count of targets, torch's own AdamW and torch's own clipping; on
+    `global_batch` of `sequences`, or on the `batches` of the steps."""
     weights = {name: weight.requires_grad_() for name, weight in tiny_weights(config).items()}
     groups = [
         {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
@@ -144,11 +146,8 @@ def plain_steps(
     theirs = torch.optim.AdamW(groups, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
     losses, norms, grads = [], [], {}
     for step in range(num_steps):
-        tokens, targets = global_batch(step, sequences)
-        positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-        logits = Transformer(config).forward(weights, tokens, positions, Causal(config))
-        summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-        loss = summed / int((targets != -100).sum())
+        batch = batches[step] if batches else in_one_piece(*global_batch(step, sequences))
+        loss = plain_loss(config, weights, batch)
         theirs.zero_grad()
         loss.backward()
         grads = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
@@ -159,6 +158,18 @@ def plain_steps(
         losses.append(loss.item())
     moments = [{name: theirs.state[weight][kind] for name, weight in weights.items()} for kind in MOMENTS]
     return Expected(losses, norms, grads, {name: weight.detach() for name, weight in weights.items()}, *moments)
+
+
+def in_one_piece(tokens: Tensor, targets: Tensor) -> MicroBatch:
+    return MicroBatch(tokens, targets, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
+
+
+def plain_loss(config: ModelConfig, weights: Mapping[str, Tensor], batch: MicroBatch) -> Tensor:
+    """The mean over all tokens that have a target."""
+    attend = Causal(config, batch.documents)
+    logits = Transformer(config).forward(weights, batch.tokens, batch.positions, attend)
+    summed = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="sum")
+    return summed / int((batch.targets != -100).sum())
 
 
 def relative(mine: Tensor, other: Tensor) -> float:

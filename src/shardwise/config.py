@@ -107,6 +107,10 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def window(self, layer: int) -> int | None:
+        """How many tokens back attention of a layer sees, its own included; None: all."""
+        return self.sliding_window if layer in self.windowed_layers else None
+
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
         """Bytes of keys and values that one token keeps in the cache, over all layers and heads."""
         return 2 * self.num_layers * self.kv_size * element_bytes

@@ -130,6 +130,16 @@ class Layout:
         """The size of a flat unit of state, which every data rank must be able to take an equal part of."""
         return -(-num_elements // self.data_size) * self.data_size
 
+    def padded_tokens(self, num_tokens: int) -> int:
+        """The length of a sequence that every rank can take an equal part of."""
+        multiple = math.lcm(self.sequence_chunks, self.cp * self.tp if self.sequence_parallel else 1)
+        return -(-num_tokens // multiple) * multiple
+
+    @property
+    def sequence_chunks(self) -> int:
+        """Equal parts that context parallel cuts a sequence into: around a ring each rank takes two of them."""
+        return self.cp if self.all_to_all or self.cp == 1 else 2 * self.cp
+
     def cuts(self, state: str) -> bool:
         """Whether ranks of a shard group hold a part each of their `parameters`, `gradients` or `optimizer`."""
         return state in STATES_CUT[self.shard]
@@ -218,6 +228,9 @@ class Layout:
         if self.all_to_all and (heads % (self.tp * self.cp) or kv_heads % (self.tp * self.cp)):
             cut = f"tp x cp = {self.tp * self.cp}"
             yield f"a2a cuts heads over {cut}, which {kv_heads} kv heads do not allow; the ring (no a2a) works"
+        if self.shard == "fsdp" and self.tp > model.ffn_size:
+            left = f"tp{self.tp} leaves some of an ffn of {model.ffn_size}"
+            yield f"fsdp cannot cut empty tensors, and {left}; z3 in its place works"
         if stages > model.num_layers:
             best_v, best_pp = model.num_layers // self.pp, min(self.pp, model.num_layers)
             change = f"v{best_v}" if best_v > 1 else f"pp{best_pp}" + (" without chunks" if self.chunks > 1 else "")
@@ -252,6 +265,11 @@ def parts(text: str) -> Iterator[tuple[str, object]]:
         if end == len(text):
             return
         at = end + 1
+
+
+def ring_bytes(num_bytes: int, size: int) -> int:
+    """What each of `size` ranks sends in one turn of a ring around `num_bytes`."""
+    return num_bytes * (size - 1) // size
 
 
 def nearest_multiple(number: int, of: int) -> int:

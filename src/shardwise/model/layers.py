@@ -14,14 +14,50 @@ from shardwise.config import ModelConfig, RopeScaling
 from shardwise.kernels.attention import causal_attention
 
 
+@dataclass(frozen=True)
+class Light:
+    """What costs little to make, as a norm does, and so is made again in the backward instead of being kept."""
+
+    make: Callable[..., Tensor]
+    inputs: tuple[Tensor | None, ...]
+
+
+class LightLinear(torch.autograd.Function):
+    """A linear of something light. The product itself is never repeated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, make: Callable[..., Tensor], weight: Tensor, bias: Tensor | None, *inputs: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(weight, *inputs)
+        ctx.make, ctx.has_bias = make, bias is not None
+        return F.linear(make(*inputs), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (weight, *inputs), (dy,) = ctx.saved_tensors, grads
+        leaves = [None if each is None else each.detach().requires_grad_() for each in inputs]
+        with torch.enable_grad():
+            x = ctx.make(*leaves)
+        dx, rows = dy @ weight, dy.flatten(0, -2)
+        found = iter(torch.autograd.grad(x, [leaf for leaf in leaves if leaf is not None], dx))
+        d_inputs = (None if leaf is None else next(found) for leaf in leaves)
+        d_bias = rows.sum(0) if ctx.has_bias else None
+        return None, rows.t() @ x.detach().flatten(0, -2), d_bias, *d_inputs
+
+
 class AppliedWeight(Protocol):
     """What stands in for a weight matrix that is not a plain tensor: quantized, low-rank or deferred."""
 
     def apply(self, x: Tensor) -> Tensor: ...
 
 
-def linear(x: Tensor, weight: Tensor | AppliedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor | Light, weight: Tensor | AppliedWeight, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times weight [out, in], plus bias [out]: the one door for every kind of weight."""
+    if isinstance(x, Light):
+        assert isinstance(weight, Tensor)
+        y: Tensor = LightLinear.apply(x.make, weight, bias, *x.inputs)
+        return y
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     y = weight.apply(x)
@@ -55,12 +91,6 @@ class LookUp(torch.autograd.Function):
         return None, sparse if ctx.sparse_grad else sparse.to_dense(), None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over its root mean square, in fp32, times weight (Zhang & Sennrich 2019)."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -90,18 +120,6 @@ def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rota
     return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Rotary embedding of x [..., heads, C]: element i pairs with i + C/2, as in Hugging Face checkpoints."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * by.cos - b * by.sin, b * by.cos + a * by.sin), -1)
-
-
-ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
-
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [..., H, C], k [..., K, C], v [..., K, C]) -> [..., H, C]. It alone knows which tokens see which."""
 
@@ -118,5 +136,4 @@ class Causal:
     documents: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window = self.config.sliding_window if layer in self.config.windowed_layers else None
-        return causal_attention(q, k, v, window, self.documents)
+        return causal_attention(q, k, v, self.config.window(layer), self.documents)

@@ -3,7 +3,6 @@ is the vocabulary), so they live a few rows at a time, while the cache still hol
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, chunks
 from shardwise.model.seams import UNCUT, Seams
 
 IGNORED = -100
 """Target of a token that has none: it takes no part in the loss."""
-
-SOFTMAX_BYTES = 24 << 20
-PRODUCT_BYTES = 64 << 20
 
 
 def cross_entropy_naive(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -115,10 +112,3 @@ def softmax_less_one_(logits: Tensor, targets: Tensor, with_gradient: bool, bloc
         gradient.scatter_(1, at, ((aimed.exp() - sums) * share).where(is_here, gradient.gather(1, at)))
         logits.copy_(gradient)  # the one step that rounds: `out=logits` and scatter_ in bf16 make fp32 copies
     return ((sums.log() - aimed) * has_target).sum()
-
-
-def chunks(num_rows: int, most: int) -> Iterator[slice]:
-    """Even slices of at most `most` rows."""
-    number = -(-num_rows // max(1, most))
-    size = -(-num_rows // max(1, number))
-    return (slice(a, min(a + size, num_rows)) for a in range(0, num_rows, max(1, size)))

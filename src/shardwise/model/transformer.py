@@ -4,7 +4,7 @@ How it is cut, quantized, paged or pipelined stands outside: cuts enter through 
 `linear`, the cache through `attend`. The weights are an argument, by the names of `params.model_specs`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
+from shardwise.kernels.gated import ACTIVATE, gated
+from shardwise.kernels.norm import rms_norm
+from shardwise.kernels.rotary import rotate
 from shardwise.model import layers
-from shardwise.model.layers import ACTIVATE, Attend, Rotation, linear, look_up, rotate
+from shardwise.model.layers import Attend, Light, Rotation, linear, look_up
 from shardwise.model.seams import UNCUT, Seams
 
 
@@ -48,6 +51,8 @@ class Transformer:
 
     config: ModelConfig
     seams: Seams = UNCUT
+    selective: bool = False
+    """Whether the backward makes norms and activations again (selective recompute)."""
 
     def forward(self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Logits [..., V] of tokens [...] at positions [...]."""
@@ -72,15 +77,22 @@ class Transformer:
 
     def block(self, x: Tensor, layer: int, w: BlockWeights, turned: Rotation | None, attend: Attend) -> Tensor:
         """Attention, then MLP, each added to the residual x [..., D]."""
-        q, k, v = self.split_heads(linear(self.seams.enter(self.norm(x, w.norm1, w.norm1_bias)), w.qkv, w.qkv_bias))
+        q, k, v = self.split_heads(linear(self.light(self.entering, x, w.norm1, w.norm1_bias), w.qkv, w.qkv_bias))
         if w.q_norm is not None and w.k_norm is not None:
             q, k = self.norm(q, w.q_norm), self.norm(k, w.k_norm)
         if turned is not None:
-            q, k = rotate(q, turned), rotate(k, turned)
+            q, k = rotate(q, *turned), rotate(k, *turned)
         seen = attend(layer, q, k, v).flatten(-2)
         x = x + self.seams.leave(linear(seen, w.out), w.out_bias)
-        inner = linear(self.seams.enter(self.norm(x, w.norm2, w.norm2_bias)), w.gate_up, w.gate_up_bias)
-        return x + self.seams.leave(linear(self.activate(inner), w.down), w.down_bias)
+        inner = linear(self.light(self.entering, x, w.norm2, w.norm2_bias), w.gate_up, w.gate_up_bias)
+        return x + self.seams.leave(linear(self.light(self.activate, inner), w.down), w.down_bias)
+
+    def entering(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.seams.enter(self.norm(x, weight, bias))
+
+    def light(self, make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor | Light:
+        """What goes into a product: kept for the backward or, with selective recompute, made again there."""
+        return Light(make, inputs) if self.selective else make(*inputs)
 
     def final(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return self.norm(x, weights["norm"], weights.get("norm_bias"))
@@ -103,13 +115,12 @@ class Transformer:
     def activate(self, inner: Tensor) -> Tensor:
         if not self.config.gated:
             return ACTIVATE[self.config.activation](inner)
-        gate, up = inner.chunk(2, -1)
-        return ACTIVATE[self.config.activation](gate) * up
+        return gated(inner, self.config.activation)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.config.norm == "layer":
             return layers.layer_norm(x, weight, bias, self.config.norm_eps)
-        return layers.rms_norm(x, weight, self.config.norm_eps)
+        return rms_norm(x, weight, self.config.norm_eps)
 
     @cached_property
     def frequencies(self) -> Tensor:

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
+from shardwise.model.batch import MicroBatch
 from shardwise.model.init import fill
-from shardwise.model.layers import Causal
 from shardwise.model.load import Reader, read_box
 from shardwise.model.loss import cross_entropy
 from shardwise.model.seams import UNCUT, Seams
 from shardwise.model.transformer import BlockWeights, Transformer
+from shardwise.parallel.context import local_part, make_attend
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
-from shardwise.parallel.pipeline import Context, Executor, MicroBatch, Pipeline, Run, Stage
+from shardwise.parallel.pipeline import Context, Executor, Pipeline, Run, Stage
 from shardwise.parallel.schedule import Action, accumulate, lower, model_pieces
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
@@ -41,9 +42,7 @@ def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
     """Raise ValueError with the first reason why `layout` cannot train (this model)."""
     for problem in layout.problems(config):
         raise ValueError(f"layout {layout}: {problem}")
-    if layout.tp > 1 and layout.shard == "fsdp":
-        raise ValueError(f"layout {layout}: fsdp cannot be trained with tp yet; {replace(layout, shard='zero3')} can")
-    plain = replace(layout, pp=1, schedule=None, chunks=1, memory_limit=None, cp=1, all_to_all=False, recompute="none")
+    plain = replace(layout, pp=1, schedule=None, chunks=1, memory_limit=None)
     if layout != plain:
         raise ValueError(f"layout {layout} can be planned but not trained yet; {plain} can")
 
@@ -56,17 +55,19 @@ def apply(
     """Build the program of this rank. Its weights mean nothing until `draw_weights` or `read_weights` sets them."""
     check_trainable(mesh.layout, config)
     assert mesh.axes["kv_replica"].size == mesh.layout.kv_replicas(config.num_kv_heads), "a mesh of another model"
-    specs, model, layout = model_specs(config), Transformer(config, seams_of(mesh)), mesh.layout
-    context = functools.partial(make_context, model, dtype)
+    specs, layout = model_specs(config), mesh.layout
+    model = Transformer(config, seams_of(mesh), layout.recompute == "selective")
+    context = functools.partial(make_context, model, mesh, dtype)
     if layout.shard == "fsdp":  # which has buckets and an order of its own
         assert offload is None
         from shardwise.parallel.fsdp import make_fsdp
 
-        return Program(config, specs, *make_fsdp(config, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype))
+        return Program(config, specs, *make_fsdp(model, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype))
     owned, pieces = units(specs), model_pieces(config)
     store = Store(mesh, owned, dtype, grad_dtype, update, reduce_dtype, bucket_bytes, overlap, offload)
     names = {piece.name: tuple(spec.name for unit in piece.units for spec in owned[unit]) for piece in pieces}
-    stage = Stage({piece.name: piece for piece in pieces}, piece_runs(model), names, context)
+    repeated = frozenset(names) - {"embed", "head"} if layout.recompute == "full" else frozenset()
+    stage = Stage({piece.name: piece for piece in pieces}, piece_runs(model), names, context, repeated)
     table = lower(accumulate(layout.microbatches), pieces, layout, overlap)
     return Program(
         config, specs, store, Pipeline(stage, store), table, lower([Action("F", 0)], pieces, layout, overlap)
@@ -91,9 +92,11 @@ def read_weights(program: Program, reader: Reader) -> None:
     program.store.refresh()
 
 
-def make_context(model: Transformer, dtype: torch.dtype, microbatch: MicroBatch) -> Context:
-    turned = model.rotation(microbatch.positions, dtype)
-    return Context(microbatch, turned, Causal(model.config, microbatch.documents))
+def make_context(model: Transformer, mesh: Mesh, dtype: torch.dtype, microbatch: MicroBatch) -> Context:
+    """Whole sequences come in, and this rank's tokens of them go through the model."""
+    local = local_part(microbatch, mesh.layout, mesh.cp.rank)
+    attend = make_attend(model.config, mesh.layout, mesh.cp, microbatch.documents)
+    return Context(local, model.rotation(local.positions, dtype), attend)
 
 
 def piece_runs(model: Transformer) -> dict[str, Run]:

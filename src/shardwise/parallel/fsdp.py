@@ -6,7 +6,10 @@ is wrapped in Modules here, one for each block and one for the rest, and each is
 
 Every parameter is cut on its own, by rows, as `torch.chunk` cuts: all ranks but the last hold ceil(rows / ranks) rows,
 and what travels is padded to that. FSDP knows weights and gradients; the optimizer's state is ours, on the same rows.
-Hybrid sharding is FSDP inside each group of ranks, then one sum over the groups in `finish`, once a step.
+Under tensor parallel what it cuts is the part that this tensor rank has of a parameter, over those that have the same.
+
+FSDP runs inside each group of data ranks. Once a step `finish` adds the sums that it does not know of: over the groups
+of hybrid sharding, and over tensor ranks of what each of them has one term of.
 """
 
 import math
@@ -21,23 +24,34 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from shardwise.config import ModelConfig
+from shardwise.layout import AxisName, Layout
+from shardwise.model.batch import MicroBatch
 from shardwise.model.loss import cross_entropy
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.mesh import Axis, Mesh
-from shardwise.parallel.pipeline import Context, MicroBatch
+from shardwise.parallel.pipeline import Context
 from shardwise.parallel.schedule import Action, accumulate
 from shardwise.parallel.unit import SLICE_ELEMENTS, Owned
-from shardwise.parallel.zero import Update, storage_bytes, sum_of_squares
-from shardwise.params import Box, ParamSpec, boxes_within, units
+from shardwise.parallel.zero import Update, add_terms, storage_bytes, sum_of_squares
+from shardwise.params import (
+    Box,
+    ParamSpec,
+    boxes,
+    boxes_within,
+    is_first_holder,
+    local_shape,
+    partial_axes,
+    units,
+)
 
 PIECE = "model"
 """All of the model is one piece: FSDP decides itself when to gather, free and reduce."""
 
 
 def make_fsdp(
-    config: ModelConfig, specs: tuple[ParamSpec, ...], mesh: Mesh, dtype: torch.dtype, grad_dtype: torch.dtype,
+    model: Transformer, specs: tuple[ParamSpec, ...], mesh: Mesh, dtype: torch.dtype, grad_dtype: torch.dtype,
     update: Update, context: Callable[[MicroBatch], Context], reduce_dtype: torch.dtype = torch.float32,
 ) -> tuple["FsdpStore", "FsdpPipeline", list[Action], list[Action]]:  # fmt: skip
     """What this rank runs: its shards, the executor, and the tables of one step and of one evaluation. The weights mean
@@ -49,11 +63,11 @@ def make_fsdp(
     """
     assert grad_dtype in (dtype, torch.float32)
     stored = tuple(spec for spec in specs if spec.tied_to is None)
-    model = FsdpModel(Transformer(config), stored, grad_dtype)
-    shard_model(model, mesh, dtype, grad_dtype, reduce_dtype)
-    store = FsdpStore(model, stored, mesh, update, reduce_dtype)
+    module = FsdpModel(model, stored, mesh, grad_dtype)
+    shard_model(module, mesh, dtype, grad_dtype, reduce_dtype)
+    store = FsdpStore(module, stored, mesh, update, reduce_dtype)
     table = [replace(action, piece=PIECE) for action in accumulate(mesh.layout.microbatches)]
-    return store, FsdpPipeline(model, store, context), table, [Action("F", 0, piece=PIECE)]
+    return store, FsdpPipeline(module, store, context), table, [Action("F", 0, piece=PIECE)]
 
 
 # -- the model as modules -----------------------------------------------------------------------------------
@@ -65,39 +79,46 @@ class FsdpBlock(nn.Module):
     What to run comes as a function, since FSDP takes dataclasses among a module's arguments apart and builds them anew.
     """
 
-    def __init__(self, specs: Sequence[ParamSpec], dtype: torch.dtype) -> None:
+    def __init__(self, specs: Sequence[ParamSpec], mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
+        self.repeated = mesh.layout.recompute == "full"
         for spec in specs:
-            self.register_parameter(spec.name.split(".")[-1], unallocated(spec, dtype))
+            self.register_parameter(spec.name.split(".")[-1], unallocated(spec, mesh, dtype))
 
     def forward(self, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
-        return run(x, w=BlockWeights(**own_parameters(self)))
+        weights = BlockWeights(**own_parameters(self))
+        if not self.repeated:
+            return run(x, w=weights)
+        # inside the module, so that FSDP has gathered the weights when the backward runs it again
+        y: Tensor = checkpoint(run, x, w=weights, use_reentrant=False, preserve_rng_state=False)
+        return y
 
 
 class FsdpModel(nn.Module):
-    """All of the model, its parameters named as their specs. Called with the context of a micro-batch it returns the
-    summed loss. A tied head reads the embedding, so both are in this module, and its weights stay gathered from the
-    forward to the end of the backward."""
+    """All of the model that a tensor rank has, its parameters named as their specs. Called with the context of a
+    micro-batch it returns the summed loss. A tied head reads the embedding, so both are in this module, and its weights
+    stay gathered from the forward to the end of the backward."""
 
-    def __init__(self, model: Transformer, specs: tuple[ParamSpec, ...], dtype: torch.dtype) -> None:
+    def __init__(self, model: Transformer, specs: tuple[ParamSpec, ...], mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
         by_unit = units(specs)
         layers = range(model.config.num_layers)
-        self.blocks = nn.ModuleList(FsdpBlock(by_unit.pop(f"blocks.{layer}"), dtype) for layer in layers)
+        self.blocks = nn.ModuleList(FsdpBlock(by_unit.pop(f"blocks.{layer}"), mesh, dtype) for layer in layers)
         for spec in (spec for rest in by_unit.values() for spec in rest):
-            self.register_parameter(spec.name, unallocated(spec, dtype))
+            self.register_parameter(spec.name, unallocated(spec, mesh, dtype))
 
     def forward(self, context: Context) -> Tensor:
         weights, batch = own_parameters(self), context.microbatch
         x = self.model.embed(weights, batch.tokens, batch.positions)
         for layer, block in enumerate(self.blocks):
             x = block(x, partial(self.model.block, layer=layer, turned=context.turned, attend=context.attend))
-        return cross_entropy(self.model.final(weights, x), weights[self.model.head_name], batch.targets)
+        return cross_entropy(self.model.final(weights, x), weights[self.model.head_name], batch.targets,
+                             self.model.seams, self.model.config.vocab_size)  # fmt: skip
 
 
-def unallocated(spec: ParamSpec, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(spec.shape, dtype=dtype, device="meta"))
+def unallocated(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(local_shape(spec, mesh.layout, mesh.coord), dtype=dtype, device="meta"))
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -111,6 +132,8 @@ def shard_model(
 
     FSDP averages gradients unless told to divide them by one, and divides while it sums, which gloo cannot, unless told
     to sum only. They travel in their own dtype, and the axis sums them in `reduce_dtype`.
+
+    Weights begin as zeros: nobody writes the padding of a vocabulary, which is multiplied by zero.
     """
     assert mesh.shard.group is not None
     ranks = DeviceMesh.from_group(mesh.shard.group, mesh.device.type)
@@ -124,6 +147,8 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=mesh.device)
+    for parameter in model.parameters():
+        local_of(parameter).zero_()
 
 
 def fsdp_modules(model: FsdpModel) -> list[FSDPModule]:
@@ -172,6 +197,13 @@ def chunk_rows(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
 
 
+def room(spec: ParamSpec, layout: Layout) -> int:
+    """Elements that a sum over groups sets aside for the rows of one rank: as many as the fullest has. So what tensor
+    ranks share lies at the same place on all of them, and is added up in one order."""
+    rows, *columns = local_shape(spec, layout, layout.coord(0))
+    return -(-rows // layout.shard_size) * math.prod(columns)
+
+
 def local_of(x: Tensor) -> Tensor:
     """This rank's rows of a cut parameter or gradient, as a view."""
     with torch.no_grad():
@@ -180,8 +212,8 @@ def local_of(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """The rows of one parameter that this rank owns, from `first_row` on, with their state. `own_master` is None where
-    the parameter is in fp32, and so its own master."""
+    """The rows that this rank owns, from `first_row` on, of its tensor rank's part of one parameter, with their state.
+    `own_master` is None where the parameter is in fp32, and so its own master."""
 
     spec: ParamSpec
     parameter: nn.Parameter
@@ -207,11 +239,22 @@ class ParameterShard:
         if self.own_master is not None:
             self.local.copy_(self.own_master)
 
+    def terms(self, mesh: Mesh) -> Iterator[tuple[AxisName, Tensor]]:
+        """The rows of the gradient of which this rank has one term of a sum over an axis, part by part, as views. They
+        are the same rows on all ranks of the axis, whose local tensors have one shape."""
+        for part, box in zip(self.spec.rows, boxes(self.spec, mesh.layout, mesh.coord), strict=True):
+            first = max(box.local[0] - self.first_row, 0)
+            rows = self.gradient[first : max(box.local[0] + box.shape[0] - self.first_row, 0)]
+            for axis in partial_axes(self.spec, part, mesh.layout) if rows.numel() else ():
+                if mesh.axes[axis].size > 1:
+                    yield axis, rows
 
-def make_shard(spec: ParamSpec, parameter: nn.Parameter, axis: Axis) -> ParameterShard:
-    start, stop = chunk_rows(spec.shape[0], axis.rank, axis.size)
+
+def make_shard(spec: ParamSpec, parameter: nn.Parameter, mesh: Mesh) -> ParameterShard:
+    rows, *columns = local_shape(spec, mesh.layout, mesh.coord)
+    start, stop = chunk_rows(rows, mesh.shard.rank, mesh.shard.size)
     local = local_of(parameter)
-    assert local.shape == (stop - start, *spec.shape[1:]), spec.name
+    assert local.shape == (stop - start, *columns), spec.name
 
     def state() -> Tensor:
         return torch.zeros_like(local, dtype=torch.float32)
@@ -233,7 +276,7 @@ class FsdpStore:
         self.num_steps = 0
         parameters = dict(model.named_parameters())
         assert parameters.keys() == {spec.name for spec in specs}
-        self.shards = [make_shard(spec, parameters[spec.name], mesh.shard) for spec in specs]
+        self.shards = [make_shard(spec, parameters[spec.name], mesh) for spec in specs]
         self._grad_scale = 1.0
 
     def drop_gradients(self) -> None:
@@ -242,27 +285,43 @@ class FsdpStore:
             shard.parameter.grad = None
 
     def finish(self) -> None:
-        """Sum the gradients over the groups of hybrid sharding, a unit of state at a time."""
-        if self.mesh.replicate.size == 1:
-            return
+        """Complete the gradients, a unit of state at a time: sum them over the groups of hybrid sharding, and over
+        other axes what each rank has one term of."""
         for unit in units(tuple(shard.spec for shard in self.shards)):
-            grads = [shard.gradient for shard in self.shards if shard.spec.unit == unit]
-            sizes = [grad.numel() for grad in grads]
-            padding = -sum(sizes) % self.mesh.replicate.size
-            flat = torch.cat([*(grad.flatten() for grad in grads), grads[0].new_zeros(padding)])
-            if flat.numel():  # as many on every rank that holds these rows
-                self.mesh.replicate.all_reduce(flat, dtype=self.reduce_dtype).wait()
-            for grad, summed in zip(grads, flat.split([*sizes, padding])[:-1], strict=True):
-                grad.copy_(summed.view_as(grad))
+            shards = [shard for shard in self.shards if shard.spec.unit == unit]
+            if self.mesh.replicate.size > 1:
+                self._sum_over_groups(shards)
+            by_axis: dict[AxisName, list[Tensor]] = {}
+            for axis, rows in (term for shard in shards for term in shard.terms(self.mesh)):
+                by_axis.setdefault(axis, []).append(rows)
+            for axis, terms in by_axis.items():
+                add_terms(terms, self.mesh.axes[axis])
+
+    def _sum_over_groups(self, shards: list[ParameterShard]) -> None:
+        axis, layout = self.mesh.replicate, self.mesh.layout
+        grads, rooms = [shard.gradient for shard in shards], [room(shard.spec, layout) for shard in shards]
+        padding = -sum(rooms) % axis.size
+        flat = grads[0].new_zeros(sum(rooms) + padding)
+        places = [place[: grad.numel()] for place, grad in zip(flat.split([*rooms, padding]), grads, strict=False)]
+        for place, grad in zip(places, grads, strict=True):
+            place.copy_(grad.flatten())
+        axis.all_reduce(flat, dtype=self.reduce_dtype).wait()
+        for place, grad in zip(places, grads, strict=True):
+            grad.copy_(place.view_as(grad))
 
     def clip(self, max_norm: float) -> float:
         """The 2-norm of the whole gradient, each logical element counted once. The next step scales gradients so that
         it is at most `max_norm` (0: as they are)."""
-        owned = self.mesh.replicate.rank == 0
-        mine = sum(sum_of_squares(shard.gradient.flatten()) for shard in self.shards) if owned else 0.0
+        mine = sum(map(sum_of_squares, self._counted())) if self.mesh.replicate.rank == 0 else 0.0
         norm = self.mesh.world.sum(mine)[0] ** 0.5
         self._grad_scale = min(1.0, max_norm / norm) if max_norm and norm else 1.0
         return norm
+
+    def _counted(self) -> Iterator[Tensor]:
+        """What the norm counts of this rank's gradients, flat: what several tensor ranks hold, on the first."""
+        for spec, box, view in self.owned("gradient"):
+            if is_first_holder(spec, spec.part(box.part), self.mesh.layout, self.mesh.coord):
+                yield view.flatten()
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -281,7 +340,7 @@ class FsdpStore:
         and writing both work."""
         for shard in self.shards:
             flat: Tensor = getattr(shard, kind).flatten()
-            start = shard.first_row * math.prod(shard.spec.shape[1:])
+            start = shard.first_row * math.prod(shard.local.shape[1:])
             within = boxes_within(shard.spec, self.mesh.layout, self.mesh.coord, start, start + flat.numel())
             for box, first in within:
                 at = first - start

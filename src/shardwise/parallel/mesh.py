@@ -1,19 +1,20 @@
 """The live twin of a `Layout`: one `Axis` per way the ranks are grouped, and every collective goes through one.
 
 An axis of one rank is the identity, so no caller asks whether it is cut. An axis counts the bytes that this rank sends
-as a ring moves them: of S bytes among n ranks, 2S(n-1)/n for an all-reduce and S(n-1)/n for its halves, reduce-scatter
-and all-gather.
+as a ring moves them: of S bytes among n ranks, 2S(n-1)/n for an all-reduce, S(n-1)/n for its halves, reduce-scatter and
+all-gather, and for an all-to-all; S for one hop around the ring.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.layout import AxisName, Coord, Layout
+from shardwise.layout import AxisName, Coord, Layout, ring_bytes
 
 Operation = Literal["sum", "max"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -111,6 +112,24 @@ class Axis:
         self.bytes_sent += ring_bytes(out.nbytes, self.size)
         return Pending(self.name, all_gather_single(out, part, group=self.group, async_op=True))
 
+    def all_to_all(self, x: Tensor, out: Tensor) -> Pending:
+        """Start to send row i of x [size, ...] to rank i, and to take into row i of `out` what rank i has for this
+        one."""
+        if self.size == 1:
+            return Pending(self.name, then=lambda: out.copy_(x))
+        self.bytes_sent += ring_bytes(x.nbytes, self.size)
+        work = dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        return Pending(self.name, work)
+
+    def pass_on(self, x: Tensor, out: Tensor) -> Pending:
+        """Start to send x to the next rank around the ring, and to take into `out` what the one before sends. All ranks
+        must start theirs in one order; x must stay as it is until the wait."""
+        assert self.size > 1 and x.is_contiguous() and out.is_contiguous()
+        self.bytes_sent += x.nbytes
+        ends = ((dist.isend, x, self.rank + 1), (dist.irecv, out, self.rank - 1))
+        moves = [dist.P2POp(end, each, group=self.group, group_peer=peer % self.size) for end, each, peer in ends]
+        return one_after_another(self.name, dist.batch_isend_irecv(moves))
+
     def sum(self, *values: float) -> list[float]:
         """The sums over the axis of a few numbers, for reports and decisions."""
         return self._control(values, "sum")
@@ -134,9 +153,10 @@ class Axis:
         return x.tolist()
 
 
-def ring_bytes(num_bytes: int, size: int) -> int:
-    """What each of `size` ranks sends in one turn of a ring around `num_bytes`."""
-    return num_bytes * (size - 1) // size
+def one_after_another(axis: str, works: Sequence[dist.Work]) -> Pending:
+    """All of what is under way already."""
+    first, *others = works
+    return Pending(axis, first, next=partial(one_after_another, axis, others) if others else None)
 
 
 def add_rows(rows: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool) -> None:
@@ -176,12 +196,20 @@ class Mesh:
         return self.axes["replicate"]
 
     @property
+    def dp(self) -> Axis:
+        return self.axes["dp"]
+
+    @property
     def tp(self) -> Axis:
         return self.axes["tp"]
 
     @property
     def pp(self) -> Axis:
         return self.axes["pp"]
+
+    @property
+    def cp(self) -> Axis:
+        return self.axes["cp"]
 
     @property
     def world(self) -> Axis:

@@ -12,22 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.model.batch import MicroBatch
 from shardwise.model.layers import Attend, Rotation
 from shardwise.parallel.schedule import Action, Piece
 from shardwise.parallel.zero import Store
-
-
-class MicroBatch(Protocol):
-    """Tokens [B, T] of one micro-batch; targets are -100 where there is none."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def positions(self) -> Tensor: ...
-    @property
-    def documents(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +40,8 @@ class Stage:
     runs: Mapping[str, Run]
     parameters: Mapping[str, tuple[str, ...]]
     context: Callable[[MicroBatch], Context]
+    repeated: frozenset[str] = frozenset()
+    """The pieces whose forward is run again in the backward, from their input (full recompute)."""
 
 
 class Executor(Protocol):
@@ -64,10 +54,10 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """Both ends of the graph of one piece, from its F to its B."""
+    """Both ends of the graph of one piece, from its F to its B; of one that is run again there the input alone."""
 
     x: Tensor | None
-    y: Tensor
+    y: Tensor | None
     weights: dict[str, Tensor]
 
 
@@ -106,9 +96,10 @@ class Pipeline:
             x = x.detach().requires_grad_()
         self.store.need(self.stage.pieces[action.piece].reads("F"))
         weights = self.store.weights(self.stage.parameters[action.piece])
-        with torch.enable_grad():
+        repeated = action.piece in self.stage.repeated
+        with torch.set_grad_enabled(not repeated):
             y = self.stage.runs[action.piece](weights, x, self._contexts[at])
-        self._saved[at, action.piece] = Saved(x, y, weights)
+        self._saved[at, action.piece] = Saved(x, None if repeated else y, weights)
         if y.dim() == 0:
             self._loss = y.detach() if self._loss is None else self._loss + y.detach()
         else:
@@ -117,12 +108,16 @@ class Pipeline:
     def backward(self, action: Action, scale: float) -> None:
         at = action.microbatch
         saved = self._saved.pop((at, action.piece))
+        self.store.need(self.stage.pieces[action.piece].reads("B"))
+        y = saved.y
+        if y is None:
+            with torch.enable_grad():
+                y = self.stage.runs[action.piece](saved.weights, saved.x, self._contexts[at])
         dy = self._cotangents.pop(at, None)
         if dy is None:
-            dy = torch.full_like(saved.y, scale)
+            dy = torch.full_like(y, scale)
         inputs = ([] if saved.x is None else [saved.x]) + list(saved.weights.values())
-        self.store.need(self.stage.pieces[action.piece].reads("B"))
-        grads = list(torch.autograd.grad(saved.y, inputs, dy))
+        grads = list(torch.autograd.grad(y, inputs, dy))
         if saved.x is None:
             del self._contexts[at]
         else:

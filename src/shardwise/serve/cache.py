@@ -29,7 +29,7 @@ class Cache:
         assert stop <= self.max_tokens
         self.keys[layer, :, start:stop] = k[0].transpose(0, 1)
         self.values[layer, :, start:stop] = v[0].transpose(0, 1)
-        window = self.config.sliding_window if layer in self.config.windowed_layers else None
+        window = self.config.window(layer)
         first = 0 if window is None else max(0, start + 1 - window)  # what the first new token may see
         mask = self.mask(first, start, stop, window, q.device)
         out = F.scaled_dot_product_attention(

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.catalogue import find_model, model_path
 from shardwise.config import ModelConfig, from_hugging_face, to_hugging_face
-from shardwise.layout import Layout, nearest_multiple
+from shardwise.layout import Layout
 from shardwise.model.load import open_weights
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from shardwise.parallel.apply import check_trainable
@@ -60,9 +60,6 @@ def check_run(settings: Settings) -> Run:
     check_vocabulary(tokenizer, config.vocab_size)
     if data.seq_len > config.max_positions:
         raise ValueError(f"data.seq_len {data.seq_len} is longer than the model's {config.max_positions} positions")
-    if layout.sequence_parallel and data.seq_len % layout.tp:
-        works = nearest_multiple(data.seq_len, layout.tp)
-        raise ValueError(f"data.seq_len {data.seq_len} does not divide among tp{layout.tp} with sp; {works} does")
     Batches(tokens, data.seq_len, data.global_batch, layout.microbatches, 0, layout.dp, settings.run.seed)
     if settings.run.eval_every:
         check_held_out(settings)

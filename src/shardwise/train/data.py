@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.model.batch import MicroBatch
 from shardwise.model.loss import IGNORED
 from shardwise.train.corpus import START_DTYPE, read_corpus
 
@@ -131,19 +132,6 @@ def mix(number: int) -> int:
 
 
 # -- batches ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """What one forward reads; each [B, T], int64. `targets` is -100 where there is none.
-
-    `documents` numbers the document of each token, so that attention can stay inside it; None: attend to all before.
-    """
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    positions: torch.Tensor
-    documents: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)

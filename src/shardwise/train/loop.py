@@ -103,7 +103,7 @@ def take_step(program: Program, mesh: Mesh, batch: Batch, lr: float, max_norm: f
     """One optimizer step on a global batch; returns this rank's term of its mean loss, and the gradient's norm. No step
     is taken with a norm that is not finite."""
     batch = on_device(batch, mesh.device)
-    scale = 1 / max(1.0, *mesh.data.sum(batch.num_targets))  # the only scaling of loss and gradients
+    scale = 1 / max(1.0, *mesh.dp.sum(batch.num_targets))  # the only scaling of loss and gradients
     with torch.no_grad():  # F alone enables gradients
         for action in program.table:
             program.pipeline.execute(action, batch.microbatches, scale)
@@ -119,15 +119,14 @@ def evaluate(settings: Settings, program: Program, mesh: Mesh) -> float:
     """The mean loss over the held-out sequences, which is the same in every layout."""
     data, run = settings.data, settings.run
     held_out = TokenFile(Path(data.folder), "held_out")
-    rows = data.global_batch // (mesh.data.size * mesh.layout.microbatches)
+    rows = data.global_batch // (mesh.dp.size * mesh.layout.microbatches)
     summed = targets = 0.0
-    for batch in held_out_batches(held_out, data.seq_len, rows, mesh.data.rank, mesh.data.size, run.eval_sequences,
+    for batch in held_out_batches(held_out, data.seq_len, rows, mesh.dp.rank, mesh.dp.size, run.eval_sequences,
                                   data.separate_documents):  # fmt: skip
         (microbatch,) = on_device(batch, mesh.device).microbatches
         summed += program.pipeline.evaluate(program.evaluation, microbatch)
         targets += batch.num_targets
-    summed, targets = mesh.data.sum(summed, targets)
-    return summed / max(1.0, targets)
+    return mesh.data.sum(summed)[0] / max(1.0, *mesh.dp.sum(targets))
 
 
 def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:

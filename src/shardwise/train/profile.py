@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Literal, get_args
 
 import torch
+from torch.autograd import Function
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as record
@@ -16,8 +17,10 @@ from shardwise.kernels.attention import RowBlocks
 from shardwise.layout import Layout
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.parallel.apply import Program
+from shardwise.parallel.context import RingAttention
 from shardwise.parallel.launch import Place, device_of, run_ranks
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.tensor import Conjugate
 from shardwise.params import flops_per_token, model_specs
 from shardwise.train.bench import (
     LR,
@@ -40,9 +43,11 @@ OF_STORE: dict[str, Group] = {
     "finish": "communication", "clip": "optimizer", "step": "optimizer",
 }  # fmt: skip
 """What the methods of a store are for: waiting, and casts for the wire, are part of communication."""
+FUNCTIONS: dict[type[Function], Group] = {
+    RowBlocks: "attention", RingAttention: "attention", Conjugate: "communication", LinearCrossEntropy: "logits",
+}  # fmt: skip
 OF_FUNCTION: dict[str, Group] = {
-    **dict.fromkeys((RowBlocks.__name__, f"{RowBlocks.__name__}Backward"), "attention"),
-    **dict.fromkeys((LinearCrossEntropy.__name__, f"{LinearCrossEntropy.__name__}Backward"), "logits"),
+    f"{function.__name__}{way}": group for way in ("", "Backward") for function, group in FUNCTIONS.items()
 }
 MARKED: dict[str, Group] = OF_FUNCTION | {group: group for group in OF_STORE.values()}
 PRODUCT_SIZE, COPY_ELEMENTS, LIMIT_TRIES = 2048, 1 << 25, 5
