@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +14,11 @@ from shardwise.catalogue import CATALOGUE
 from shardwise.cli import main
 from shardwise.config import ModelConfig
 from shardwise.hardware import DEVICES, Device
-from shardwise.layout import Layout, Shard
+from shardwise.layout import Layout, Recompute, Shard
 from shardwise.params import model_specs, num_params
 from shardwise.plan import plan
-from shardwise.plan.memory import Precision, serving_ledgers, training_ledgers, unit_sizes
-from shardwise.plan.search import Mode, serving_changes
+from shardwise.plan.memory import Mode, Precision, serving_ledgers, training_ledgers, unit_sizes
+from shardwise.plan.search import serving_changes
 from shardwise.plan.why import count, gb
 
 GB = 10**9
@@ -126,16 +127,18 @@ def test_kv_bytes() -> None:
 
 
 def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
-    """70,553,706,496 parameters: 2 bytes each are 141 GB, 16 are 1,129 GB; 8192 x 327,680 bytes of KV are 2.68 GB."""
+    """70,553,706,496 parameters: 2 bytes each are 141 GB, 16 are 1,129 GB; 8192 x 80 x 274,696 bytes of activations are
+    180 GB; 8192 x 327,680 bytes of KV are 2.68 GB."""
     train, serve = plan("llama-3.1-70b", "h100-80gb", 1).answers
     assert [train.fits, serve.fits] == [False, False]
-    for said in ("141 GB in bf16 (2 bytes each): these alone exceed it", "4 + 4 + 4 bytes", "847 GB", "1,129 GB",
-                 "14.1 times", "activations"):  # fmt: skip
+    for said in ("141 GB in bf16 (2 bytes each): these alone exceed it", "4 + 4 + 4 bytes", "847 GB",
+                 "16 bytes a parameter, 1,129 GB", "1 sequence of 8,192 tokens", "180 GB of activations",
+                 "2.19 GB for the logits", "1,311 GB, 16.4 times", "slack comes on top"):  # fmt: skip
         assert said in str(train.why_not)
     for said in ("In inference", "141 GB", "8,192 tokens adds 2.68 GB", "327,680 bytes a token", "Together: 144 GB"):
         assert said in str(serve.why_not)
-    assert "16 GPUs" in str(train.smallest_change)  # the states alone would fit on 15, with 4.7 GB left
-    assert "dp16.z3" in str(train.smallest_change)
+    # the activations alone exceed a GPU until they are recomputed; the states alone would fit on 15
+    assert str(train.smallest_change).startswith("20 GPUs of this kind, with dp20.z3.rc-full (the fewest")
     assert "at least 2 GPUs of this kind, with tp2" in str(serve.smallest_change)
 
 
@@ -166,14 +169,70 @@ def test_the_smallest_change_fits_and_one_rank_less_does_not(model: str, layout:
     assert found.layout.problems(CATALOGUE[model]) == []
     if found.layout.world_size > Layout.parse(layout).world_size:
         fewer = Layout.parse(re.sub(r"dp(\d+)", lambda dp: f"dp{int(dp[1]) - 1}", str(found.layout)))
-        assert not train.job.candidate(fewer).fits
+        recomputes: tuple[Recompute, ...] = get_args(Recompute)
+        assert not any(train.job.candidate(replace(fewer, recompute=each)).fits for each in recomputes)
+        least = recomputes[: recomputes.index(found.layout.recompute)]
+        assert not any(train.job.candidate(replace(found.layout, recompute=each)).fits for each in least)
 
 
 def test_the_same_gpus_are_tried_before_more() -> None:
     (train,) = plan("llama-2-7b", "h100-80gb", mode="train", layout="dp8").answers
-    assert str(train.smallest_change).startswith("dp8.z1 on the same 8 GPUs: 37.3 GB of 80 GB")
+    assert str(train.smallest_change).startswith("dp8.z1 on the same 8 GPUs: 55 GB of 80 GB")
     (serve,) = plan("llama-3.1-70b", "h100-80gb", mode="serve", layout="dp8").answers
     assert str(serve.smallest_change).startswith("dp4.tp2 on the same 8 GPUs")
+
+
+def test_recompute_is_a_change_too() -> None:
+    """After all that the later stages of ZeRO can do, and before another number of GPUs."""
+    for short, num_sequences, expected in (
+        ("dp8.z3", 2, "dp8.z3.rc-selective"), ("dp8.z3", 4, "dp8.z3.rc-full"), ("dp8", 2, "dp8.z3.rc-selective"),
+    ):  # fmt: skip
+        (train,) = plan("llama-3.1-8b", "h100-80gb", mode="train", layout=short, micro_batch=num_sequences).answers
+        assert str(train.smallest_change).startswith(f"{expected} on the same 8 GPUs: ")
+    (train,) = plan("smollm2-135m", Device("small", 3 * GB, 1e12, 1e11), mode="train", seq=4096).answers
+    assert str(train.smallest_change).startswith("dp1.rc-full on the same 1 GPU: ")
+    (train,) = plan("llama-3.1-8b", "h100-80gb", mode="train", layout="dp8.z3", micro_batch=64).answers
+    assert "even with rc-full its activations and logits are 207 GB. Shorter sequences" in str(train.smallest_change)
+
+
+def test_what_is_asked_of_training() -> None:
+    def rows(**choices: Any) -> dict[str, int]:
+        answer = plan("llama-3.1-8b", "h100-80gb", mode="train", **choices).answers[0]
+        return answer.candidates[0].ledger[0].rows
+
+    one = rows(seq=2048)
+    assert rows(seq=2048, micro_batch=4)["activations"] == rows(seq=8192)["activations"] == 4 * one["activations"]
+    assert rows(seq=8192) == rows()
+    for recompute in ("selective", "full"):
+        assert rows(recompute=recompute) == rows(layout=f"dp1.rc-{recompute}", recompute=recompute)
+    assert rows(recompute="none") == rows()
+    both = plan("llama-3.1-8b", "h100-80gb", layout="dp2.tp2", recompute="full").to_json()
+    assert both["candidates"][0]["layout"] == "dp2.tp2.rc-full"
+    assert both["one_gpu"]["layout"] == "dp1.rc-full"
+    assert both["serve"]["candidates"][0]["layout"] == "dp2.tp2"
+    searched = plan("llama-3.1-8b", "h100-80gb", 4, mode="train", recompute="selective").answers[0].candidates
+    assert {each.layout.recompute for each in searched} == {"selective"}
+
+
+def test_training_is_asked_for_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """300 tokens of Llama-2-7B: 32 blocks and the head, or 32 inputs of 4096 in bf16 and the last block again."""
+    flags = ("--gpu", "h100-80gb", "--layout", "dp8.z3", "--micro-batch", "3", "--seq", "100")
+    _, full = run_json(capsys, "llama-2-7b", *flags, "--recompute", "full")
+    _, none = run_json(capsys, "llama-2-7b", *flags)
+    assert (full["micro_batch"], full["seq"]) == (none["micro_batch"], none["seq"]) == (3, 100)
+    assert full["candidates"][0]["layout"] == "dp8.z3.rc-full"
+    kept = [each["candidates"][0]["ledger"][0]["rows"]["activations"] for each in (none, full)]
+    block, x, head = 2 * (8 * 4096 + 3 * 11_008) + 8, 2 * 4096, 2 * 2 * 4096 + 4
+    assert kept == [300 * (32 * block + head), 300 * (32 * x + block - x)]
+    assert main(["plan", "llama-2-7b", *flags, "--layout", "dp8.rc-full", "--recompute", "none"]) == 2
+    assert "says rc-full, so recompute cannot be none; say it once" in capsys.readouterr().err
+
+
+def test_what_is_recomputed_on_one_gpu_is_said() -> None:
+    said = {"none": "keeps what it computes", "selective": "keeps most of it", "full": "keeps the input of each block"}
+    for recompute, words in said.items():
+        (train,) = plan("70B", "h100-80gb", mode="train", recompute=recompute, micro_batch=2).answers  # type: ignore[arg-type]
+        assert f"A forward pass of 2 sequences of 8,192 tokens {words}" in str(train.why_not)
 
 
 def test_a_shorter_request_is_a_change_too() -> None:
@@ -234,6 +293,12 @@ def test_a_layout_is_served_as_it_is_trained_where_it_can_be() -> None:
         ({"layout": "dp4", "gpus": 8}, "layout dp4 is for 4 GPUs, not 8; --gpus 4 works"),
         ({"layout": "dp4.tp2.z1", "gpus": None, "mode": "serve"}, "dp4.tp2 works"),
         ({"layout": "dp2.xx", "gpus": None}, "'xx' is not a part of a layout"),
+        ({"micro_batch": 0}, "at least 1 sequence, not 0"),
+        ({"recompute": "some"}, "none, selective, full are"),
+        ({"mode": "serve", "micro_batch": 2}, "leave them out of serving"),
+        ({"mode": "serve", "recompute": "none"}, "leave them out of serving"),
+        ({"layout": "dp1.rc-full", "recompute": "selective"}, "says rc-full, so recompute cannot be selective"),
+        ({"layout": "dp1.rc-full", "recompute": "none"}, "says rc-full, so recompute cannot be none"),
     ],
 )
 def test_bad_requests_are_refused_in_a_sentence(choices: dict[str, object], said: str) -> None:
@@ -263,11 +328,14 @@ def test_json_keys_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
             assert candidate["limit_bytes"] == 80 * GB
             assert candidate["fits"] == (candidate["peak_bytes"] <= candidate["limit_bytes"])
             for stage in candidate["ledger"]:
-                assert set(stage["rows"]) == {"parameters", "gradients", "optimizer", "buffers", "kv"}
+                trained = {"activations", "logits"} if mode == "train" else set()
+                assert set(stage["rows"]) == {"parameters", "gradients", "optimizer", "buffers", "kv"} | trained
                 assert all(isinstance(size, int) for size in stage["rows"].values())
     assert isinstance(answer["why_not"], str)
     assert answer["smallest_change"] is None
-    assert answer["not_counted"] == ["activations", "logits", "slack"]
+    assert answer["not_counted"] == ["slack"]
+    assert answer["serve"]["not_counted"] == ["activations", "logits", "slack"]
+    assert (answer["micro_batch"], answer["seq"]) == (1, 4096)
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,6 +357,10 @@ def test_pipeline_stages_have_a_ledger_each(capsys: pytest.CaptureFixture[str]) 
     assert [stage["stage"] for stage in candidate["ledger"]] == [0, 1, 2, 3]
     embed, head = 32_000 * 4096, 32_000 * 4096 + 4096
     block = (num_params(model_specs(CATALOGUE["llama-2-7b"])) - embed - head) // 32
+    assert answer["not_counted"] == ["slack"]
+    assert [bool(stage["rows"]["logits"]) for stage in candidate["ledger"]] == [False, False, False, True]
+    _, answer = run_json(capsys, "llama-2-7b", "--gpu", "h100-80gb", "--layout", "pp4.interleaved.v2.m4")
+    assert answer["not_counted"] == ["slack", "what interleaved keeps beyond 1f1b"]
     held = [stage["rows"]["parameters"] // 2 for stage in candidate["ledger"]]
     assert held == [embed + 8 * block, 8 * block, 8 * block, 8 * block + head]
 
@@ -296,8 +368,9 @@ def test_pipeline_stages_have_a_ledger_each(capsys: pytest.CaptureFixture[str]) 
 def test_the_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-70b", "--gpu", "h100-80gb", "--gpus", "8"]) == 1
     out = capsys.readouterr().out
-    for said in ("70.6 billion parameters", "8 x h100-80gb, 80 GB each", "1,128.99", "dp8.z3", "dp4.tp2", "fits",
-                 "GB are 1e9 bytes", "Not counted yet: activations, logits, slack", "1.75P", "what tp sends is not",
+    for said in ("70.6 billion parameters", "8 x h100-80gb, 80 GB each", "1,311.31", "dp8.z3", "dp4.tp2", "fits",
+                 "GB are 1e9 bytes", "in training slack; in serving activations, logits, slack", "1.75P",
+                 "micro-batches of 1 sequence of 8,192 tokens", "75.6 GB over",
                  "Its 70.6 billion parameters are 141 GB in bf16 (2 bytes each): these alone exceed it."):  # fmt: skip
         assert said in out
     assert all(len(line) <= 120 for line in out.splitlines())

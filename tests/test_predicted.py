@@ -1,7 +1,10 @@
 """Predicted = executed: what the planner says that a rank holds and sends, against real steps, byte for byte."""
 
+import math
 import weakref
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -18,11 +21,14 @@ from ranks import Ranks
 from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
+from shardwise.model import loss
 from shardwise.parallel.apply import Program, apply
 from shardwise.parallel.mesh import Axis, Mesh, Pending, make_mesh
 from shardwise.parallel.schedule import BUCKET_BYTES, Action, accumulate, lower, model_pieces
 from shardwise.parallel.zero import Store
-from shardwise.params import model_specs, num_params
+from shardwise.params import local_shape, model_specs, num_params
+from shardwise.plan import exchange
+from shardwise.plan.activations import MicroBatchShape
 from shardwise.plan.buffers import Moment, moments
 from shardwise.plan.memory import (
     STATES,
@@ -35,9 +41,20 @@ from shardwise.plan.memory import (
     unit_sizes,
 )
 from shardwise.plan.step import step_table
-from shardwise.plan.traffic import comm_bytes, step_counts
+from shardwise.plan.traffic import CommBytes, comm_bytes, step_counts
 from shardwise.train.loop import DTYPES, take_step
-from tiny_training import FAMILIES, OPTIMIZER, RATE, fill_store, global_batch, part_of, tiny_weights
+from tiny_training import (
+    FAMILIES,
+    OPTIMIZER,
+    RATE,
+    SEQ_LEN,
+    SEQUENCES,
+    VOCAB,
+    fill_store,
+    global_batch,
+    part_of,
+    tiny_weights,
+)
 
 CPU = torch.device("cpu")
 PRIMES = ModelConfig("llama", 3, 13, 17, 3, 1, 6, 97, 32)
@@ -142,7 +159,8 @@ def added(store: Store, watch: Watch) -> Any:
 def ready(
     rank: int, short: str, model: str, precision: Precision, gradients: Gradients, bucket_bytes: int, overlap: bool
 ) -> tuple[Program, Mesh]:
-    mesh, config = make_mesh(Layout.parse(short), rank, CPU), MODELS[model]
+    config = MODELS[model]
+    mesh = make_mesh(Layout.parse(short), rank, CPU, config.num_kv_heads)
     grad_dtype = DTYPES[precision] if gradients == "same" else DTYPES[gradients]
     program = apply(config, mesh, DTYPES[precision], grad_dtype, OPTIMIZER.update, bucket_bytes=bucket_bytes,
                     overlap=overlap)  # fmt: skip
@@ -312,25 +330,227 @@ def fsdp_on(rank: int, world: int, short: str, model: str) -> list[tuple[dict[st
 @pytest.mark.parametrize(
     ("short", "model"),
     [(short, "primes") for short in ("dp2.fsdp", "dp3.fsdp.m2", "dp2.fsdp.keep", "dp4.fsdp.s2.m3")]
-    + [("dp3.fsdp.m2", "llama-tied"), ("dp3.fsdp.m2", "gpt2")],
+    + [("dp3.fsdp.m2", "llama-tied"), ("dp3.fsdp.m2", "gpt2")]
+    + [("dp2.tp3.fsdp.m2", "primes"), ("dp4.tp2.sp.fsdp.s2.keep", "gpt2")],
 )
 def test_fsdp_holds_and_sends_what_is_planned(ranks: Ranks, short: str, model: str) -> None:
-    """Exactly on the first rank, which has the most rows. The last may own fewer: its weights and gradients are padded
-    to the same, its optimizer state is not, nor what it sums over groups."""
-    layout = Layout.parse(short)
+    """Exactly on the first rank of each group, which has the most rows, of the first tensor rank, which has the most
+    of a parameter. The last may own fewer rows: its weights and gradients are padded to the same, its optimizer state
+    is not."""
+    layout, config = Layout.parse(short), MODELS[model]
     told = ranks.run(layout.world_size, fsdp_on, short, model)
-    groups, params = layout.dp // layout.shard_size, num_params(model_specs(MODELS[model]))
     for at, choice in enumerate(DTYPE_CHOICES):
-        (ledger,) = training_ledgers(MODELS[model], layout, *choice)
+        (ledger,) = training_ledgers(config, layout, *choice)
         states = {row: ledger.rows[row] for row in STATES}
-        sent = comm_bytes(MODELS[model], layout, *choice)
+        sent = comm_bytes(config, layout, *choice)
+        assert {axis for axis, num_bytes in sent.items() if num_bytes is None} == ({"tp"} if layout.tp > 1 else set())
         for rank, (held, bytes_sent) in enumerate(each[at] for each in told):
-            if rank % layout.shard_size == 0:
-                assert (held, {axis: bytes_sent[axis] for axis in sent}) == (states, sent)
-            assert held | {"optimizer": 0} == states | {"optimizer": 0}
+            coord = layout.coord(rank)
+            if coord.tp == 0:
+                optimizer = states["optimizer"] if coord.dp % layout.shard_size == 0 else held["optimizer"]
+                assert held == states | {"optimizer": optimizer}
+                assert {axis: bytes_sent[axis] for axis in sent if sent[axis] is not None} == {
+                    axis: num_bytes for axis, num_bytes in sent.items() if num_bytes is not None
+                }
+            assert all(held[row] <= states[row] for row in STATES)
             assert bytes_sent["dp"] <= sent["dp"]
         each_bytes = element_bytes(layout, *choice).optimizer
-        assert sum(rank[at][0]["optimizer"] for rank in told) == each_bytes * params * groups
+        elements = sum(
+            math.prod(local_shape(spec, layout, layout.coord(rank)))
+            for spec in model_specs(config)
+            if spec.tied_to is None
+            for rank in range(layout.tp)
+        )
+        groups = layout.dp // layout.shard_size
+        assert sum(rank[at][0]["optimizer"] for rank in told) == each_bytes * elements * groups
+
+
+# -- tensor parallel ----------------------------------------------------------------------------------------
+
+NORMED = replace(FAMILIES["qwen3"], num_kv_heads=1, qkv_bias=True, mlp_bias=True, out_bias=True, ffn_size=21)
+CUT = {
+    **{family: FAMILIES[family] for family in ("llama-tied", "gpt2", "qwen3")},
+    "normed": NORMED,
+    "odd": ModelConfig("llama", 3, 15, 50, 3, 3, 4, 131, 32, qkv_bias=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    model: str | ModelConfig
+    precision: Precision = "fp32"
+    small: bool = False
+    """Whether chunks of a few rows of logits are forced."""
+
+    @property
+    def config(self) -> ModelConfig:
+        return CUT[self.model] if isinstance(self.model, str) else self.model
+
+    @property
+    def microbatch(self) -> MicroBatchShape:
+        layout = Layout.parse(self.layout)
+        return MicroBatchShape(SEQUENCES // layout.dp // layout.microbatches, SEQ_LEN)
+
+
+def chunks_of(module: Any, case: Case) -> AbstractContextManager[object]:
+    """What `module` takes for the size of a chunk of logits."""
+    return patch.multiple(module, SOFTMAX_BYTES=2100, PRODUCT_BYTES=5000) if case.small else nullcontext()
+
+
+def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]]:
+    """What each step sends."""
+    told = []
+    for case in cases:
+        layout, config, dtype = Layout.parse(case.layout), case.config, DTYPES[case.precision]
+        mesh = make_mesh(layout, rank, CPU, config.num_kv_heads)
+        program = apply(config, mesh, dtype, dtype, OPTIMIZER.update)
+        fill_store(program.store, tiny_weights(config))  # type: ignore[arg-type]
+        batch = part_of(*global_batch(0), layout, mesh.dp.rank)
+        mesh.bytes_sent()
+        with chunks_of(loss, case):
+            take_step(program, mesh, batch, 0.0, 0.0)
+        told.append(mesh.bytes_sent())
+    return told
+
+
+def planned_bytes(case: Case) -> CommBytes:
+    with chunks_of(exchange, case):
+        return comm_bytes(case.config, Layout.parse(case.layout), case.precision, microbatch=case.microbatch)
+
+
+TENSOR_LAYOUTS = [
+    *("tp2", "tp2.m3", "tp2.sp", "tp2.sp.z2.m2", "tp2.z3"),
+    *("tp4", "tp4.sp.m2", "dp2.tp2.z1", "dp2.tp2.sp.z2.m3", "dp2.tp2.sp.z3.keep.m2", "dp2.tp2.z3.s1.m2"),
+    *("tp2.rc-full", "tp2.rc-selective", "tp2.sp.rc-full.m2", "tp2.sp.rc-selective", "dp2.z3.rc-full.m2"),
+]
+CONTEXT_LAYOUTS = ["cp2", "cp3", "cp2.z3.m2", "tp2.cp2.sp.z2.m2", "cp2.rc-full", "cp2.rc-selective"]
+
+
+@pytest.mark.parametrize("short", TENSOR_LAYOUTS + CONTEXT_LAYOUTS)
+def test_tensor_and_context_parallel_send_what_is_planned(ranks: Ranks, short: str) -> None:
+    """On every axis of every rank: activations, the softmax of each chunk of rows, gradients of norms, of learned
+    positions, of q and k norms, and of kv heads that several ranks hold."""
+    cases = [Case(short, model) for model in CUT if model != "odd"]
+    cases += [Case(short, model, "bf16", small=True) for model in ("gpt2", "normed")]
+    plans = [planned_bytes(case) for case in cases]
+    for mine in ranks.run(Layout.parse(short).world_size, sent_on, cases):
+        for case, sent, plan in zip(cases, mine, plans, strict=True):
+            assert {axis: sent[axis] for axis in plan} == plan, case
+
+
+@pytest.mark.parametrize("short", ["cp2.a2a", "cp2.a2a.rc-full.m2", "tp2.cp2.a2a.sp.z2"])
+def test_trading_tokens_for_heads_sends_what_is_planned(ranks: Ranks, short: str) -> None:
+    cases = [Case(short, "gpt2"), Case(short, "gpt2", "bf16")]
+    plans = [planned_bytes(case) for case in cases]
+    for mine in ranks.run(Layout.parse(short).world_size, sent_on, cases):
+        assert [{axis: sent[axis] for axis in plan} for sent, plan in zip(mine, plans, strict=True)] == plans
+
+
+def test_sizes_that_three_ranks_do_not_divide(ranks: Ranks) -> None:
+    """Each collective is rounded down on its own, and there are many of a few rows."""
+    cases = [Case(short, "odd", precision, small) for short in ("tp3", "tp3.z2.m2") for precision in ("fp32", "bf16")
+             for small in (False, True)]  # fmt: skip
+    expected = [planned_bytes(case) for case in cases]
+    for mine in ranks.run(3, sent_on, cases):
+        assert [{axis: sent[axis] for axis in ("dp", "tp", "pp", "cp")} for sent in mine] == expected
+
+
+@st.composite
+def cut_cases(draw: st.DrawFn) -> Case:
+    """Any small model on two to four tensor ranks, and up to two data ranks."""
+    tp = draw(st.integers(2, 4))
+    kv_heads = draw(st.sampled_from([kv for kv in (1, 2, tp) if kv % tp == 0 or tp % kv == 0]))
+    layer_norm, learned = draw(st.booleans()), draw(st.booleans())
+    config = ModelConfig(
+        "llama", draw(st.integers(1, 3)), draw(st.integers(3, 17)), draw(st.integers(1, 23)),
+        tp * draw(st.integers(1, 2)), kv_heads, 4, VOCAB, 32, tied=draw(st.booleans()),
+        norm="layer" if layer_norm else "rms", gated=draw(st.booleans()), positions="learned" if learned else "rope",
+        qkv_bias=draw(st.booleans()), out_bias=draw(st.booleans()), mlp_bias=draw(st.booleans()),
+        qk_norm=not layer_norm and draw(st.booleans()),
+    )  # fmt: skip
+    shard = draw(st.sampled_from(["none", "zero1", "zero2", "zero3"]))
+    layout = Layout(dp=draw(st.integers(1, 2)) if tp == 2 else 1, tp=tp, shard=shard,
+                    microbatches=draw(st.integers(1, 2)),
+                    sequence_parallel=SEQ_LEN % tp == 0 and draw(st.booleans()))  # fmt: skip
+    return Case(str(layout), config, draw(st.sampled_from(["bf16", "fp32"])), draw(st.booleans()))
+
+
+@settings(max_examples=5)
+@given(cut_cases())
+def test_a_drawn_model_sends_what_is_planned(ranks: Ranks, case: Case) -> None:
+    plan = planned_bytes(case)
+    for (sent,) in ranks.run(Layout.parse(case.layout).world_size, sent_on, [case]):
+        assert {axis: sent[axis] for axis in plan} == plan
+
+
+@pytest.mark.parametrize("b", [1, 4])
+@pytest.mark.parametrize("t", [2, 4, 8])
+def test_a_layer_sends_what_is_published(t: int, b: int) -> None:
+    """8 b s h (t - 1) / t elements, without sequence parallel (Shoeybi et al. 2019) and with (Korthikanti et al. 2022),
+    whose norms' gradients are summed besides. What is recomputed is sent again."""
+    config, tokens = replace(CATALOGUE["llama-2-7b"], num_layers=1), b * 2048
+    half = 2 * tokens * config.hidden_size * (t - 1) // t
+
+    def layer(short: str) -> int:
+        layout = Layout.parse(short)
+        deep, flat = (
+            comm_bytes(replace(config, num_layers=n), layout, microbatch=MicroBatchShape(b, 2048))["tp"] for n in (2, 1)
+        )
+        assert deep is not None and flat is not None
+        return deep - flat
+
+    norms = 2 * 4 * 2 * config.hidden_size * (t - 1) // t
+    assert layer(f"tp{t}") == layer(f"tp{t}.rc-selective") == 8 * half
+    assert layer(f"tp{t}.sp") == 8 * half + norms
+    assert layer(f"tp{t}.rc-full") == 12 * half
+    assert layer(f"tp{t}.sp.rc-full") == 12 * half + norms
+    assert layer(f"tp{t}.sp.rc-selective") == 10 * half + norms
+    assert layer(f"tp{t}.m3") == 24 * half
+    assert layer(f"dp2.tp{t}.sp.z2.m3") == 3 * (8 * half + norms)
+    assert layer(f"dp2.tp{t}.sp.z1.m3") == 24 * half + norms
+    assert layer(f"dp2.tp{t}.sp.fsdp.m3") == 24 * half + norms // 2, "of the rows that a data rank has"
+
+
+def test_the_busiest_stage_is_told() -> None:
+    config = CATALOGUE["llama-2-7b"]
+
+    def sent(short: str) -> int:
+        found = comm_bytes(config, Layout.parse(short), microbatch=MicroBatchShape(1, 4096))["tp"]
+        assert found is not None
+        return found
+
+    seam = 2 * 4096 * config.hidden_size
+    assert sent("tp2") == 32 * 4 * seam + 2 * seam + 3 * 4096 * 4
+    assert sent("tp2.pp4") == 8 * 4 * seam + seam + 3 * 4096 * 4, "the last, with the loss"
+
+
+# -- context parallel ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("c", [2, 4, 8])
+def test_context_parallel_by_hand(c: int) -> None:
+    """Llama-3.1-8B, 8192 tokens: 32 layers, 32 heads and 8 kv heads of 128, bf16. A ring sends keys and values c - 1
+    times forward and again backward, their gradients in fp32 as often (Liu et al. 2023); an all-to-all sends q, k, v
+    and the output once each way (Jacobs et al. 2023)."""
+    config, n = CATALOGUE["llama-3.1-8b"], 8192 // c
+
+    def sent(short: str, tokens: int = 8192) -> int:
+        found = comm_bytes(config, Layout.parse(short), microbatch=MicroBatchShape(1, tokens))["cp"]
+        assert found is not None
+        return found
+
+    kv, q = 8 * 128, 32 * 128
+    forward, backward = (c - 1) * 2 * n * kv * 2, (c - 1) * 2 * n * kv * (2 + 4)
+    assert sent(f"cp{c}") == sent(f"cp{c}.rc-selective") == 32 * (forward + backward)
+    assert sent(f"cp{c}.rc-full") == 32 * (2 * forward + backward)
+    assert sent(f"cp{c}.m3") == 3 * sent(f"cp{c}")
+    assert sent(f"tp2.cp{c}") == sent(f"cp{c}") // 2 and sent(f"tp16.cp{c}") == sent(f"cp{c}") // 8
+    assert sent(f"cp{c}", 8191) == sent(f"cp{c}"), "padded"
+    once = n * (q + 2 * kv) * 2 * (c - 1) // c + n * q * 2 * (c - 1) // c
+    assert sent(f"cp{c}.a2a") == 32 * 2 * once
+    assert sent(f"cp{c}.a2a.rc-full") == 32 * 3 * once
+    assert sent(f"cp{c}.pp2") == sent(f"cp{c}") // 2
 
 
 # -- the planner's short cuts -------------------------------------------------------------------------------
@@ -443,14 +663,17 @@ def test_what_is_gathered_for_a_while() -> None:
         assert training_ledgers(config, Layout.parse(short))[0].rows["buffers"] == buffers
 
 
-def test_what_is_cut_by_tensor_pipeline_or_context_is_named_not_guessed() -> None:
-    config = CATALOGUE["llama-3.1-8b"]
+def test_what_no_micro_batch_or_no_table_tells_is_named_not_guessed() -> None:
+    """Without a micro-batch what tensor and context parallel send; what pipeline stages do in any case."""
+    config, microbatch = CATALOGUE["llama-3.1-8b"], MicroBatchShape(1, 64)
     for short in ("dp2.tp2.z1", "dp2.pp4.z1", "dp2.cp2.z1"):
-        layout = Layout.parse(short)
-        sent = comm_bytes(config, layout)
-        assert sent["dp"]
-        assert {axis for axis, num_bytes in sent.items() if num_bytes is None} == {short.split(".")[1][:2]}
-        assert all(sent[axis] == 0 for axis in ("tp", "pp", "cp") if getattr(layout, axis) == 1)
+        layout, axis = Layout.parse(short), short.split(".")[1][:2]
+        sent, told = comm_bytes(config, layout), comm_bytes(config, layout, microbatch=microbatch)
+        assert sent["dp"] and sent["dp"] == told["dp"]
+        assert {axis for axis, num_bytes in sent.items() if num_bytes is None} == {axis}
+        assert {axis for axis, num_bytes in told.items() if num_bytes is None} == {axis} & {"pp"}
+        assert all(told[other] == 0 for other in ("tp", "pp", "cp") if getattr(layout, other) == 1)
+        assert told[axis] is None or told[axis] > 0
     whole, half = (comm_bytes(config, Layout.parse(short))["dp"] for short in ("dp2", "dp2.tp2"))
     assert whole is not None and half is not None
     assert half == pytest.approx(whole / 2, rel=1e-4)  # norms are not cut

@@ -20,7 +20,16 @@ def add_plan(subparsers: Any) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: as --layout needs, else 1)")
     parser.add_argument("--mode", choices=("train", "serve"), help="only this answer (default: both)")
     parser.add_argument("--layout", metavar="L", help="judge this layout, for example dp2.tp4.z1, instead of searching")
-    parser.add_argument("--seq", type=int, metavar="TOKENS", help="length of a request when serving (default: 8192)")
+    parser.add_argument(
+        "--seq", type=int, metavar="TOKENS", help="length of a sequence, and of a request when serving (default: 8192)"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, metavar="B", help="sequences that a data rank trains on at a time (default: 1)"
+    )
+    parser.add_argument(
+        "--recompute", choices=("none", "selective", "full"),
+        help="of activations in training, for all layouts, as rc-selective and rc-full in one (default: none)",
+    )  # fmt: skip
     parser.add_argument(
         "--precision", choices=("bf16", "fp32"), default="bf16", help="of weights and gradients (default: bf16)"
     )
@@ -31,7 +40,8 @@ def run_plan(args: argparse.Namespace) -> int:
     """Exit 0 where the first candidate fits, else 1."""
     from shardwise.plan import plan
 
-    answer = plan(args.model, args.gpu, args.gpus, args.mode, args.layout, args.seq, args.precision)
+    answer = plan(args.model, args.gpu, args.gpus, args.mode, args.layout, args.seq, args.precision, args.micro_batch,
+                  args.recompute)  # fmt: skip
     if args.json:
         print(json.dumps(answer.to_json()))
     else:

@@ -1,15 +1,15 @@
 """`plan`: from a model, a kind of GPU and a number of them to what fits, why not, and what would."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from shardwise.catalogue import FoundModel, find_model
 from shardwise.config import ModelConfig
 from shardwise.hardware import Device, find_device
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Recompute
 from shardwise.params import model_specs, num_params
-from shardwise.plan.memory import NOT_COUNTED, PRECISIONS, Precision
-from shardwise.plan.search import Candidate, Job, Mode
+from shardwise.plan.memory import PRECISIONS, Mode, Precision, uncounted
+from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_one_is_not_enough
 
 DEFAULT_SEQ_TOKENS = 8192
@@ -35,9 +35,14 @@ class Answer:
     def fits(self) -> bool:
         return self.candidates[0].fits
 
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        return uncounted(self.job.mode, [each.layout for each in self.candidates])
+
     def to_json(self) -> dict[str, Any]:
         return {
             "mode": self.job.mode,
+            "not_counted": list(self.uncounted),
             "candidates": [each.to_json() for each in self.candidates],
             "one_gpu": self.job.on_one_gpu.to_json(),
             "why_not": self.why_not,
@@ -54,6 +59,8 @@ class Plan:
     num_gpus: int
     precision: Precision
     seq_tokens: int
+    num_sequences: int
+    """Of a micro-batch in training."""
     answers: tuple[Answer, ...]
 
     @property
@@ -77,7 +84,7 @@ class Plan:
             "gpus": self.num_gpus,
             "precision": self.precision,
             "seq": self.seq_tokens,
-            "not_counted": list(NOT_COUNTED),
+            "micro_batch": self.num_sequences,
             **first,
             **{answer["mode"]: answer for answer in others},
         }
@@ -91,24 +98,33 @@ def plan(
     layout: str | Layout | None = None,
     seq: int | None = None,
     precision: Precision = "bf16",
+    micro_batch: int | None = None,
+    recompute: Recompute | None = None,
 ) -> Plan:
     """What a model needs on `gpus` GPUs (1, or as many as `layout` has ranks), before anything is started.
 
     Without `mode`, training first, then serving. With `layout` the first candidate is that one, whether it fits or not.
-    `seq` is the length of a served request in tokens; by default 8192, or the model's positions where they are fewer.
-    Raises ValueError for what is not known and for a layout that cannot work.
+    `seq` is the length in tokens of a sequence in training and of a request in serving; by default 8192, or the model's
+    positions where they are fewer. `micro_batch` counts the sequences that a data rank trains on at a time (1), and
+    `recompute` is that of every layout of training. Raises ValueError for what is not known and for a layout that
+    cannot work.
     """
     found = as_model(model)
     device = find_device(gpu) if isinstance(gpu, str) else gpu
     wanted = Layout.parse(layout) if isinstance(layout, str) else layout
     num_gpus = gpus if gpus is not None else wanted.world_size if wanted else 1
     check_choices(mode, precision, num_gpus)
-    if wanted:
-        check_layout(wanted, found.config, num_gpus, mode)
-    seq_tokens = choose_seq(found.config, seq)
-    modes: tuple[Mode, ...] = (mode,) if mode else ("train", "serve")
-    jobs = [Job(each, found.name, found.config, device, precision, seq_tokens) for each in modes]
-    return Plan(found, device, num_gpus, precision, seq_tokens, tuple(answer(job, num_gpus, wanted) for job in jobs))
+    check_training_choices(mode, micro_batch, recompute, wanted)
+    trained = replace(wanted, recompute=recompute) if wanted and recompute else wanted
+    if trained:
+        check_layout(trained, found.config, num_gpus, mode)
+    seq_tokens, num_sequences = choose_seq(found.config, seq), micro_batch or 1
+    serving = Job("serve", found.name, found.config, device, precision, seq_tokens)
+    recomputed = trained.recompute if trained else recompute or "none"
+    training = replace(serving, mode="train", num_sequences=num_sequences, recompute=recomputed)
+    asked = [(job, one) for job, one in ((training, trained), (serving, wanted)) if mode in (None, job.mode)]
+    answers = tuple(answer(job, num_gpus, one) for job, one in asked)
+    return Plan(found, device, num_gpus, precision, seq_tokens, num_sequences, answers)
 
 
 def answer(job: Job, num_gpus: int, wanted: Layout | None) -> Answer:
@@ -118,7 +134,7 @@ def answer(job: Job, num_gpus: int, wanted: Layout | None) -> Answer:
         start = candidates[0]
     else:
         candidates = job.candidates(num_gpus)
-        start = candidates[0] if candidates[0].fits else job.candidate(Layout(dp=num_gpus))
+        start = candidates[0] if candidates[0].fits else job.copies(num_gpus)
     remark = None
     if wanted and candidates[0].layout != wanted:
         remark = f"{wanted} is a layout for training; these are layouts that serve, on as many GPUs."
@@ -142,6 +158,19 @@ def check_choices(mode: str | None, precision: str, num_gpus: int) -> None:
         raise ValueError(f"precision {precision!r} is not known; {' and '.join(PRECISIONS)} are")
     if num_gpus < 1:
         raise ValueError(f"the number of GPUs must be at least 1, not {num_gpus}")
+
+
+def check_training_choices(
+    mode: Mode | None, micro_batch: int | None, recompute: Recompute | None, layout: Layout | None
+) -> None:
+    if mode == "serve" and (micro_batch is not None or recompute is not None):
+        raise ValueError("a micro-batch and recompute are of training; leave them out of serving")
+    if micro_batch is not None and micro_batch < 1:
+        raise ValueError(f"a micro-batch has at least 1 sequence, not {micro_batch}")
+    if recompute is not None and recompute not in get_args(Recompute):
+        raise ValueError(f"recompute {recompute!r} is not known; {', '.join(get_args(Recompute))} are")
+    if layout and recompute and layout.recompute not in ("none", recompute):
+        raise ValueError(f"layout {layout} says rc-{layout.recompute}, so recompute cannot be {recompute}; say it once")
 
 
 def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode | None) -> None:

@@ -4,13 +4,15 @@ Training holds, for each element, a weight, a gradient and the optimizer's share
 master weight and Adam's two moments; in fp32 4 + 4 and 8, since the weight is its own master. ZeRO cuts them over the
 data ranks: stage 1 the optimizer, stage 2 the gradients too, stage 3 the weights too (Rajbhandari et al.,
 arXiv 1910.02054, figure 1). Each unit of state is flat, padded to a multiple of the data ranks, and cut on its own;
-FSDP cuts each parameter by rows instead. These rows are what is held between steps; `buffers` is the most that comes on
-top within one (see `buffers.py`).
+FSDP cuts each parameter by rows instead. These rows are what is held between steps. On top within one comes the most of
+what a micro-batch leaves for its backward (`activations` and `logits`, see `activations.py`) and of what the states
+need for a while (`buffers`, see `buffers.py`).
 
 Serving holds weights and, for each token of each request, keys and values.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -18,14 +20,18 @@ from typing import Literal
 from shardwise.config import ModelConfig
 from shardwise.layout import Coord, Layout
 from shardwise.params import local_shape, model_specs, stage_units, units
+from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits_bytes
 from shardwise.plan.buffers import buffer_bytes
 
 Precision = Literal["bf16", "fp32"]
+Mode = Literal["train", "serve"]
 Gradients = Literal["same", "fp32"]
 """What gradients are kept in: what the weights are in, or fp32."""
 
 STATES = ("parameters", "gradients", "optimizer")
-NOT_COUNTED = ("activations", "logits", "slack")  # rows that no ledger has yet
+NOT_COUNTED: dict[Mode, tuple[str, ...]] = {"train": ("slack",), "serve": ("activations", "logits", "slack")}
+"""Rows that no ledger has yet. Slack is what operations work with for a moment, and what an allocator wastes."""
+COUNTED_SCHEDULES = (None, "gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,12 @@ def computed_bytes(precision: Precision) -> int:
     return PRECISIONS[precision].parameters
 
 
+def uncounted(mode: Mode, layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """What the ledgers of these layouts leave out."""
+    others = {f"what {each.schedule} keeps beyond 1f1b" for each in layouts if each.schedule not in COUNTED_SCHEDULES}
+    return (*NOT_COUNTED[mode], *sorted(others))
+
+
 @lru_cache(maxsize=16)
 def unit_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The shapes of each unit's parameters after the tensor-parallel cut, vocabulary padding included.
@@ -106,19 +118,24 @@ def shard_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
 
 
 def training_ledgers(
-    config: ModelConfig, layout: Layout, precision: Precision = "bf16", gradients: Gradients = "same"
-) -> tuple[Ledger, ...]:
-    """The states of training with AdamW and what comes on top within a step, a ledger for each pipeline stage."""
+    config: ModelConfig, layout: Layout, precision: Precision = "bf16", gradients: Gradients = "same",
+    microbatch: MicroBatchShape | None = None,
+) -> tuple[Ledger, ...]:  # fmt: skip
+    """The states of training with AdamW and what comes on top within a step, a ledger for each pipeline stage. Without
+    a `microbatch` there are no rows of what its size decides."""
     each, n = element_bytes(layout, precision, gradients), layout.shard_size
-    shards = shard_sizes(config, layout)
+    shards, computed = shard_sizes(config, layout), computed_bytes(precision)
     ledgers = []
     for stage in range(layout.pp):
         held = {unit: size for unit, size in shards.items() if unit in stage_units(config, layout, stage)}
         elements = sum(held.values())
         rows = {row: elements * (1 if layout.cuts(row) else n) * getattr(each, row) for row in STATES}
+        if microbatch is not None:
+            rows["activations"] = activation_bytes(config, layout, stage, microbatch, computed)
+            rows["logits"] = logits_bytes(config, layout, stage, microbatch, computed)
         whole = {unit: size * n for unit, size in held.items()}
-        buffers = buffer_bytes(config, layout, stage, whole, computed_bytes(precision), each.gradients)
-        ledgers.append(Ledger(stage, rows | {"buffers": buffers, "kv": 0}))
+        rows["buffers"] = buffer_bytes(config, layout, stage, whole, computed, each.gradients)
+        ledgers.append(Ledger(stage, rows | {"kv": 0}))
     return tuple(ledgers)
 
 
@@ -141,7 +158,6 @@ def serving_ledgers(
 def kv_elements(config: ModelConfig, layout: Layout, block: int, seq_tokens: int) -> int:
     """Elements that one block caches for one sequence: a window bounds its tokens, and fewer kv heads than tensor
     ranks are replicated."""
-    window = config.sliding_window if block in config.windowed_layers else None
-    tokens = min(seq_tokens, window or seq_tokens)
+    tokens = min(seq_tokens, config.window(block) or seq_tokens)
     heads = math.ceil(config.num_kv_heads / layout.tp)
     return 2 * heads * config.head_dim * tokens

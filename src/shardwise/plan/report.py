@@ -8,14 +8,14 @@ from rich.text import Text
 
 from shardwise.params import model_specs, num_params
 from shardwise.plan.answer import Answer, Plan
-from shardwise.plan.memory import NOT_COUNTED, PRECISIONS, Ledger
-from shardwise.plan.search import Candidate, Job, Mode
+from shardwise.plan.memory import PRECISIONS, Ledger, Mode
+from shardwise.plan.search import Candidate, Job
 from shardwise.plan.traffic import stage_elements
-from shardwise.plan.why import count, gb
+from shardwise.plan.why import count, gb, sequences
 
-BAR_CELLS = 12
+BAR_CELLS = 8
 ROWS: dict[Mode, tuple[str, ...]] = {
-    "train": ("parameters", "gradients", "optimizer", "buffers"),
+    "train": ("parameters", "gradients", "optimizer", "activations", "logits", "buffers"),
     "serve": ("parameters", "kv"),
 }
 TITLES: dict[Mode, str] = {"train": "Training", "serve": "Serving"}
@@ -32,9 +32,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(f"{plan.num_gpus} x {device.name}, {gb(device.memory_bytes)} each to use", highlight=False)
     for answer in plan.answers:
         console.print(answer_text(plan, answer))
-    console.print(
-        f"[dim]GB are 1e9 bytes, on the fullest GPU. Not counted yet: {', '.join(NOT_COUNTED)}.[/dim]", highlight=False
-    )
+    left_out = "; ".join(f"in {TITLES[each.job.mode].lower()} {', '.join(each.uncounted)}" for each in plan.answers)
+    console.print(f"GB are 1e9 bytes, on the fullest GPU. Not counted yet: {left_out}.", style="dim", highlight=False)
 
 
 def answer_text(plan: Plan, answer: Answer) -> RenderableType:
@@ -51,18 +50,27 @@ def answer_text(plan: Plan, answer: Answer) -> RenderableType:
 
 
 def sent_note(answer: Answer) -> Text:
-    """What the column `sent` says, and what it does not."""
-    axes = ("tp", "pp", "cp")
-    missing = [axis for axis in axes if any(each.comm_bytes[axis] is None for each in answer.candidates)]
-    left_out = f"; what {' and '.join(missing)} send{'s' * (len(missing) == 1)} is not counted yet" if missing else ""
+    """What the column `sent` says, what is sent besides, and what is not counted."""
     said = "sent: by a GPU to other data ranks in a step, in multiples of its P parameters"
-    return Text(f"{said}{left_out}.", style="dim")
+    inside = ", ".join(filter(None, map(sent_inside, answer.candidates)))
+    besides = f"; besides, inside the model, {inside}" if inside else ""
+    missing = any(each.comm_bytes["pp"] is None for each in answer.candidates)
+    return Text(f"{said}{besides}{'; what pp sends is not counted yet' * missing}.", style="dim")
+
+
+def sent_inside(candidate: Candidate) -> str:
+    """What tensor and context ranks send each other."""
+    axes = [f"{gb(sent)} over {axis}" for axis in ("tp", "cp") if (sent := candidate.comm_bytes[axis])]
+    return f"{' and '.join(axes)} with {candidate.layout}" if axes else ""
 
 
 def title(plan: Plan, answer: Answer) -> str:
     each = PRECISIONS[plan.precision]
     if answer.job.mode == "train":
-        return f"{TITLES['train']} in {plan.precision}, {each.total} bytes a parameter before cutting"
+        return (
+            f"{TITLES['train']} in {plan.precision}, {each.total} bytes a parameter before cutting, "
+            f"micro-batches of {sequences(answer.job)}"
+        )
     return f"{TITLES['serve']} in {plan.precision}, one request of {plan.seq_tokens:,} tokens on each replica"
 
 
@@ -74,8 +82,8 @@ def table(answer: Answer) -> Table:
     rows = ROWS[answer.job.mode]
     staged = any(candidate.layout.pp > 1 for candidate in answer.candidates)
     decimals = 2 if max(candidate.peak_bytes for candidate in answer.candidates) >= 10e9 else 4
-    found = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    found.add_column("layout", no_wrap=True)
+    found = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
+    found.add_column("layout", overflow="fold")  # the one that gives way where there is no room
     for name in (["stage"] if staged else []) + [*rows, "total"]:
         found.add_column(name, justify="right", no_wrap=True)
     found.add_column(f"of {gb(answer.job.device.memory_bytes)}", no_wrap=True)
@@ -104,7 +112,7 @@ def sent(job: Job, candidate: Candidate) -> str:
 def verdict(candidate: Candidate, stage: Ledger) -> Text:
     over = stage.total_bytes - candidate.limit_bytes
     if over > 0:
-        return Text(f"{gb(over)} too much", style="red")
+        return Text(f"{gb(over)} over", style="red")
     return Text(f"{stage.total_bytes / candidate.limit_bytes:.0%}, fits", style="green")
 
 

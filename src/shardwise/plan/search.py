@@ -1,24 +1,25 @@
 """Which layouts fit, and the nearest one that does where those asked for do not.
 
-One `Job` says what is to run on which GPU; `Job.candidate` prices a layout of it. So far priced are memory (states and
-buffers of training, weights and KV cache of serving) and what data ranks send each other.
+One `Job` says what is to run on which GPU; `Job.candidate` prices a layout of it. So far priced are memory (states,
+activations and buffers of training, weights and KV cache of serving) and what data, tensor and context ranks send each
+other.
 """
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.hardware import Device
-from shardwise.layout import MAX_SIZE, Layout, Shard
-from shardwise.plan.memory import Ledger, Precision, serving_ledgers, training_ledgers
+from shardwise.layout import MAX_SIZE, Layout, Recompute, Shard
+from shardwise.plan.activations import MicroBatchShape
+from shardwise.plan.memory import Ledger, Mode, Precision, serving_ledgers, training_ledgers
 from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
-
-Mode = Literal["train", "serve"]
 
 GPUS_OF_A_NODE = 8  # tensor parallelism talks within every layer, so by itself it stays where links are fastest
 ZERO_STAGES: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run: a model, trained or served (each request `seq_tokens` long), on GPUs of one kind."""
+    """What is to run on GPUs of one kind: a model, trained (in micro-batches of `num_sequences` of `seq_tokens`, with
+    `recompute` where no layout was asked for) or served (in requests of `seq_tokens`)."""
 
     mode: Mode
     name: str
@@ -60,26 +62,36 @@ class Job:
     device: Device
     precision: Precision
     seq_tokens: int
+    num_sequences: int = 1
+    recompute: Recompute = "none"
+
+    @property
+    def microbatch(self) -> MicroBatchShape:
+        return MicroBatchShape(self.num_sequences, self.seq_tokens)
 
     def candidate(self, layout: Layout) -> Candidate:
         if self.mode == "train":
-            ledger = training_ledgers(self.config, layout, self.precision)
-            sent = comm_bytes(self.config, layout, self.precision)
+            ledger = training_ledgers(self.config, layout, self.precision, microbatch=self.microbatch)
+            sent = comm_bytes(self.config, layout, self.precision, microbatch=self.microbatch)
         else:
             ledger = serving_ledgers(self.config, layout, self.seq_tokens, self.precision)
-            sent = {"dp": 0, **unpriced(layout)}  # replicas have nothing to tell each other
+            sent = unpriced(layout)  # replicas have nothing to tell each other
         return Candidate(layout, self.device.memory_bytes, ledger, sent)
+
+    def copies(self, num_gpus: int) -> Candidate:
+        """The whole model on each of them."""
+        return self.candidate(Layout(dp=num_gpus, recompute=self.recompute))
 
     @cached_property
     def on_one_gpu(self) -> Candidate:
-        return self.candidate(Layout())
+        return self.copies(1)
 
     def candidates(self, num_gpus: int) -> tuple[Candidate, ...]:
         """The layouts worth comparing on `num_gpus`: those that fit first, then the nearest to fitting."""
         if num_gpus > MAX_SIZE:
             raise ValueError(f"the number of GPUs must be at most {MAX_SIZE}, not {num_gpus}")
         layouts = training_layouts if self.mode == "train" else serving_layouts
-        found = [self.candidate(layout) for layout in layouts(self.config, num_gpus)]
+        found = [self.candidate(replace(layout, recompute=self.recompute)) for layout in layouts(self.config, num_gpus)]
         return tuple(sorted(found, key=lambda each: (not each.fits, 0 if each.fits else each.peak_bytes)))
 
     def nearest_fit(self, layout: Layout) -> Candidate | None:
@@ -92,23 +104,32 @@ class Job:
         return self.smallest_cut(layout) if self.mode == "train" else None
 
     def smallest_cut(self, layout: Layout) -> Candidate | None:
-        """The fewest data ranks over which stage 3 cuts the states of `layout` until they fit."""
+        """The fewest data ranks over which stage 3 cuts the states of `layout` until they fit, recomputing no more than
+        that takes."""
         whole = replace(layout, dp=1, shard="zero3", shard_group=None)
-        most = MAX_SIZE // whole.world_size
+        found = [self.fewest_ranks(replace(whole, recompute=each)) for each in recomputed(layout)]
+        return min((each for each in found if each), key=lambda each: each.layout.dp, default=None)
+
+    def fewest_ranks(self, layout: Layout) -> Candidate | None:
+        """The fewest data ranks with which `layout` fits."""
+        most = MAX_SIZE // layout.world_size
 
         def fits(dp: int) -> bool:
-            return self.candidate(replace(whole, dp=dp)).fits
+            return self.candidate(replace(layout, dp=dp)).fits
 
-        states = max(stage.state_bytes for stage in self.candidate(whole).ledger)
-        low = high = max(1, states // self.device.memory_bytes)  # on fewer ranks the states alone do not fit
-        if low > most:
+        stages = self.candidate(layout).ledger
+        rooms = [self.device.memory_bytes - stage.rows["activations"] - stage.rows["logits"] for stage in stages]
+        if min(rooms) <= 0:
+            return None
+        low = high = max(1, *(stage.state_bytes // room for stage, room in zip(stages, rooms, strict=True)))
+        if low > most:  # and on fewer ranks the states alone do not fit
             return None
         while not fits(high):
             if high == most:
                 return None
             low, high = high + 1, min(2 * high + 1, most)
         sizes = range(low, high + 1)
-        return self.candidate(replace(whole, dp=sizes[bisect_left(sizes, True, key=fits)]))
+        return self.candidate(replace(layout, dp=sizes[bisect_left(sizes, True, key=fits)]))
 
     def longest_seq_tokens(self, layout: Layout) -> int:
         """The longest request that fits on `layout` in serving; 0 where the weights alone do not fit."""
@@ -137,13 +158,24 @@ def serving_layouts(config: ModelConfig, num_gpus: int) -> list[Layout]:
     return [Layout(dp=num_gpus // tp, tp=tp) for tp in tensor_sizes(config, num_gpus, GPUS_OF_A_NODE)]
 
 
+def recomputed(layout: Layout) -> tuple[Recompute, ...]:
+    """What `layout` recomputes, then more of it."""
+    return RECOMPUTES[RECOMPUTES.index(layout.recompute) :]
+
+
 def training_changes(config: ModelConfig, layout: Layout) -> list[Layout]:
-    """On the same GPUs: the later stages of ZeRO, then all of it in stage 3."""
+    """On the same GPUs: the later stages of ZeRO, then the same with more recompute; then all of it in stage 3."""
     later = ZERO_STAGES[ZERO_STAGES.index(layout.shard) + 1 :] if layout.shard in ZERO_STAGES else ()
-    changes = [replace(layout, shard=shard, shard_group=None) for shard in later if layout.data_size > 1]
-    changes += [replace(layout, shard_group=None)] if layout.shard_group else []
-    changes += [Layout(dp=layout.world_size, shard="zero3")] if layout.world_size > 1 else []
-    return [change for change in changes if not change.problems(config)]
+    near = [replace(layout, shard=shard, shard_group=None) for shard in later if layout.data_size > 1]
+    near += [replace(layout, shard_group=None)] if layout.shard_group else []
+    far = [Layout(dp=layout.world_size, shard="zero3")] if layout.world_size > 1 else []
+    changes = [
+        replace(change, recompute=recompute)
+        for found in ([layout, *near], far)
+        for recompute in recomputed(layout)
+        for change in found
+    ]
+    return [change for change in changes if change != layout and not change.problems(config)]
 
 
 def serving_changes(config: ModelConfig, layout: Layout) -> list[Layout]:

@@ -1,7 +1,8 @@
 """Bytes that one rank sends in a step, counted on the table that the run executes.
 
-Only what the data ranks send each other is priced so far: weights that are gathered, gradients that are summed. A unit
-of state is cut into shards of S bytes over n ranks, and repeated in g groups of them:
+Here is what the data ranks send each other, weights that are gathered and gradients that are summed; what tensor and
+context ranks do, inside the model, is in `exchange.py`. A unit of state is cut into shards of S bytes over n ranks, and
+repeated in g groups of them:
 
     GATHER  S(n - 1)        every rank's shard of the weights goes round a ring of n
     REDUCE  S(n - 1)        so do the gradients, summed on their way, in the dtype in which they are kept
@@ -18,6 +19,8 @@ from collections import Counter
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.params import stage_units
+from shardwise.plan.activations import MicroBatchShape
+from shardwise.plan.exchange import context_bytes, tensor_bytes
 from shardwise.plan.memory import Gradients, Precision, computed_bytes, element_bytes, shard_sizes, unit_sizes
 from shardwise.plan.step import step_table
 
@@ -26,23 +29,36 @@ CommBytes = dict[str, int | None]
 
 
 def comm_bytes(
-    config: ModelConfig, layout: Layout, precision: Precision = "bf16", gradients: Gradients = "same"
-) -> CommBytes:
-    """Bytes that a rank of the busiest stage sends in one training step. `dp` is what the data ranks (dp x cp) send
-    each other; what tensor, pipeline and context parallel send inside the model is not counted yet."""
-    busiest = max(data_bytes(config, layout, stage, precision, gradients) for stage in range(layout.pp))
-    return {"dp": busiest, **unpriced(layout)}
+    config: ModelConfig, layout: Layout, precision: Precision = "bf16", gradients: Gradients = "same",
+    microbatch: MicroBatchShape | None = None,
+) -> CommBytes:  # fmt: skip
+    """Bytes that a rank sends in one training step: on each axis, one of the stage that sends most on it. `dp` is what
+    the data ranks (dp x cp) send each other; replicas of kv heads count under `tp`. What tensor and context parallel
+    send takes a `microbatch` to tell; what pipeline stages do is not counted yet."""
+    found: CommBytes = unpriced(layout)
+    element = computed_bytes(precision)
+    for stage in range(layout.pp):
+        times = step_counts(config, layout, stage)
+        sent = {"dp": data_bytes(config, layout, stage, precision, gradients, times)}
+        if microbatch is not None:
+            sent["tp"] = tensor_bytes(config, layout, stage, microbatch, element, times)
+            sent["cp"] = context_bytes(config, layout, stage, microbatch, element)
+        found |= {axis: max(num_bytes, found.get(axis) or 0) for axis, num_bytes in sent.items()}
+    return found
 
 
 def unpriced(layout: Layout) -> CommBytes:
     """An axis of one rank sends nothing."""
-    return {axis: 0 if getattr(layout, axis) == 1 else None for axis in ("tp", "pp", "cp")}
+    return {"dp": 0} | {axis: 0 if getattr(layout, axis) == 1 else None for axis in ("tp", "pp", "cp")}
 
 
-def data_bytes(config: ModelConfig, layout: Layout, stage: int, precision: Precision, gradients: Gradients) -> int:
+def data_bytes(
+    config: ModelConfig, layout: Layout, stage: int, precision: Precision, gradients: Gradients,
+    times: Counter[tuple[str, str]],
+) -> int:  # fmt: skip
     weight_bytes, grad_bytes = computed_bytes(precision), element_bytes(layout, precision, gradients).gradients
     n, groups = layout.shard_size, layout.data_size // layout.shard_size
-    times, sizes = step_counts(config, layout, stage), shard_sizes(config, layout)
+    sizes = shard_sizes(config, layout)
     sent = 0
     for unit in stage_units(config, layout, stage) & sizes.keys():
         sent += times["GATHER", unit] * sizes[unit] * weight_bytes * (n - 1)

@@ -1,11 +1,17 @@
 """Why a model does not fit on one GPU, and what is the least change that makes it fit, in sentences with figures."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from shardwise.layout import Layout
-from shardwise.plan.memory import NOT_COUNTED, PRECISIONS
+from shardwise.plan.memory import PRECISIONS, uncounted
 from shardwise.plan.search import Candidate, Job
 
 DOING = {"train": "In training", "serve": "In inference"}
-UNCOUNTED = f"{', '.join(NOT_COUNTED[:-1])} and {NOT_COUNTED[-1]}"
+
+
+def listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def gb(num_bytes: float) -> str:
@@ -30,24 +36,34 @@ def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
     weights = rows["parameters"]
     number = count(weights // each.parameters)
     alone = "these alone exceed it" if weights > limit else "these alone would fit"
-    together = f"{each.total} bytes a parameter, " if job.mode == "train" else ""
+    left_out = uncounted(job.mode, [one.layout])
     return (
         f"{DOING[job.mode]}, {job.name} does not fit on one {job.device.name}, which can hold {gb(limit)}.",
         f"Its {number} parameters are {gb(weights)} in {job.precision} ({each.parameters} bytes each): {alone}.",
         *(training_rows(job) if job.mode == "train" else serving_rows(job)),
-        f"Together: {together}{gb(one.peak_bytes)}, {one.peak_bytes / limit:.3g} times what the GPU can hold; "
-        f"{UNCOUNTED} come on top and are not counted here.",
+        f"Together: {gb(one.peak_bytes)}, {one.peak_bytes / limit:.3g} times what the GPU can hold; {listed(left_out)} "
+        f"come{'s' * (len(left_out) == 1)} on top and {'are' if len(left_out) > 1 else 'is'} not counted here.",
     )
 
 
 def training_rows(job: Job) -> list[str]:
-    rows, each = job.on_one_gpu.ledger[0].rows, PRECISIONS[job.precision]
+    ledger, each = job.on_one_gpu.ledger[0], PRECISIONS[job.precision]
+    rows = ledger.rows
     master = "an fp32 master copy of each weight and " if job.precision == "bf16" else ""
     parts = " + ".join(["4"] * (each.optimizer // 4))
+    recompute = job.on_one_gpu.layout.recompute
+    some = {"none": "what it computes", "selective": "most of it", "full": "the input of each block"}[recompute]
     return [
         f"The backward pass adds a gradient for each: {gb(rows['gradients'])} ({each.gradients} bytes).",
-        f"Adam keeps {master}two moments: {gb(rows['optimizer'])} ({parts} bytes).",
+        f"Adam keeps {master}two moments: {gb(rows['optimizer'])} ({parts} bytes). "
+        f"These states are {each.total} bytes a parameter, {gb(ledger.state_bytes)}.",
+        f"A forward pass of {sequences(job)} keeps {some} for the backward: {gb(rows['activations'])} of activations, "
+        f"and {gb(rows['logits'])} for the logits, a chunk at a time, with the gradient of the head.",
     ]
+
+
+def sequences(job: Job) -> str:
+    return f"{job.num_sequences:,} sequence{'s' * (job.num_sequences > 1)} of {job.seq_tokens:,} tokens"
 
 
 def serving_rows(job: Job) -> list[str]:
@@ -73,10 +89,12 @@ def smallest_change(job: Job, candidate: Candidate) -> str | None:
     gpus = found.layout.world_size
     uses = f"{gb(found.peak_bytes)} of {gb(found.limit_bytes)} on the fullest"
     if gpus == layout.world_size:
-        change = f"{found.layout} on the same {gpus} GPUs: {uses}"
+        change = f"{found.layout} on the same {gpus} GPU{'s' * (gpus > 1)}: {uses}"
     else:
-        change = f"at least {gpus} GPUs of this kind, with {found.layout} ({fewest(job, layout)}): {uses}"
-    left = f", which leaves {gb(found.limit_bytes - found.peak_bytes)} for {UNCOUNTED}"
+        least = "at least " if job.mode == "serve" else ""  # training may do with fewer where tp or cp cut activations
+        change = f"{least}{gpus} GPUs of this kind, with {found.layout} ({fewest(job, layout)}): {uses}"
+    left_out = listed(uncounted(job.mode, [found.layout]))
+    left = f", which leaves {gb(found.limit_bytes - found.peak_bytes)} for {left_out}"
     return f"{change}{left}{'; or ' + shortened if shortened else ''}."
 
 
@@ -84,10 +102,16 @@ def fewest(job: Job, layout: Layout) -> str:
     if job.mode == "serve":
         return "the fewest over which its heads can be cut"
     kept = ".".join(f"{axis}{size}" for axis in ("tp", "pp", "cp") if (size := getattr(layout, axis)) > 1)
-    return f"the fewest for {kept} with everything cut" if kept else "the fewest with everything cut"
+    return f"the fewest{f' for {kept}' * bool(kept)} with all states cut over data ranks"
 
 
 def nothing_fits(job: Job, layout: Layout) -> str:
-    if job.mode == "train":
-        return f"No number of GPUs of this kind is enough for {layout} with everything cut; a larger GPU is needed."
-    return f"No tensor-parallel size that its {job.config.num_heads} heads allow fits; a larger GPU is needed."
+    if job.mode == "serve":
+        return f"No tensor-parallel size that its {job.config.num_heads} heads allow fits; a larger GPU is needed."
+    least = job.candidate(replace(layout, recompute="full")).ledger
+    kept = gb(max(stage.rows["activations"] + stage.rows["logits"] for stage in least))
+    return (
+        f"No number of GPUs of this kind is enough for {layout} with all states cut over data ranks: even with rc-full "
+        f"its activations and logits are {kept}. Shorter sequences (--seq), fewer at a time (--micro-batch), more tp "
+        "with sp, more cp, or a larger GPU are needed."
+    )

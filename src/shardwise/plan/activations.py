@@ -1,0 +1,165 @@
+"""What a rank keeps of a micro-batch from its forward until its backward: a formula, tensor by tensor.
+
+Of B sequences of T tokens a rank has n = B T / c tokens, over c context ranks, and n / s of them between the seams: s
+is t, the tensor ranks, under sequence parallel, else 1. D model, H heads, K kv heads, F ffn; e bytes an element.
+
+It is the table of Korthikanti et al. 2022 (arXiv 2205.05198, table 2). Bytes of a block of GPT (F = 4D, K = H, e = 2),
+over n D:
+
+                            their table                    here
+    none                    34          + 5HT/D            32          + 8/D
+    tp                      10 + 24/t   + 5HT/(Dt)          8 + 24/t   + 8/D
+    tp, sp                       34/t   + 5HT/(Dt)          4 + 28/t   + 8/(Dt)
+    tp, selective           10 + 24/t                       4 + 16/t
+    tp, sp, selective            34/t                           20/t
+    full                    2                               2, or 2/t with sp
+
+Where they differ:
+
+- There is no dropout here, and so no masks of it: 2 bytes of their 34.
+- Scores, 5HT, are never kept here, whatever is recomputed (Dao et al. 2022); around a ring their log-sum-exp is, 4
+  bytes a head. For the norms' backward there are statistics, which they leave out.
+- With sp the inputs of qkv and gate_up are kept as they were gathered, 4 of which they keep 4/t, and gather again.
+- `selective` is theirs for scores. Here it drops what is cheap to have again: the inputs of qkv and gate_up, norms of
+  what is kept, and that of down, an activation. With sp this gathers the two again.
+"""
+
+from dataclasses import dataclass
+
+from shardwise.config import ModelConfig
+from shardwise.layout import Coord, Layout, Recompute
+from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
+from shardwise.params import cut_dim, stage_units
+
+SUM_BYTES = 4  # fp32
+RECOMPUTED = ("norm1 statistics", "qkv input", "norm2 statistics", "gate_up input", "down input")
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """What a data rank works on at a time; its context ranks have a part of every sequence each."""
+
+    num_sequences: int
+    seq_tokens: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of a micro-batch, in tokens, and of a block and the head, in elements a token. Of ranks that
+    differ, as those do that an ffn does not divide among, the first, which has the most."""
+
+    tokens: int
+    outer_tokens: int
+    """Between the seams, where sequence parallel cuts the sequence."""
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    in_ring: bool
+    traded: bool
+    """Whether context parallel is by a ring, or by trading tokens for heads."""
+
+    @property
+    def q(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+def share_of(config: ModelConfig, layout: Layout, microbatch: MicroBatchShape) -> Share:
+    first, c = Coord(dp=0, tp=0, pp=0, cp=0), config.head_dim
+    sizes = {"q_heads": config.q_size, "kv_heads": config.kv_size, "ffn": config.ffn_size, "vocab": config.vocab_size}
+    cut = {dim: cut_dim(dim, size, c if dim.endswith("heads") else 1, layout, first) for dim, size in sizes.items()}
+    tokens = microbatch.num_sequences * layout.padded_tokens(microbatch.seq_tokens) // layout.cp
+    outer = tokens // (layout.tp if layout.sequence_parallel else 1)
+    return Share(tokens, outer, config.hidden_size, cut["q_heads"].size // c, cut["kv_heads"].size // c, c,
+                 cut["ffn"].size, cut["vocab"].size, layout.cp > 1 and not layout.all_to_all,
+                 layout.cp > 1 and layout.all_to_all)  # fmt: skip
+
+
+def saved_tensors(config: ModelConfig, share: Share, element_bytes: int) -> dict[str, int]:
+    """Bytes of all that a block keeps where nothing is recomputed, in the order in which it comes about."""
+    n, outer, e = share.tokens, share.outer_tokens, element_bytes
+    statistics = outer * norm_bytes(config, element_bytes)
+    saved = {
+        "block input": outer * share.hidden * e,
+        "norm1 statistics": statistics,
+        "qkv input": n * share.hidden * e,
+        "q, k, v": n * (share.q + 2 * share.kv) * e,
+        "attention output": n * share.q * e,
+        "norm2 input": outer * share.hidden * e,
+        "norm2 statistics": statistics,
+        "gate_up input": n * share.hidden * e,
+        "gate_up output": n * (2 if config.gated else 1) * share.ffn * e,
+        "down input": n * share.ffn * e,
+    }
+    if share.in_ring:
+        saved["log-sum-exp"] = n * share.heads * SUM_BYTES
+    if share.traded:
+        saved["attention output of other tokens"] = n * share.q * e
+    if config.qk_norm:
+        saved["q, k, v before norms"] = n * (share.q + 2 * share.kv) * e
+        saved["q, k norm statistics"] = n * (share.heads + share.kv_heads) * norm_bytes(config, element_bytes)
+    return saved
+
+
+def norm_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """Of a row's statistics: one over its root mean square, in fp32; or mean and deviation, in the dtype of the row."""
+    return 2 * element_bytes if config.norm == "layer" else SUM_BYTES
+
+
+def block_bytes(config: ModelConfig, share: Share, element_bytes: int, recompute: Recompute = "none") -> int:
+    saved = saved_tensors(config, share, element_bytes)
+    if recompute == "full":
+        return saved["block input"]
+    return sum(size for name, size in saved.items() if recompute == "none" or name not in RECOMPUTED)
+
+
+def head_bytes(config: ModelConfig, share: Share, element_bytes: int) -> int:
+    """The final norm's input and statistics; and of the loss, which works its gradients out on the way forward, that of
+    its input."""
+    final = share.outer_tokens * (share.hidden * element_bytes + norm_bytes(config, element_bytes))
+    return final + share.tokens * share.hidden * element_bytes
+
+
+def activation_bytes(
+    config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
+) -> int:
+    """The most that a pipeline rank keeps at a time. With `full` that is when its last block runs again, whose head is
+    through by then."""
+    share = share_of(config, layout, microbatch)
+    block = block_bytes(config, share, element_bytes, layout.recompute)
+    head = head_bytes(config, share, element_bytes) if stage == layout.pp - 1 else 0
+    again = block_bytes(config, share, element_bytes) - block - head if layout.recompute == "full" else 0
+    return num_in_flight(layout, stage) * (num_blocks(config, layout, stage) * block + head) + again
+
+
+def logits_bytes(
+    config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
+) -> int:
+    """Of the head, the gradient of its weight, which the loss has on the way forward, and a chunk of logits; that of
+    the softmax is in fp32, and the same where the logits are."""
+    if stage < layout.pp - 1:
+        return 0
+    share = share_of(config, layout, microbatch)
+    rows = longest_chunk(share.tokens, PRODUCT_BYTES // (share.vocab * element_bytes))
+    wide_rows = longest_chunk(rows, SOFTMAX_BYTES // (share.vocab * 4)) if element_bytes < 4 else 0
+    gradient = share.vocab * share.hidden * element_bytes
+    return num_in_flight(layout, stage) * gradient + share.vocab * (rows * element_bytes + wide_rows * 4)
+
+
+def num_blocks(config: ModelConfig, layout: Layout, stage: int) -> int:
+    return sum(unit.startswith("blocks.") for unit in stage_units(config, layout, stage))
+
+
+def num_in_flight(layout: Layout, stage: int) -> int:
+    """Micro-batches of which a pipeline rank has done the forward and not the backward, at most: all of them with
+    gpipe, one for each stage from this one on with 1f1b (Narayanan et al. 2021, section 2.2), and one without a
+    pipeline. Other schedules are taken for 1f1b so far."""
+    if layout.pp == 1:
+        return 1
+    return layout.microbatches if layout.schedule == "gpipe" else min(layout.microbatches, layout.pp - stage)

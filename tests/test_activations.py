@@ -1,0 +1,284 @@
+"""What is kept for the backward: the planner's formula against the published one, and against the tensors that a block
+really saves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from memory import peak_bytes
+from ranks import Ranks
+from shardwise.catalogue import CATALOGUE
+from shardwise.config import ModelConfig
+from shardwise.layout import Layout
+from shardwise.model.chunks import chunks as chunks_of_loss
+from shardwise.model.chunks import longest_chunk
+from shardwise.model.loss import cross_entropy
+from shardwise.model.transformer import BlockWeights, Transformer
+from shardwise.parallel.apply import seams_of
+from shardwise.parallel.context import make_attend
+from shardwise.parallel.mesh import make_mesh
+from shardwise.params import boxes, model_specs, units
+from shardwise.plan.activations import (
+    MicroBatchShape,
+    activation_bytes,
+    block_bytes,
+    head_bytes,
+    logits_bytes,
+    saved_tensors,
+    share_of,
+)
+from shardwise.plan.exchange import chunks
+from shardwise.train.loop import DTYPES
+from tiny_training import FAMILIES, LLAMA, seeded, tiny_weights
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+def gpt(heads: int, hidden: int, layers: int) -> ModelConfig:
+    return ModelConfig("gpt2", layers, hidden, 4 * hidden, heads, heads, hidden // heads, 51_200, 2048, tied=True,
+                       norm="layer", activation="gelu_tanh", gated=False, positions="learned")  # fmt: skip
+
+
+# -- what is published --------------------------------------------------------------------------------------
+
+# Korthikanti et al. 2022 (arXiv 2205.05198), table 2 for the models of table 3 at a sequence of 2048: MiB a layer of
+# none, tensor, tensor + sequence, tensor + selective, tensor + sequence + selective, and full, with 8 tensor ranks
+PUBLISHED = [
+    (gpt(64, 6144, 48), MicroBatchShape(4, 2048), (6752, 1264, 844, 624, 204, 96)),
+    (gpt(96, 12_288, 96), MicroBatchShape(1, 2048), (2736, 552, 342, 312, 102, 48)),
+]
+
+
+@pytest.mark.parametrize(("config", "microbatch", "mib"), PUBLISHED, ids=["22B", "175B"])
+def test_the_published_table(config: ModelConfig, microbatch: MicroBatchShape, mib: tuple[int, ...]) -> None:
+    """Full recompute as it stands. The others less what is not here (masks of dropout, scores), and with what is not
+    there: statistics of norms, and under sp the two inputs that stay gathered."""
+    n, d, heads, scores = 2048 * microbatch.num_sequences, config.hidden_size, config.num_heads, 5 * 2048
+
+    def theirs(short: str, *, with_scores: bool) -> Fraction:
+        layout = Layout.parse(short)
+        t, s = layout.tp, layout.tp if layout.sequence_parallel else 1
+        ours = block_bytes(config, share_of(config, layout, microbatch), 2, layout.recompute)
+        there = Fraction(2 * n * d, s) + (Fraction(n * heads * scores, t) if with_scores else 0)
+        here = Fraction(8 * n, s) + 4 * n * d * (1 - Fraction(1, s))
+        return (ours + there - here) / MIB
+
+    none, tensor, sequence, tensor_selective, sequence_selective, full = mib
+    assert theirs("dp1", with_scores=True) == none
+    assert theirs("tp8", with_scores=True) == tensor
+    assert theirs("tp8.sp", with_scores=True) == sequence
+    assert theirs("tp8", with_scores=False) == tensor_selective
+    assert theirs("tp8.sp", with_scores=False) == sequence_selective
+    for short, part in (("dp1.rc-full", 1), ("tp8.rc-full", 1), ("tp8.sp.rc-full", 8)):
+        layout = Layout.parse(short)
+        assert block_bytes(config, share_of(config, layout, microbatch), 2, "full") == full * MIB // part
+
+
+@given(st.integers(1, 8), st.booleans(), st.integers(1, 4), st.integers(1, 16), st.integers(1, 3))
+def test_the_table_of_the_docstring(t: int, sp: bool, each: int, head_dim: int, parts: int) -> None:
+    """Its column `here`, over n D, for a GPT of any size."""
+    heads = t * each
+    config = gpt(heads, heads * 2 * head_dim, 1)
+    layout, microbatch = Layout(tp=t, sequence_parallel=sp and t > 1), MicroBatchShape(3, 5 * t * parts)
+    s, d, n = t if layout.sequence_parallel else 1, config.hidden_size, 3 * 5 * t * parts
+    small = Fraction(8, s)
+    inputs = Fraction(4 + 4 * s, s) if s > 1 else 8
+    expected = {
+        "none": inputs + Fraction(24, t) + small / d,
+        "selective": inputs - 4 + Fraction(16, t),
+        "full": Fraction(2, s),
+    }
+    share = share_of(config, layout, microbatch)
+    for recompute, wanted in expected.items():
+        assert Fraction(block_bytes(config, share, 2, recompute), n * d) == wanted  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_the_first_stage_of_a_pipeline_keeps_what_one_rank_would(p: int) -> None:
+    """p micro-batches of L / p layers (section 4.2.3), with 1f1b; later stages one less each, with gpipe all do."""
+    config, microbatch = gpt(96, 12_288, 96), MicroBatchShape(1, 2048)
+    block = block_bytes(config, share_of(config, Layout(), microbatch), 2)
+
+    def kept(short: str, stage: int) -> int:
+        return activation_bytes(config, Layout.parse(short), stage, microbatch, 2)
+
+    head = head_bytes(config, share_of(config, Layout(), microbatch), 2)
+    schedule = ".1f1b" if p > 1 else ""
+    layout = f"pp{p}{schedule}.m64"
+    assert kept(layout, 0) == 96 * block + (head if p == 1 else 0)
+    assert [kept(layout, stage) for stage in range(1, p - 1)] == [(p - i) * 96 // p * block for i in range(1, p - 1)]
+    if p > 1:
+        assert kept(layout, p - 1) == 96 // p * block + head
+        assert kept(f"pp{p}.gpipe.m3", 0) == 3 * 96 // p * block
+        assert kept(f"pp{p}.1f1b", 0) == 96 // p * block, "no more than there are"
+
+
+def test_llama_by_hand() -> None:
+    """Llama-3.1-8B, 8192 tokens, 8 tensor ranks with sp: 4 heads and 1 kv head of 128, 1792 of 14336, bf16."""
+    config, layout, microbatch = CATALOGUE["llama-3.1-8b"], Layout.parse("tp8.sp"), MicroBatchShape(1, 8192)
+    inner = 2 * 4096 + 2 * (512 + 256) + 2 * 512 + 2 * 4096 + 2 * 2 * 1792 + 2 * 1792
+    outer = 2 * (2 * 4096 + 4)
+    block = 8192 * inner + 1024 * outer
+    head = 1024 * (2 * 4096 + 4) + 8192 * 2 * 4096
+    assert activation_bytes(config, layout, 0, microbatch, 2) == 32 * block + head
+    dropped = 8192 * 2 * (4096 + 4096 + 1792) + 1024 * 2 * 4
+    selective = activation_bytes(config, replace(layout, recompute="selective"), 0, microbatch, 2)
+    assert selective == 32 * (block - dropped) + head
+    x = 1024 * 2 * 4096
+    full = activation_bytes(config, replace(layout, recompute="full"), 0, microbatch, 2)
+    assert full == 32 * x + block - x, "the last block, run again; the head's is gone"
+    normed = saved_tensors(replace(config, qk_norm=True), share_of(config, layout, microbatch), 2)
+    assert sum(normed.values()) == block + 8192 * (2 * (512 + 256) + 4 * 5)
+
+
+@pytest.mark.parametrize(
+    ("short", "length", "padded"),
+    [
+        ("dp1", 13, 13), ("tp2", 13, 13), ("tp3.sp", 13, 15), ("cp2", 13, 16), ("cp2", 16, 16), ("cp2.a2a", 13, 14),
+        ("tp2.cp2.sp", 13, 16), ("tp4.cp2.sp", 13, 16), ("tp3.cp2.sp", 13, 24), ("tp3.cp2.sp.a2a", 13, 18),
+    ],
+)  # fmt: skip
+def test_sequences_are_padded_to_equal_parts(short: str, length: int, padded: int) -> None:
+    layout = Layout.parse(short)
+    assert layout.padded_tokens(length) == padded
+    share = share_of(LLAMA, replace(layout, tp=1, sequence_parallel=False), MicroBatchShape(2, length))
+    assert share.tokens * layout.cp == 2 * replace(layout, tp=1, sequence_parallel=False).padded_tokens(length)
+
+
+# -- what is measured ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    model: str
+    precision: str = "fp32"
+
+
+MODELS = FAMILIES | {"one-kv": replace(LLAMA, num_kv_heads=1, qkv_bias=True, out_bias=True, mlp_bias=True)}
+SEQUENCES, TOKENS = 3, 8
+
+
+def saved_bytes(run: Callable[[], object], apart: list[Tensor]) -> int:
+    """The storages that autograd keeps alive after `run`, each whole and once, apart from those of `apart`."""
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kept = run()
+    others = {x.untyped_storage().data_ptr() for x in apart}
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    del kept
+    return sum(size for at, size in storages.items() if at not in others)
+
+
+def block_on(rank: int, world: int, cases: list[Case]) -> list[int]:
+    """What the first block of each case saves on this rank."""
+    return [measured_block(case, rank) for case in cases]
+
+
+def measured_block(case: Case, rank: int) -> int:
+    config, layout, dtype = MODELS[case.model], Layout.parse(case.layout), DTYPES[case.precision]
+    mesh = make_mesh(layout, rank, CPU, config.num_kv_heads)
+    model = Transformer(config, seams_of(mesh), layout.recompute == "selective")
+    share = share_of(config, layout, MicroBatchShape(SEQUENCES, TOKENS))
+    whole, weights = tiny_weights(config), {}
+    for spec in units(model_specs(config))["blocks.0"]:
+        held = [whole[spec.name][box.slices] for box in boxes(spec, layout, mesh.coord)]
+        weights[spec.name] = torch.cat(held).to(dtype).requires_grad_()
+    x = torch.randn(SEQUENCES, share.outer_tokens // SEQUENCES, config.hidden_size, generator=seeded(1))
+    x = x.to(dtype).requires_grad_()
+    turned = model.rotation(torch.arange(share.tokens // SEQUENCES).expand(SEQUENCES, -1), dtype)
+    block, attend = BlockWeights.of(weights, 0), make_attend(config, layout, mesh.cp, None)
+    return saved_bytes(lambda: model.block(x, 0, block, turned, attend), [*weights.values(), *(turned or ())])
+
+
+def planned_block(case: Case) -> int:
+    config, layout = MODELS[case.model], Layout.parse(case.layout)
+    share = share_of(config, layout, MicroBatchShape(SEQUENCES, TOKENS))
+    return block_bytes(config, share, 4 if case.precision == "fp32" else 2, layout.recompute)
+
+
+def test_the_measure_counts_each_storage_once() -> None:
+    """Of gelu(x w) and what it is added to: x, and the product; twice the same product is one."""
+    x, w = torch.randn(5, 7, requires_grad=True), torch.randn(3, 7, requires_grad=True)
+    assert saved_bytes(lambda: F.gelu(F.linear(x, w)) + 1, [w]) == x.nbytes + 5 * 3 * 4
+    assert saved_bytes(lambda: F.linear(x, w).square() + F.linear(x, w).relu(), [w, x]) == 2 * 5 * 3 * 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_saves_what_is_planned(model: str, precision: str) -> None:
+    for layout in ("dp1", "dp1.rc-selective"):
+        case = Case(layout, model, precision)
+        assert measured_block(case, 0) == planned_block(case), case
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        *("tp2", "tp2.sp", "tp2.sp.rc-selective", "tp4", "tp4.sp", "tp4.rc-selective", "cp2", "cp2.rc-selective"),
+        "tp2.cp2.sp",
+    ],
+)
+def test_so_does_a_part_of_a_block(ranks: Ranks, short: str) -> None:
+    """On every rank; of `one-kv` several hold the same kv head."""
+    cases = [Case(short, model, precision) for model in ("one-kv", "gpt2", "qwen3") for precision in ("fp32", "bf16")]
+    expected, world = [planned_block(case) for case in cases], Layout.parse(short).world_size
+    assert ranks.run(world, block_on, cases) == [expected] * world
+
+
+def test_an_all_to_all_keeps_outputs_instead_of_sums(ranks: Ranks) -> None:
+    """Those of its heads, before they are traded for those of its tokens."""
+    cases = [Case(short, "gpt2", precision) for short in ("cp2", "cp2.a2a") for precision in ("fp32", "bf16")]
+    expected = [planned_block(case) for case in cases]
+    assert ranks.run(2, block_on, cases) == [expected] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_keeps_two_gradients(dtype: torch.dtype) -> None:
+    """Of its input, which the row of activations has, and of the head's weight, in that of logits."""
+    config, microbatch, element_bytes = LLAMA, MicroBatchShape(2, 9), dtype.itemsize
+    x = torch.randn(2, 9, config.hidden_size, dtype=dtype, requires_grad=True)
+    weight = torch.randn(config.vocab_size, config.hidden_size, dtype=dtype, requires_grad=True)
+    targets = torch.randint(config.vocab_size, (2, 9))
+    kept = saved_bytes(lambda: cross_entropy(x, weight, targets), [x, weight])
+    share = share_of(config, Layout(), microbatch)
+    final_norm = share.tokens * (config.hidden_size * element_bytes + 4)
+    chunk = 18 * config.vocab_size * (element_bytes + (4 if element_bytes < 4 else 0))
+    logits = logits_bytes(config, Layout(), 0, microbatch, element_bytes)
+    assert kept == head_bytes(config, share, element_bytes) - final_norm + logits - chunk
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [17, 3000])
+def test_the_row_of_logits_is_what_the_loss_takes(dtype: torch.dtype, tokens: int, tmp_path: Path) -> None:
+    """Besides the gradient of its input; all of 17 rows of 32,000 logits, and one chunk of three or six of 3,000.
+    Columns of one number a row, some 40 bytes together, are not counted."""
+    config = replace(LLAMA, hidden_size=8, vocab_size=32_000)
+    x = torch.randn(1, tokens, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(32_000, 8, dtype=dtype, requires_grad=True)
+    targets = torch.randint(32_000, (1, tokens))
+    peak, _ = peak_bytes(lambda: cross_entropy(x, weight, targets), tmp_path / "trace.json")
+    planned = logits_bytes(config, Layout(), 0, MicroBatchShape(1, tokens), dtype.itemsize)
+    assert 0 <= peak - x.nbytes - planned <= 100 * tokens
+
+
+@given(st.integers(0, 10_000), st.integers(0, 500))
+def test_chunks_are_those_of_the_loss(num_rows: int, most: int) -> None:
+    sizes = [rows.stop - rows.start for rows in chunks_of_loss(num_rows, most)]
+    assert longest_chunk(num_rows, most) == max(sizes, default=0)
+    found = [rows for rows, number in chunks(num_rows, most) for _ in range(number) if rows]
+    assert found == sizes
