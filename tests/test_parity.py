@@ -252,7 +252,7 @@ def average_over_ranks(patch: pytest.MonkeyPatch) -> None:
     genuine = Axis.sum
 
     def summed(axis: Axis, *values: float) -> list[float]:
-        return [value * axis.size for value in values] if axis.name == "data" else genuine(axis, *values)
+        return [value * axis.size for value in values] if axis.name == "dp" else genuine(axis, *values)
 
     patch.setattr(Axis, "sum", summed)
 

@@ -19,11 +19,12 @@ from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.unit import Owned
-from shardwise.parallel.zero import Store
+from shardwise.parallel.zero import States, Store
 from shardwise.params import ParamSpec, model_specs
 from shardwise.train.corpus import build
 from shardwise.train.data import Batch, MicroBatch
 from shardwise.train.optim import AdamW, LearningRate
+from shardwise.train.parity import logical_parts, vanishes
 from shardwise.train.settings import Settings
 
 VOCAB, SEQ_LEN, SEQUENCES = 97, 16, 12
@@ -67,14 +68,26 @@ def global_batch(step: int, sequences: int = SEQUENCES) -> tuple[Tensor, Tensor]
 
 
 def part_of(tokens: Tensor, targets: Tensor, layout: Layout, data_rank: int) -> Batch:
-    """What one data rank takes of a global batch: ranks side by side, one micro-batch after another; what does
-    not divide is left out."""
-    rows = len(tokens) // (layout.microbatches * layout.dp)
-    positions = torch.arange(tokens.shape[1]).expand(rows, -1)
+    """What one data rank takes of a global batch."""
+    return share_of(in_one_piece(tokens, targets), layout, data_rank)
+
+
+def in_one_piece(tokens: Tensor, targets: Tensor) -> MicroBatch:
+    return MicroBatch(tokens, targets, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
+
+
+def share_of(batch: MicroBatch, layout: Layout, data_rank: int) -> Batch:
+    """What one data rank takes of all sequences: ranks side by side, one micro-batch after another; what does not
+    divide is left out."""
+    rows = len(batch.tokens) // (layout.microbatches * layout.dp)
     firsts = [(m * layout.dp + data_rank) * rows for m in range(layout.microbatches)]
-    cut = [slice(first, first + rows) for first in firsts]
-    microbatches = tuple(MicroBatch(tokens[rows], targets[rows], positions, None) for rows in cut)
+    microbatches = tuple(rows_of(batch, slice(first, first + rows)) for first in firsts)
     return Batch(microbatches, sum(int((each.targets != -100).sum()) for each in microbatches))
+
+
+def rows_of(batch: MicroBatch, rows: slice) -> MicroBatch:
+    documents = None if batch.documents is None else batch.documents[rows]
+    return MicroBatch(batch.tokens[rows], batch.targets[rows], batch.positions[rows], documents)
 
 
 # -- states, whatever rank owns what of them ----------------------------------------------------------------
@@ -104,6 +117,24 @@ def whole(store: Store, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> 
         mesh.world.all_reduce(flat).wait()
     assert bool((owners == 1).all()), "every element of every parameter is owned once"
     return found
+
+
+def agreed(store: States, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> dict[str, Tensor]:
+    """The same where several ranks own an element, as those of a tensor axis do: they must hold the same bits."""
+    held = [spec for spec in specs if spec.tied_to is None]
+    both = torch.full((2, sum(spec.numel for spec in held)), -math.inf)
+
+    def named(flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([spec.numel for spec in held])
+        return {spec.name: part.view(spec.shape) for spec, part in zip(held, parts, strict=True)}
+
+    for sign, found in zip((1, -1), map(named, both), strict=True):
+        for spec, box, view in store.owned(kind):
+            found[spec.name][box.slices] = sign * view.detach().float()
+    mesh.world.all_reduce(both, "max").wait()
+    assert bool(both.isfinite().all()), f"every element of every {kind} is owned"
+    assert torch.equal(both[0], -both[1]), f"replicas of {kind} differ"
+    return named(both[0])
 
 
 def digest(store: Store) -> str:
@@ -160,10 +191,6 @@ def plain_steps(
     return Expected(losses, norms, grads, {name: weight.detach() for name, weight in weights.items()}, *moments)
 
 
-def in_one_piece(tokens: Tensor, targets: Tensor) -> MicroBatch:
-    return MicroBatch(tokens, targets, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
-
-
 def plain_loss(config: ModelConfig, weights: Mapping[str, Tensor], batch: MicroBatch) -> Tensor:
     """The mean over all tokens that have a target."""
     attend = Causal(config, batch.documents)
@@ -180,6 +207,19 @@ def worst(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The largest relative difference of any parameter."""
     assert mine.keys() == other.keys()
     return max(relative(value, other[name]) for name, value in mine.items())
+
+
+def worst_part(config: ModelConfig, mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The same, parts of fused parameters apart, and without gradients that vanish, which are no size to compare
+    with."""
+    assert mine.keys() == other.keys()
+    return max(
+        relative(mine[spec.name][rows], other[spec.name][rows])
+        for spec in model_specs(config)
+        if spec.tied_to is None
+        for name, rows in logical_parts(spec)
+        if not vanishes(config, name)
+    )
 
 
 # -- text and settings for a run ----------------------------------------------------------------------------

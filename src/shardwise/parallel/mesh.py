@@ -228,13 +228,14 @@ class Mesh:
 def make_mesh(layout: Layout, rank: int, device: torch.device, num_kv_heads: int | None = None) -> Mesh:
     """Build the axes of `rank`. Every rank of the process group must call it, since groups are made together."""
     names: tuple[AxisName, ...] = ("dp", "tp", "pp", "cp", "data", "shard", "replicate", "world", "kv_replica")
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
     axes = {}
     for name in names:
+        apart = name == "cp"  # hops around a ring do not queue behind sums of gradients
         members = [layout.ranks(name, layout.coord(other), num_kv_heads) for other in range(layout.world_size)]
         for ranks in sorted(set(members)):
-            if len(ranks) > 1 and ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks))
+            if len(ranks) > 1 and (apart, ranks) not in groups:
+                groups[apart, ranks] = dist.new_group(list(ranks))
         mine = members[rank]
-        axes[name] = Axis(name, mine.index(rank), len(mine), device, groups.get(mine))
+        axes[name] = Axis(name, mine.index(rank), len(mine), device, groups.get((apart, mine)))
     return Mesh(layout, rank, device, axes)
