@@ -34,7 +34,7 @@ class RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         (dy,) = grads
         normed, g = x.to(scale.dtype) * scale, dy.to(scale.dtype)
-        d_weight = (g * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        d_weight = (g * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         g = g * weight.to(g.dtype)
         mean = (g * normed).mean(-1, keepdim=True)
         return g.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype), d_weight, None

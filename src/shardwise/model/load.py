@@ -22,7 +22,7 @@ from shardwise.layout import Coord, Layout
 from shardwise.model.checkpoint import newest
 from shardwise.model.families import GGUF_NAMES, check_stored, sources
 from shardwise.model.folder import DTYPES, FolderReader
-from shardwise.params import Box, ParamSpec, boxes, local_shape, model_specs
+from shardwise.params import Box, ParamSpec, block_of, boxes, local_shape, model_specs
 from shardwise.quant.gguf import dequantize, read_tensor
 
 STRIP_ELEMENTS = 1 << 20
@@ -106,7 +106,8 @@ def read_param(
 
 def read_box(reader: Reader, spec: ParamSpec, box: Box, out: Tensor) -> None:
     """Read a box of a parameter into `out`, which has its shape."""
-    start, stop, head = box.start[0], box.start[0] + box.shape[0], spec.head_dim
+    start, stop = box.start[0], box.start[0] + box.shape[0]
+    head = max(block_of(spec, part.dim) for part in spec.rows)
     first, last = start // head * head, min(-(-stop // head) * head, spec.shape[0])  # some files permute within heads
     whole = replace(box, start=(first, *box.start[1:]), shape=(last - first, *box.shape[1:]))
     for strip in strips(whole, head):
