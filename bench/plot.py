@@ -7,6 +7,8 @@ from xml.sax.saxutils import escape
 
 WIDTH, PANEL_HEIGHT, LEGEND_HEIGHT = 1080, 260, 34
 LEFT, RIGHT, TOP, BOTTOM = 80, 20, 54, 46
+BAR_ROOM = 50
+"""The least width of a bar with its words."""
 FLOOR, SPAN = PANEL_HEIGHT - BOTTOM, PANEL_HEIGHT - BOTTOM - TOP
 STYLE = """
 .paper { fill: #ffffff; } .line { stroke: #d0d7de; } text { font: 12px system-ui, sans-serif; fill: #1f2328; }
@@ -39,24 +41,49 @@ class Panel:
     groups: Mapping[str, Sequence[Bar]]
 
     @property
+    def slots(self) -> int:
+        """Its bars, and one more of room around each group."""
+        return sum(len(group) + 1 for group in self.groups.values())
+
+    @property
     def ticks(self) -> list[float]:
         return ticks_up_to(max((bar.value for group in self.groups.values() for bar in group), default=0.0))
 
 
 def draw(panels: Sequence[Panel], series: Sequence[str]) -> str:
-    """The SVG of the panels, one under the other, with a legend of at most three series."""
+    """The SVG of the panels in rows, small ones side by side, with a legend of at most three series."""
     assert len(series) <= MOST_SERIES
-    height = LEGEND_HEIGHT + len(panels) * PANEL_HEIGHT
+    rows = rows_of(panels)
+    height = LEGEND_HEIGHT + len(rows) * PANEL_HEIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
         f"<style>{STYLE}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{height}" rx="6"/>',
         *legend(series),
     ]
-    for number, panel in enumerate(panels):
-        top = LEGEND_HEIGHT + number * PANEL_HEIGHT
-        parts += [f'<g transform="translate(0 {top})">', *axes(panel), *bars(panel, series), "</g>"]
+    for number, row in enumerate(rows):
+        left, top = 0.0, LEGEND_HEIGHT + number * PANEL_HEIGHT
+        stretch = (WIDTH - len(row) * (LEFT + RIGHT)) / max(1, sum(panel.slots for panel in row))
+        for panel in row:
+            width = LEFT + panel.slots * stretch + RIGHT
+            drawn = [*axes(panel, width), *bars(panel, series, width)]
+            parts += [f'<g transform="translate({left:.1f} {top})">', *drawn, "</g>"]
+            left += width
     return "\n".join([*parts, "</svg>", ""])
+
+
+def rows_of(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """In order, as many in a row as have the width that they need."""
+    rows: list[list[Panel]] = []
+    left = 0
+    for panel in panels:
+        needed = LEFT + panel.slots * BAR_ROOM + RIGHT
+        if needed > left:
+            rows.append([])
+            left = WIDTH
+        rows[-1].append(panel)
+        left -= needed
+    return rows
 
 
 def legend(series: Sequence[str]) -> list[str]:
@@ -68,7 +95,7 @@ def legend(series: Sequence[str]) -> list[str]:
     return parts
 
 
-def axes(panel: Panel) -> list[str]:
+def axes(panel: Panel, width: float) -> list[str]:
     parts = [
         words(LEFT, 24, panel.title, "start", "title"),
         f'<g transform="translate(16 {FLOOR - SPAN / 2}) rotate(-90)">{words(0, 0, panel.unit)}</g>',
@@ -76,14 +103,14 @@ def axes(panel: Panel) -> list[str]:
     ]
     for tick in panel.ticks:
         y = FLOOR - SPAN * tick / panel.ticks[-1]
-        parts.append(f'<line class="line" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="line" x1="{LEFT}" x2="{width - RIGHT:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(words(LEFT - 8, y + 4, f"{tick:,.10g}", "end"))
     return parts
 
 
-def bars(panel: Panel, series: Sequence[str]) -> list[str]:
+def bars(panel: Panel, series: Sequence[str], width: float) -> list[str]:
     """Groups side by side, with the room of one bar between them."""
-    room = (WIDTH - LEFT - RIGHT) / max(1, sum(len(group) + 1 for group in panel.groups.values()))
+    room = (width - LEFT - RIGHT) / max(1, panel.slots)
     x, parts = LEFT + room / 2, []
     for label, group in panel.groups.items():
         parts.append(words(x + room * len(group) / 2, FLOOR + 34, label, kind="title"))

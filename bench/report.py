@@ -5,16 +5,29 @@ JSON, as tables and as a plot.
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plot import Bar, Panel, draw
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from shardwise.train.bench import Workload
     from shardwise.train.profile import Breakdown
 
-SPEED_BAR, PEAK_BAR = 1.1, 0.85
-"""What is wanted of ours: at least so many times the tokens/s of the best peer, at most so many times its memory."""
+
+@dataclass(frozen=True)
+class Bars:
+    """What is wanted of ours: at least so many times the tokens/s of the best peer, at most so many times its peak."""
+
+    speed: float
+    peak: float | None = None
+
+    def met(self, speed: float, peak: float) -> bool:
+        return speed >= self.speed and (self.peak is None or peak <= self.peak)
+
+
+DATA_BARS, TENSOR_BARS, CONTEXT_BARS = Bars(1.1, 0.85), Bars(1.2), Bars(1.0)
 
 
 @dataclass(frozen=True)
@@ -32,21 +45,63 @@ ZERO_OPTIMIZER = Contender("zero_optimizer", PYTORCH, "DDP + Zero")
 FSDP2_KEEP = Contender("fsdp2_keep", PYTORCH, "FSDP2 keep")
 FSDP2 = Contender("fsdp2", PYTORCH, "FSDP2")
 DEEPSPEEDS = {stage: Contender(f"deepspeed{stage}", DEEPSPEED, f"ZeRO-{stage}") for stage in (1, 2, 3)}
+DTENSORS = (Contender("dtensor", PYTORCH, "DTensor"), Contender("dtensor_sp", PYTORCH, "DTensor SP"))
+CONTEXTS = (Contender("context_ddp", PYTORCH, "CP DDP"), Contender("context_fsdp2", PYTORCH, "CP FSDP2"))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all contenders of a stage train: as given to `shardwise bench train`, which says what None stands for."""
+
+    model: Path | None = None
+    length: int | None = None
+    sequences: int | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """On its command line."""
+        named = {"--length": self.length, "--sequences": self.sequences}
+        options = [word for name, number in named.items() if number for word in (name, str(number))]
+        return [*([str(self.model)] if self.model else []), *options]
+
+    @property
+    def workload(self) -> "Workload":
+        from shardwise.commands.bench import find_workload
+
+        return find_workload(str(self.model) if self.model else None, self.length, self.sequences)
+
+    @property
+    def title(self) -> str:
+        from shardwise.params import model_specs
+
+        workload = self.workload
+        num_weights = sum(spec.numel for spec in model_specs(workload.config) if not spec.tied_to)
+        return f"{num_weights / 1e6:.1f} M, {workload.sequences} x {workload.length} tokens"
+
+
+EVEN_HEADS = Path(__file__).resolve().parent / "llama-63m"
+"""A shape near that of the other stages whose heads and kv heads two ranks can share."""
+DATA_WORK, TENSOR_WORK, CONTEXT_WORK = Work(), Work(EVEN_HEADS), Work(EVEN_HEADS, length=4096, sequences=1)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing to do, the layout of ours that does it, and what else does. `judged`: held against the bars; `fsdp` is
-    PyTorch's own code behind our interface, and is not."""
+    """One thing to do, the layout of ours that does it, and what else does. `bars` is what ours is held against, None
+    where it is PyTorch's own code behind our interface."""
 
     name: str
     layout: str
     peers: tuple[Contender, ...]
-    judged: bool = True
+    work: Work = DATA_WORK
+    bars: Bars | None = DATA_BARS
 
     @property
     def ours(self) -> Contender:
         return Contender(self.layout, SHARDWISE, self.layout)
+
+    @property
+    def contenders(self) -> tuple[Contender, ...]:
+        return self.ours, *self.peers
 
 
 STAGES = (
@@ -54,7 +109,11 @@ STAGES = (
     Stage("z1", "dp2.z1", (ZERO_OPTIMIZER, DEEPSPEEDS[1])),
     Stage("z2", "dp2.z2", (FSDP2_KEEP, DEEPSPEEDS[2])),
     Stage("z3", "dp2.z3", (FSDP2, DEEPSPEEDS[3])),
-    Stage("fsdp", "dp2.fsdp", (FSDP2,), judged=False),
+    Stage("fsdp", "dp2.fsdp", (FSDP2,), bars=None),
+    Stage("tp", "tp2", DTENSORS, TENSOR_WORK, TENSOR_BARS),
+    Stage("sp", "tp2.sp", DTENSORS, TENSOR_WORK, TENSOR_BARS),
+    Stage("cp", "cp2", CONTEXTS, CONTEXT_WORK, CONTEXT_BARS),
+    Stage("a2a", "cp2.a2a", CONTEXTS, CONTEXT_WORK, CONTEXT_BARS),
 )
 
 
@@ -79,11 +138,22 @@ class Ratio:
     peak: float
     fastest: str
     smallest: str
-    judged: bool
+    bars: Bars | None
 
     @property
-    def met(self) -> bool:
-        return self.speed >= SPEED_BAR and self.peak <= PEAK_BAR
+    def verdict(self) -> str:
+        if self.bars is None:
+            return "not judged"
+        return "met" if self.bars.met(self.speed, self.peak) else "missed"
+
+    @property
+    def told(self) -> tuple[str, str, str]:
+        """Both ratios, each with what is wanted of it, and the verdict."""
+        speed, peak = f"{self.speed:.2f}", f"{self.peak:.2f}"
+        if self.bars:
+            speed += f" (≥ {self.bars.speed})"
+            peak += f" (≤ {self.bars.peak})" if self.bars.peak else ""
+        return speed, peak, self.verdict
 
 
 def compare(stages: Sequence[Stage], figures: Mapping[str, Figures]) -> list[Ratio]:
@@ -98,7 +168,7 @@ def compare(stages: Sequence[Stage], figures: Mapping[str, Figures]) -> list[Rat
         smallest = min(ran, key=lambda peer: figures[peer.key].peak_resident_mb)
         speed = ours.tokens_per_s / figures[fastest.key].tokens_per_s
         peak = ours.peak_resident_mb / figures[smallest.key].peak_resident_mb
-        ratios.append(Ratio(stage.name, speed, peak, full_name(fastest), full_name(smallest), stage.judged))
+        ratios.append(Ratio(stage.name, speed, peak, full_name(fastest), full_name(smallest), stage.bars))
     return ratios
 
 
@@ -142,25 +212,34 @@ class Report:
         figures, ratios = self.figures, {ratio.stage: ratio for ratio in self.ratios}
         lines: list[tuple[str, ...]] = []
         for stage in self.stages:
-            for contender in (stage.ours, *stage.peers):
+            for contender in stage.contenders:
                 name = full_name(contender)
                 if contender.key not in figures:
                     lines.append((stage.name, name, "-", "-", "", "", "failed"))
                     continue
                 each, ratio = figures[contender.key], ratios.get(stage.name)
-                told = ("", "", "")
-                if ratio and contender == stage.ours:
-                    verdict = ("met" if ratio.met else "missed") if ratio.judged else "not judged"
-                    told = (f"{ratio.speed:.2f}", f"{ratio.peak:.2f}", verdict)
+                told = ratio.told if ratio and contender == stage.ours else ("", "", "")
                 lines.append((stage.name, name, f"{each.tokens_per_s:,.0f}", f"{each.peak_resident_mb:,.0f}", *told))
         return lines
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return ("stage", "what", "tokens/s", "peak MiB", f"speed, ≥ {SPEED_BAR}", f"memory, ≤ {PEAK_BAR}", "")
+        return ("stage", "what", "tokens/s", "peak MiB", "speed", "memory", "")
+
+    @property
+    def works(self) -> dict[Work, list[Stage]]:
+        """The stages of each work. Figures of different works do not compare."""
+        return {work: [s for s in self.stages if s.work == work] for work in dict.fromkeys(s.work for s in self.stages)}
+
+    @property
+    def work_lines(self) -> list[str]:
+        return [f"{', '.join(stage.name for stage in stages)}: {work.title}" for work, stages in self.works.items()]
 
     def to_table(self) -> Table:
-        table = Table(title="Training steps, ours to the best peer of the same stage", title_justify="left")
+        table = Table(
+            title="Training steps, ours to the best peer of the same stage", title_justify="left",
+            caption="\n".join(self.work_lines), caption_justify="left",
+        )  # fmt: skip
         for column in self.columns:
             table.add_column(column, justify="left" if column in ("stage", "what", "") else "right")
         lines = self.lines()
@@ -172,6 +251,7 @@ class Report:
         rows = [self.columns, ("---",) * len(self.columns), *self.lines()]
         parts = ["# Training steps: ours and others", ""]
         parts += [", ".join(f"{name} {value}" for name, value in self.machine.items()) + ".", ""]
+        parts += [*(f"- {line} a data rank" for line in self.work_lines), ""]
         parts += ["| " + " | ".join(row) + " |" for row in rows]
         if self.failed:
             parts += ["", *(f"{key} failed: {reason}" for key, reason in self.failed.items())]
@@ -179,22 +259,23 @@ class Report:
 
     def to_svg(self) -> str:
         panels = [
-            Panel(title, unit, "stage", self.bars(name))
+            Panel(f"{title} ({work.title})", unit, "stage", self.bars(name, stages))
             for title, unit, name in (
-                ("Speed: more is better", "tokens/s", "tokens_per_s"),
-                ("Peak resident memory of a rank: less is better", "MiB", "peak_resident_mb"),
+                ("Speed, more is better", "tokens/s", "tokens_per_s"),
+                ("Peak memory, less is better", "MiB a rank", "peak_resident_mb"),
             )
+            for work, stages in self.works.items()
         ]
         return draw(panels, (SHARDWISE, PYTORCH, DEEPSPEED))
 
-    def bars(self, name: str) -> dict[str, list[Bar]]:
+    def bars(self, name: str, stages: Sequence[Stage]) -> dict[str, list[Bar]]:
         return {
             stage.name: [
                 Bar(contender.label, contender.maker, getattr(self.figures[contender.key], name))
-                for contender in (stage.ours, *stage.peers)
+                for contender in stage.contenders
                 if contender.key in self.figures
             ]
-            for stage in self.stages
+            for stage in stages
         }
 
 

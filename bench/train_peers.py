@@ -1,9 +1,10 @@
-"""One training step with what a user would pick instead, on gloo: prints tokens/s and peak memory as a line of JSON.
+"""Training steps with what a user would pick instead, on gloo: prints tokens/s and peak memory as a line of JSON.
 
-    torchrun --standalone --nproc-per-node 2 bench/train_peers.py PEER [STEPS]
+    torchrun --standalone --nproc-per-node 2 bench/train_peers.py PEER WORK [STEPS]
 
-Runs in an environment of its own with torch, transformers and deepspeed; Shardwise is not needed there. The work is
-that of `shardwise bench train`: the same model, tokens, optimizer and clipping, bf16 over fp32 master weights.
+Runs in an environment of its own with torch, transformers, accelerate and deepspeed, without Shardwise. WORK is JSON
+that `bench/train.py` writes, and what `shardwise bench train` does too: the same shape, tokens, optimizer and clipping,
+bf16 over fp32 master weights.
 """
 
 import contextlib
@@ -11,64 +12,75 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
 
 import torch
 import torch.distributed as dist
+from peers_context import know_cpus
+from peers_tensor import clip_cut, cut, groups_of
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import loss_parallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SHAPE = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=9,
-             num_key_value_heads=3, tie_word_embeddings=True)  # fmt: skip
-SEQUENCES, LENGTH, WARMUP, STEPS = 2, 512, 2, 5
-LR, MAX_NORM = 3e-4, 1.0
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Work:
+    """`shape` is a config.json; `sequences` of `length` tokens go into a step of each data rank."""
+
+    shape: dict[str, Any]
+    sequences: int
+    length: int
+    warmup_steps: int
+    lr: float
+    max_norm: float
+
 
 Step = Callable[[Tensor], Tensor]
-"""step(token ids) -> loss: forward, backward, clipping, optimizer."""
+"""step(tokens [B, T + 1]) -> loss: forward, backward, clipping, optimizer."""
 
 
-def ddp(model: LlamaForCausalLM, world_size: int) -> Step:
+def ddp(model: LlamaForCausalLM, work: Work) -> Step:
     """DistributedDataParallel under autocast, whose weights are their own fp32 masters."""
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return torch_step(wrapped, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), autocast)
+    return torch_step(data_parallel(model), adamw(work, model.parameters()), work, autocast)
 
 
-def zero_optimizer(model: LlamaForCausalLM, world_size: int) -> Step:
+def zero_optimizer(model: LlamaForCausalLM, work: Work) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LR, fused=True)
-    return torch_step(wrapped, optimizer, autocast)
+    wrapped = data_parallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=work.lr, fused=True)
+    return torch_step(wrapped, optimizer, work, autocast)
 
 
-def fsdp2(model: LlamaForCausalLM, world_size: int, keep: bool = False) -> Step:
+def fsdp2(model: LlamaForCausalLM, work: Work, keep: bool = False) -> Step:
     """`keep` leaves the gathered parameters whole after the forward, as ZeRO-2 has them."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh("cpu", (world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in [*model.model.layers, model]:
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
-    return torch_step(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), contextlib.nullcontext)
+    shard(model, keep)
+    return torch_step(model, adamw(work, model.parameters()), work)
 
 
-def fsdp2_keep(model: LlamaForCausalLM, world_size: int) -> Step:
-    return fsdp2(model, world_size, keep=True)
+def fsdp2_keep(model: LlamaForCausalLM, work: Work) -> Step:
+    return fsdp2(model, work, keep=True)
 
 
-def deepspeed(model: LlamaForCausalLM, world_size: int, stage: int) -> Step:
+def deepspeed(model: LlamaForCausalLM, work: Work, stage: int) -> Step:
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=model, config=dict(
-        train_micro_batch_size_per_gpu=SEQUENCES, gradient_accumulation_steps=1, bf16=dict(enabled=True),
-        zero_optimization=dict(stage=stage), gradient_clipping=MAX_NORM,
-        optimizer=dict(type="AdamW", params=dict(lr=LR, torch_adam=True))))  # fmt: skip
+        train_micro_batch_size_per_gpu=work.sequences, gradient_accumulation_steps=1, bf16=dict(enabled=True),
+        zero_optimization=dict(stage=stage), gradient_clipping=work.max_norm,
+        optimizer=dict(type="AdamW", params=dict(lr=work.lr, torch_adam=True))))  # fmt: skip
 
-    def step(ids: Tensor) -> Tensor:
-        loss = engine(input_ids=ids, labels=ids).loss
+    def step(tokens: Tensor) -> Tensor:
+        loss = loss_of(engine, *cut_tokens(tokens))
         engine.backward(loss)
         engine.step()
         return loss
@@ -76,14 +88,70 @@ def deepspeed(model: LlamaForCausalLM, world_size: int, stage: int) -> Step:
     return step
 
 
+def dtensor(model: LlamaForCausalLM, work: Work, sequence: bool = False) -> Step:
+    """parallelize_module and loss_parallel under autocast; `sequence` adds SequenceParallel."""
+    cut(model, init_device_mesh("cpu", (dist.get_world_size(),)), sequence)
+    optimizer = adamw(work, groups_of(model.parameters()))
+    return torch_step(model, optimizer, work, autocast, lambda *_: loss_parallel(), clip_cut)
+
+
+def dtensor_sp(model: LlamaForCausalLM, work: Work) -> Step:
+    return dtensor(model, work, sequence=True)
+
+
+def context_ddp(model: LlamaForCausalLM, work: Work) -> Step:
+    """context_parallel on replicas under autocast."""
+    wrapped = data_parallel(model)
+    return context_step(model, torch_step(wrapped, adamw(work, model.parameters()), work, autocast, context()))
+
+
+def context_fsdp2(model: LlamaForCausalLM, work: Work) -> Step:
+    """context_parallel with parameters cut over the same ranks, as accelerate and torchtitan run it."""
+    shard(model, keep=True)
+    return context_step(model, torch_step(model, adamw(work, model.parameters()), work, around=context()))
+
+
+def context_step(model: LlamaForCausalLM, step: Step) -> Step:
+    """Steps whose loss is the mean of every rank's. The model leaves the mask to `context_parallel`."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    know_cpus()
+    _attach_context_parallel_hooks(model)
+
+    def mean_step(tokens: Tensor) -> Tensor:
+        loss = step(tokens).detach()
+        dist.all_reduce(loss)
+        return loss / dist.get_world_size()
+
+    return mean_step
+
+
+Around = Callable[[Tensor, Tensor, Tensor], contextlib.AbstractContextManager]
+"""around(ids, targets, positions), entered for forward and backward."""
+
+
+def context() -> Around:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def around(*buffers: Tensor) -> contextlib.AbstractContextManager:
+        dims = [1] * len(buffers)
+        return context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=dims, no_restore_buffers=set(buffers))
+
+    return around
+
+
 def torch_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: Callable[[], contextlib.AbstractContextManager]
-) -> Step:
-    def step(ids: Tensor) -> Tensor:
-        with precision():
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work,
+    precision: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    around: Around = lambda *_: contextlib.nullcontext(), clip: Callable = torch.nn.utils.clip_grad_norm_,
+) -> Step:  # fmt: skip
+    def step(tokens: Tensor) -> Tensor:
+        buffers = cut_tokens(tokens)
+        with around(*buffers):
+            with precision():
+                loss = loss_of(model, *buffers)
+            loss.backward()
+        clip(list(model.parameters()), work.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -91,19 +159,54 @@ def torch_step(
     return step
 
 
+def cut_tokens(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T + 1] -> ids, targets and positions, [B, T] each."""
+    ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return ids, targets, torch.arange(ids.shape[1]).repeat(len(ids), 1)
+
+
+def loss_of(model: Callable, ids: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+    return model(input_ids=ids, position_ids=positions, labels=targets, shift_labels=targets).loss
+
+
+def data_parallel(model: LlamaForCausalLM) -> torch.nn.Module:
+    return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def shard(model: LlamaForCausalLM, keep: bool) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in [*model.model.layers, model]:
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+
+
+def adamw(work: Work, parameters: Iterable) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=work.lr, fused=True)
+
+
 def autocast() -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-PEERS: dict[str, Callable[[LlamaForCausalLM, int], Step]] = {
+DATA_PEERS: dict[str, Callable[[LlamaForCausalLM, Work], Step]] = {
     "ddp": ddp,
     "zero_optimizer": zero_optimizer,
     "fsdp2_keep": fsdp2_keep,
     "fsdp2": fsdp2,
-    "deepspeed1": lambda model, world_size: deepspeed(model, world_size, 1),
-    "deepspeed2": lambda model, world_size: deepspeed(model, world_size, 2),
-    "deepspeed3": lambda model, world_size: deepspeed(model, world_size, 3),
+    "deepspeed1": lambda model, work: deepspeed(model, work, 1),
+    "deepspeed2": lambda model, work: deepspeed(model, work, 2),
+    "deepspeed3": lambda model, work: deepspeed(model, work, 3),
 }
+"""Whose ranks have tokens of their own."""
+CUT_PEERS: dict[str, Callable[[LlamaForCausalLM, Work], Step]] = {
+    "dtensor": dtensor,
+    "dtensor_sp": dtensor_sp,
+    "context_ddp": context_ddp,
+    "context_fsdp2": context_fsdp2,
+}
+"""Whose ranks work on the same tokens."""
 
 
 def peak_resident_mb() -> float:
@@ -112,7 +215,7 @@ def peak_resident_mb() -> float:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 
 
-def main(peer: str, steps: int) -> None:
+def main(peer: str, work: Work, steps: int) -> None:
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     if peer.startswith("deepspeed"):
@@ -122,23 +225,29 @@ def main(peer: str, steps: int) -> None:
     else:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    step = PEERS[peer](LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="sdpa")), world_size)
-    random = torch.Generator().manual_seed(1 + rank)
-    for taken in range(WARMUP + steps):
-        if taken == WARMUP:
+    build = (DATA_PEERS | CUT_PEERS)[peer]
+    step = build(LlamaForCausalLM(LlamaConfig(**work.shape, attn_implementation="sdpa")), work)
+    data_rank, data_size = (rank, world_size) if peer in DATA_PEERS else (0, 1)
+    random = torch.Generator().manual_seed(1 + data_rank)
+    for taken in range(work.warmup_steps + steps):
+        if taken == work.warmup_steps:
             dist.barrier()
             began = time.perf_counter()
-        loss = step(torch.randint(SHAPE["vocab_size"], (SEQUENCES, LENGTH), generator=random))
+        loss = step(torch.randint(work.shape["vocab_size"], (work.sequences, work.length + 1), generator=random))
     dist.barrier()
     step_s = (time.perf_counter() - began) / steps
     peak = torch.tensor(peak_resident_mb())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
-        row = dict(step_s=step_s, tokens_per_s=SEQUENCES * LENGTH * world_size / step_s, peak_resident_mb=peak.item(),
-                   loss=loss.item())  # fmt: skip
+        tokens = work.sequences * work.length * data_size
+        row = dict(step_s=step_s, tokens_per_s=tokens / step_s, peak_resident_mb=peak.item(), loss=number(loss))
         print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 
+def number(loss: Tensor) -> float:
+    return (loss.to_local() if isinstance(loss, DTensor) else loss).item()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else STEPS)
+    main(sys.argv[1], Work(**json.loads(sys.argv[2])), int(sys.argv[3]) if len(sys.argv) > 3 else STEPS)

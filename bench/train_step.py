@@ -11,29 +11,25 @@ from collections.abc import Callable
 
 import torch
 
-SHAPE = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=9,
-             num_key_value_heads=3, tie_word_embeddings=True)  # fmt: skip
-SEQUENCES, LENGTH, WARMUP = 2, 512, 2
+from shardwise.config import to_hugging_face
+from shardwise.train.bench import LR, MAX_NORM, WARMUP_STEPS, WORKLOAD, make_program
+
+SEQUENCES, LENGTH, VOCAB = WORKLOAD.sequences, WORKLOAD.length, WORKLOAD.config.vocab_size
 
 
 def ours() -> Callable[[torch.Tensor], float]:
-    from shardwise.config import from_hugging_face
     from shardwise.layout import Layout
-    from shardwise.parallel.apply import apply, draw_weights
     from shardwise.parallel.mesh import make_mesh
     from shardwise.train.data import Batch, MicroBatch
     from shardwise.train.loop import take_step
-    from shardwise.train.optim import AdamW
 
     mesh = make_mesh(Layout(), 0, torch.device("cpu"))
-    config = from_hugging_face({"model_type": "llama", **SHAPE})
-    program = apply(config, mesh, torch.bfloat16, torch.bfloat16, AdamW().update)
-    draw_weights(program, seed=0)
+    program = make_program(mesh, WORKLOAD)
     positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
 
     def step(tokens: torch.Tensor) -> float:
         microbatch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, None)
-        return take_step(program, mesh, Batch((microbatch,), SEQUENCES * LENGTH), lr=3e-4, max_norm=1.0)[0]
+        return take_step(program, mesh, Batch((microbatch,), SEQUENCES * LENGTH), LR, MAX_NORM)[0]
 
     return step
 
@@ -42,7 +38,7 @@ def transformers() -> Callable[[torch.Tensor], float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="sdpa")).bfloat16()
+    model = LlamaForCausalLM(LlamaConfig(**to_hugging_face(WORKLOAD.config), attn_implementation="sdpa")).bfloat16()
 
     def step(tokens: torch.Tensor) -> float:
         loss = model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
@@ -58,12 +54,12 @@ def main(which: str, steps: int) -> None:
     step = {"ours": ours, "transformers": transformers}[which]()
     generator = torch.Generator().manual_seed(1)
     seconds = []
-    for _ in range(WARMUP + steps):
-        tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, LENGTH + 1), generator=generator)
+    for _ in range(WARMUP_STEPS + steps):
+        tokens = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=generator)
         began = time.perf_counter()
         loss = step(tokens)
         seconds.append(time.perf_counter() - began)
-    print(json.dumps({"seconds": min(seconds[WARMUP:]), "loss": loss}))
+    print(json.dumps({"seconds": min(seconds[WARMUP_STEPS:]), "loss": loss}))
 
 
 if __name__ == "__main__":

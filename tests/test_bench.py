@@ -3,19 +3,29 @@ figures. The figures themselves belong to the machine, and are not tested."""
 
 import json
 import math
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.distributed.tensor.parallel import loss_parallel
 
+from ranks import Ranks
 from shardwise import cli
 from shardwise.cli import main
 from shardwise.commands.bench import add_bench
-from shardwise.config import ModelConfig
+from shardwise.config import ModelConfig, from_hugging_face, to_hugging_face
 from shardwise.layout import Layout
 from shardwise.params import model_specs
 from shardwise.plan.traffic import comm_bytes
@@ -29,7 +39,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 import plot
 import report
 import train as bench_train
-from report import DEEPSPEEDS, FSDP2, STAGES, Figures, Report, Stage
+from peers_context import know_cpus
+from peers_tensor import clip_cut, cut, whole
+from report import (
+    CONTEXT_BARS,
+    CONTEXT_WORK,
+    DATA_BARS,
+    DATA_WORK,
+    DEEPSPEEDS,
+    FSDP2,
+    STAGES,
+    TENSOR_BARS,
+    TENSOR_WORK,
+    Bars,
+    Figures,
+    Report,
+    Stage,
+    Work,
+)
 
 VOCAB = 97
 TINY = Workload(ModelConfig("llama", 2, 32, 40, 4, 2, 8, VOCAB, 32, tied=True), sequences=2, length=16)
@@ -47,16 +74,28 @@ def with_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_workload_is_the_one_that_is_compared() -> None:
     """70.8 M stored weights, as 12 blocks of 576 x 576 attention with a third of kv heads, an MLP of 1536, and a tied
-    vocabulary of 49152 have; the peers' script names the same sizes."""
+    vocabulary of 49152 have."""
     assert sum(spec.numel for spec in model_specs(WORKLOAD.config) if not spec.tied_to) == (
         12 * (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536 + 2 * 576) + 576 + 49152 * 576
     )
-    theirs = (Path(__file__).resolve().parents[1] / "bench" / "train_peers.py").read_text()
-    for name, value in bench.SHAPE.items():
-        assert name == "model_type" or f"{name}={value}" in theirs
-    sizes = f"{WORKLOAD.sequences}, {WORKLOAD.length}, {bench.WARMUP_STEPS}"
-    assert f"SEQUENCES, LENGTH, WARMUP, STEPS = {sizes}," in theirs
-    assert "LR, MAX_NORM = 3e-4, 1.0\n" in theirs and (bench.LR, bench.MAX_NORM) == (3e-4, 1.0)
+    assert (WORKLOAD.sequences, WORKLOAD.length, bench.WARMUP_STEPS) == (2, 512, 2)
+    assert DATA_WORK.words == [] and DATA_WORK.workload == WORKLOAD
+
+
+@pytest.mark.parametrize("work", [DATA_WORK, TENSOR_WORK, CONTEXT_WORK])
+def test_others_are_told_the_same_work(work: Work) -> None:
+    told = json.loads(bench_train.for_peers(work))
+    assert from_hugging_face(told.pop("shape")) == work.workload.config
+    assert told == {"sequences": work.workload.sequences, "length": work.workload.length, "lr": bench.LR,
+                    "max_norm": bench.MAX_NORM, "warmup_steps": bench.WARMUP_STEPS}  # fmt: skip
+
+
+def test_every_stage_has_work_that_its_layout_can_do() -> None:
+    for stage in STAGES:
+        assert str(Layout.parse(stage.layout)) == stage.layout
+        assert Layout.parse(stage.layout).problems(stage.work.workload.config) == []
+    works = {(each.key, stage.work) for stage in STAGES for each in stage.contenders}
+    assert len(works) == len(dict(works))  # a contender that is in two stages does the same work in both
 
 
 def test_one_rank_is_measured() -> None:
@@ -74,6 +113,11 @@ def test_a_peak_does_not_count_what_was_held_before() -> None:
     del big
     reset_peaks(torch.device("cpu"))
     assert peak_resident_bytes() < before - 150_000_000
+
+
+def test_a_length_that_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequences of 33 tokens are longer than the model's 32 positions"):
+        bench_layout(Layout(), 1, replace(TINY, length=33))
 
 
 # -- the command ----------------------------------------------------------------------------------------------
@@ -106,6 +150,20 @@ def test_without_json_it_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert all(word in out for word in ("dp1", "tokens_per_s", "peak_resident_mb", "MiB"))
 
 
+def test_the_work_is_what_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder's shape, its length and its sequences: what is sent and how many tokens are trained say so."""
+    monkeypatch.setattr(bench, "WORKLOAD", TINY)
+    wide = replace(TINY.config, ffn_size=64)
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(wide)))
+    args = ["--layout", "dp2", "--length", "24", "--sequences", "3", "--steps", "1", "--json"]
+    assert main(["bench", "train", str(tmp_path), *args]) == 0
+    rows = {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["comm_bytes"] == comm_bytes(wide, Layout(dp=2))["dp"]
+    assert rows["tokens_per_s"] * rows["step_s"] == pytest.approx(2 * 3 * 24)
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -114,6 +172,10 @@ def test_without_json_it_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["train", "--layout", "dp2", "--layout", "dp2.m1"], "dp2 is named twice"),
         (["train", "--layout", "dp1", "--layout", "dp100000"], "tells what would fit"),
         (["train", "--steps", "0"], "--steps must be at least 1, not 0"),
+        (["train", "--length", "0"], "--length must be at least 1, not 0"),
+        (["train", "--sequences", "-1"], "--sequences must be at least 1, not -1"),
+        (["train", "--length", "9000"], "sequences of 9000 tokens are longer than the model's 8192 positions"),
+        (["train", "gtp2"], "gpt2"),
         (["draw"], "invalid choice: 'draw'"),
         (["train", "--layuot", "dp2"], "did you mean --layout?"),
     ],
@@ -197,8 +259,16 @@ RUNS = {
     "deepspeed1": [Figures(450.0, 2100.0)],
     "fsdp2": [Figures(300.0, 2000.0)],
     "dp2.fsdp": [Figures(330.0, 1000.0)],
+    "tp2": [Figures(500.0, 1200.0)],
+    "tp2.sp": [Figures(440.0, 1100.0)],
+    "dtensor": [Figures(400.0, 1300.0)],
+    "dtensor_sp": [Figures(380.0, 1000.0)],
+    "context_ddp": [Figures(250.0, 2500.0)],
 }
-FAILED = {"dp2.z2": "shardwise: no", "deepspeed2": "ImportError: no <module>", "deepspeed3": "RuntimeError"}
+FAILED = {
+    "dp2.z2": "shardwise: no", "deepspeed2": "ImportError: no <module>", "deepspeed3": "RuntimeError",
+    "cp2": "shardwise: no", "cp2.a2a": "shardwise: no",
+}  # fmt: skip
 MACHINE: dict[str, str | int] = {"processor": "Made & Up", "cores": 2}
 
 
@@ -209,18 +279,32 @@ def made_up() -> Report:
 
 def test_ratios_are_to_the_best_peer_of_the_stage(made_up: Report) -> None:
     """The best speed of the runs and the median peak; the fastest and the smallest peer need not be the same."""
-    dp, z1, fsdp = made_up.ratios
-    assert (dp.stage, dp.speed, dp.peak, dp.met) == ("dp", 550 / 440, 1950 / 2500, True)
+    dp, z1, fsdp, tp, sp = made_up.ratios
+    assert (dp.stage, dp.speed, dp.peak, dp.verdict) == ("dp", 550 / 440, 1950 / 2500, "met")
     assert (z1.speed, z1.fastest) == (480 / 450, "DeepSpeed ZeRO-1")
-    assert (z1.peak, z1.smallest, z1.met) == (1700 / 2000, "PyTorch DDP + Zero", False)  # fast enough it is not
-    assert (fsdp.stage, fsdp.judged) == ("fsdp", False)
+    assert (z1.peak, z1.smallest, z1.verdict) == (1700 / 2000, "PyTorch DDP + Zero", "missed")  # not fast enough
+    assert (fsdp.stage, fsdp.verdict) == ("fsdp", "not judged")
+    assert (tp.speed, tp.fastest, tp.peak, tp.smallest) == (1.25, "PyTorch DTensor", 1.2, "PyTorch DTensor SP")
+    assert (tp.verdict, sp.verdict) == ("met", "missed")  # no more is asked than speed
 
 
-@pytest.mark.parametrize(("speed", "peak", "met"), [(1.1, 0.85, True), (1.09, 0.5, False), (2.0, 0.86, False)])
-def test_both_bars_must_be_met(speed: float, peak: float, met: bool) -> None:
+@pytest.mark.parametrize(
+    ("bars", "speed", "peak", "verdict"),
+    [
+        (DATA_BARS, 1.1, 0.85, "met"),
+        (DATA_BARS, 1.09, 0.5, "missed"),
+        (DATA_BARS, 2.0, 0.86, "missed"),
+        (TENSOR_BARS, 1.2, 2.0, "met"),
+        (TENSOR_BARS, 1.19, 0.5, "missed"),
+        (CONTEXT_BARS, 1.0, 2.0, "met"),
+        (CONTEXT_BARS, 0.99, 0.5, "missed"),
+        (None, 0.5, 2.0, "not judged"),
+    ],
+)
+def test_every_bar_must_be_met(bars: Bars | None, speed: float, peak: float, verdict: str) -> None:
     figures = {"ours": Figures(100 * speed, 1000 * peak), "fsdp2": Figures(100.0, 1000.0)}
-    (ratio,) = report.compare([Stage("z3", "ours", (FSDP2, DEEPSPEEDS[3]))], figures)
-    assert ratio.met is met
+    (ratio,) = report.compare([Stage("z3", "ours", (FSDP2, DEEPSPEEDS[3]), bars=bars)], figures)
+    assert ratio.verdict == verdict
 
 
 def test_json_of_a_comparison(made_up: Report) -> None:
@@ -229,7 +313,7 @@ def test_json_of_a_comparison(made_up: Report) -> None:
     assert {"name": "peak_resident_mb", "value": 2500.0, "unit": "MiB", "of": "ddp"} in told["rows"]
     assert told["ratios"]["tokens_per_s dp"] == 1.25
     assert told["ratios"].keys() == {
-        f"{name} {stage}" for name in ("tokens_per_s", "peak_resident_mb") for stage in ("dp", "z1", "fsdp")
+        f"{name} {stage}" for name in ("tokens_per_s", "peak_resident_mb") for stage in ("dp", "z1", "fsdp", "tp", "sp")
     }
     assert told["failed"] == FAILED and told["machine"] == MACHINE
     assert told["runs"]["ddp"][2] == {"tokens_per_s": 410.0, "peak_resident_mb": 2400.0}
@@ -238,16 +322,19 @@ def test_json_of_a_comparison(made_up: Report) -> None:
 def test_tables_name_every_contender(made_up: Report) -> None:
     lines = {(line[0], line[1]): line[2:] for line in made_up.lines()}
     assert len(lines) == sum(1 + len(stage.peers) for stage in STAGES)
-    assert lines["dp", "Shardwise dp2"] == ("550", "1,950", "1.25", "0.78", "met")
+    assert lines["dp", "Shardwise dp2"] == ("550", "1,950", "1.25 (≥ 1.1)", "0.78 (≤ 0.85)", "met")
     assert lines["dp", "PyTorch DDP"] == ("440", "2,500", "", "", "")
     assert lines["z1", "Shardwise dp2.z1"][-1] == "missed"
     assert lines["z2", "Shardwise dp2.z2"] == ("-", "-", "", "", "failed")
-    assert lines["fsdp", "Shardwise dp2.fsdp"][-1] == "not judged"
+    assert lines["fsdp", "Shardwise dp2.fsdp"][2:] == ("1.10", "0.50", "not judged")
+    assert lines["tp", "Shardwise tp2"][2:] == ("1.25 (≥ 1.2)", "1.20", "met")
     assert made_up.to_table().row_count == len(lines)
     markdown = made_up.to_markdown()
     table = [line for line in markdown.splitlines() if line.startswith("| ")]
     assert len(table) == 2 + len(lines)
     assert {line.count("|") for line in table} == {len(made_up.columns) + 1}
+    assert "- dp, z1, z2, z3, fsdp: 70.8 M, 2 x 512 tokens a data rank\n" in markdown
+    assert "- cp, a2a: 62.9 M, 1 x 4096 tokens a data rank\n" in markdown
     assert "processor Made & Up, cores 2." in markdown and "deepspeed2 failed: ImportError: no <module>" in markdown
 
 
@@ -255,17 +342,33 @@ def test_the_plot_is_drawn_to_scale(made_up: Report) -> None:
     svg = made_up.to_svg()
     assert "prefers-color-scheme: dark" in svg
     names = {"s": "http://www.w3.org/2000/svg"}
-    speed, memory = ElementTree.fromstring(svg).findall("s:g", names)
-    for panel, label, ours, theirs in ((speed, "tokens/s", 550, 440), (memory, "MiB", 1950, 2500)):
+    panels = ElementTree.fromstring(svg).findall("s:g", names)
+    speed, speed_tp, _, memory, memory_tp, _ = panels
+    for panel, label, ours, theirs in (
+        (speed, "tokens/s", "dp2: 550", "DDP: 440"), (memory, "MiB a rank", "dp2: 1,950", "DDP: 2,500"),
+        (speed_tp, "tokens/s", "tp2: 500", "DTensor: 400"), (memory_tp, "MiB a rank", "tp2: 1,200", "DTensor: 1,300"),
+    ):  # fmt: skip
         bars = {bar[0].text: bar for bar in panel.findall("s:rect", names)}
-        assert len(bars) == len(RUNS)
-        shown = f"Shardwise, dp2: {ours:,}", f"PyTorch, DDP: {theirs:,}"
-        heights = [float(bars[name].get("height", 0)) for name in shown]
-        assert heights[0] / heights[1] == pytest.approx(ours / theirs, rel=0.01)
+        heights = [float(bars[name].get("height", 0)) for name in (f"Shardwise, {ours}", f"PyTorch, {theirs}")]
+        values = [float(name.split()[-1].replace(",", "")) for name in (ours, theirs)]
+        assert heights[0] / heights[1] == pytest.approx(values[0] / values[1], rel=0.01)
         words = [text.text for text in panel.iter("{http://www.w3.org/2000/svg}text")]
-        assert label in words and "stage" in words and f"{ours:,}" in words
-        tops = [float(bar.get("y", 0)) for bar in bars.values()]
-        assert min(tops) >= plot.TOP - 0.1
+        assert label in words and "stage" in words and ours.split()[-1] in words
+        assert min(float(bar.get("y", 0)) for bar in bars.values()) >= plot.TOP - 0.1
+    shown = [len(panel.findall("s:rect", names)) for panel in panels]
+    assert shown == [8, 6, 2, 8, 6, 2]  # who is in two stages stands in both
+
+
+def test_panels_stand_side_by_side_where_they_fit(made_up: Report) -> None:
+    """None overlaps another or leaves the picture."""
+    places = re.findall(r'<g transform="translate\(([\d.]+) (\d+)\)">', made_up.to_svg())
+    assert [top for _, top in places] == ["34", "294", "294", "554", "814", "814"]
+    assert [float(left) for left, _ in places][::3] == [0, 0] and float(places[1][0]) == 0 < float(places[2][0])
+    svg = ElementTree.fromstring(made_up.to_svg())
+    for panel in svg.findall("{http://www.w3.org/2000/svg}g"):
+        left = float(re.findall(r"[\d.]+", panel.get("transform", ""))[0])
+        ends = [float(line.get("x2", 0)) for line in panel.findall("{http://www.w3.org/2000/svg}line")]
+        assert left + max(ends) <= plot.WIDTH - plot.RIGHT + 0.2
 
 
 @pytest.mark.parametrize("highest", [0.0, 0.0371, 1.0, 4.0, 9.99, 12.0, 436.0, 2801.0, 123456.0])
@@ -276,10 +379,64 @@ def test_ticks_are_few_even_and_reach_the_highest(highest: float) -> None:
     assert [b - a for a, b in pairwise(ticks)] == pytest.approx([ticks[1]] * (len(ticks) - 1))
 
 
+# -- the others compute the right thing -----------------------------------------------------------------------
+
+
+def context_parallel_differences(rank: int, world: int) -> list[float]:
+    """Of the output and the gradients of q, k, v to those of one process, in fp32: the largest by element."""
+    know_cpus()
+    mesh, random = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+    q, k, v, weight = (torch.randn(2, heads, 64, 8, generator=random) for heads in (4, 2, 2, 4))
+    whole = attention_and_gradients(q.clone(), k.clone(), v.clone(), weight)
+    buffers = [q, k, v, weight]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)):
+        mine = attention_and_gradients(*buffers)
+    together = context_parallel_unshard(mesh, mine, [2] * 4)
+    return [float((a - b).abs().max()) for a, b in zip(together, whole, strict=True)]
+
+
+def attention_and_gradients(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
+
+
+def test_their_context_parallel_is_attention(ranks: Ranks) -> None:
+    for differences in ranks.run(2, context_parallel_differences):
+        assert max(differences) < 1e-5  # of numbers around 1
+
+
+def tensor_parallel_losses(rank: int, world: int, sequence: bool) -> list[tuple[float, float]]:
+    """Loss and gradient norm of one process and of all, in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    told = []
+    for is_cut in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**to_hugging_face(TINY.config)))
+        if is_cut:
+            cut(model, init_device_mesh("cpu", (world,)), sequence)
+        ids = torch.randint(VOCAB - 1, (2, 16), generator=torch.Generator().manual_seed(1))
+        with loss_parallel() if is_cut else nullcontext():
+            loss = model(input_ids=ids, position_ids=torch.arange(16)[None], labels=ids, shift_labels=ids).loss
+            loss.backward()
+        told.append((float(whole(loss)), float(clip_cut(list(model.parameters()), 1.0))))
+    return told
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_their_tensor_parallel_computes_what_one_process_computes(sequence: bool, ranks: Ranks) -> None:
+    for one, both in ranks.run(2, tensor_parallel_losses, sequence):
+        assert both == pytest.approx(one, rel=1e-5)
+
+
+# -- turns, errors and results --------------------------------------------------------------------------------
+
+
 def test_contenders_take_turns_and_a_failing_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def run(contender: Any, steps: int, python: Path) -> Figures | str:
+    def run(contender: Any, work: Work, steps: int, python: Path) -> Figures | str:
         asked.append(contender.key)
         return "ImportError: gone" if contender.key == "zero_optimizer" else Figures(float(len(asked)), 1.0)
 

@@ -1,4 +1,4 @@
-"""`shardwise bench`: speed and memory on this machine, always on the same work."""
+"""`shardwise bench`: speed and memory on this machine, all layouts on the same work."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from shardwise.commands.terminal import answer_console
 from shardwise.layout import Layout
 
 if TYPE_CHECKING:
-    from shardwise.train.bench import Measured
+    from shardwise.train.bench import Measured, Workload
 
 MIB = 1 << 20
 COMPARED = ("tokens_per_s", "peak_resident_mb")
@@ -30,16 +30,24 @@ def add_bench(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure speed and memory on this machine",
-        description="`shardwise bench train --layout L` times training steps of a 70.8 M Llama shape: 2 sequences of "
-        "512 random tokens a data rank, bf16 with fp32 master weights, AdamW, clipping. It starts the ranks of each "
+        description="`shardwise bench train --layout L` times training steps of a 70.8 M Llama shape, or of MODEL, on "
+        "random tokens: bf16 with fp32 master weights, AdamW, clipping. It starts the ranks of each "
         "layout on this machine, which share its cores evenly. Figures of different machines or hours do not compare: "
         "name all layouts at once. `make bench-train`, in the source, runs other software on the same work in turns.",
     )
     parser.add_argument("what", choices=("train",), help="train: whole training steps")
     parser.add_argument(
+        "model", nargs="?", metavar="MODEL",
+        help="a name, count, folder, file or hub id, of which the shape counts (default: a Llama shape of 70.8 M)",
+    )  # fmt: skip
+    parser.add_argument(
         "--layout", action="append", metavar="L",
         help="what to measure, for example dp2.z1; may be given many times, ratios are to the first (default: dp1)",
     )  # fmt: skip
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a sequence (default: 512)")
+    parser.add_argument(
+        "--sequences", type=int, metavar="N", help="of each data rank and micro-batch of a step (default: 2)"
+    )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="timed, after 2 of warm-up (default: 5)")
     parser.set_defaults(run=run_bench)
 
@@ -47,19 +55,20 @@ def add_bench(subparsers: Any) -> None:
 def run_bench(args: argparse.Namespace) -> int:
     """Exit 0 when every layout was measured, 1 when a rank failed, 128 + its number when a signal stopped it."""
     from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
-    from shardwise.train.bench import WORKLOAD, bench_layout, check_bench
+    from shardwise.train.bench import bench_layout, check_bench
 
     layouts = read_layouts(args.layout or ["dp1"])
+    workload = find_workload(args.model, args.length, args.sequences)
     if args.steps < 1:
         raise ValueError(f"--steps must be at least 1, not {args.steps}")
     for layout in layouts:
-        check_bench(layout, WORKLOAD)
+        check_bench(layout, workload)
     rows: list[Row] = []
     for number, layout in enumerate(layouts, start=1):
         if is_first_rank():
             print(f"shardwise: {layout}, {number} of {len(layouts)}", file=sys.stderr)
         try:
-            measured = bench_layout(layout, args.steps, WORKLOAD)
+            measured = bench_layout(layout, args.steps, workload)
         except RankFailed as failure:
             print(failure, file=sys.stderr)
             if args.json:
@@ -81,6 +90,18 @@ def read_layouts(texts: list[str]) -> list[Layout]:
         if layouts.count(layout) > 1:
             raise ValueError(f"layout {layout} is named twice; name it once")
     return layouts
+
+
+def find_workload(model: str | None, length: int | None, sequences: int | None) -> "Workload":
+    """What is named, and for the rest what is trained by default."""
+    from shardwise.catalogue import find_model
+    from shardwise.train.bench import WORKLOAD, Workload
+
+    for name, number in (("--length", length), ("--sequences", sequences)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    config = find_model(model).config if model else WORKLOAD.config
+    return Workload(config, sequences or WORKLOAD.sequences, length or WORKLOAD.length)
 
 
 def rows_of(layout: str, measured: "Measured") -> list[Row]:

@@ -1,5 +1,5 @@
-"""What a training step of any layout costs on this machine: tokens per second and memory, always on the same workload,
-so that layouts, and other software given the same work, can be compared.
+"""What a training step of any layout costs on this machine: tokens per second and memory, on one workload for all, so
+that layouts, and other software given the same work, can be compared.
 """
 
 import time
@@ -39,7 +39,7 @@ class Workload:
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 12,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
 WORKLOAD = Workload(from_hugging_face(SHAPE), sequences=2, length=512)
 """70.8 M parameters, 435 GFLOP of matrix products a step and data rank."""
@@ -73,6 +73,9 @@ def bench_layout(layout: Layout, steps: int, workload: Workload) -> Measured:
 
 def check_bench(layout: Layout, workload: Workload) -> None:
     check_trainable(layout, workload.config)
+    length, positions = workload.length, workload.config.max_positions
+    if length > positions:
+        raise ValueError(f"sequences of {length} tokens are longer than the model's {positions} positions")
     check_joined(layout)
     states = max(stage.state_bytes for stage in training_ledgers(workload.config, layout))
     device = device_of(0, layout.world_size)

@@ -62,7 +62,7 @@ class Limits:
     copy_bytes: float
     """Read and written in a second by a copy of what no cache holds."""
     gather_bytes: float
-    """Received in a second in an all-gather of the model's weights in bf16; 0 with one data rank."""
+    """Received in a second in an all-gather of the model's weights in bf16 among all ranks; 0 with one."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,10 @@ def measure_limits(mesh: Mesh, workload: Workload) -> Limits:
     source = torch.zeros(COPY_ELEMENTS, device=mesh.device)
     target = torch.zeros_like(source)
     copy_s = best_s(mesh, lambda: target.copy_(source))
-    size, rank = mesh.data.size, mesh.data.rank
+    size, rank = mesh.world.size, mesh.world.rank
     numel = sum(spec.numel for spec in model_specs(workload.config) if not spec.tied_to)
     parts = torch.zeros(size, -(-numel // size), dtype=torch.bfloat16, device=mesh.device)
-    gather_s = best_s(mesh, lambda: mesh.data.all_gather(parts[rank].clone(), parts.view(-1)).wait())
+    gather_s = best_s(mesh, lambda: mesh.world.all_gather(parts[rank].clone(), parts.view(-1)).wait())
     received = parts[0].nbytes * (size - 1)
     return Limits(2 * PRODUCT_SIZE**3 / product_s, 2 * source.nbytes / copy_s, received / gather_s)
 
