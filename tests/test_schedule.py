@@ -35,7 +35,7 @@ def layouts(*stages: str) -> st.SearchStrategy[Layout]:
 
 
 def table_of(config: ModelConfig, layout: Layout, overlap: bool) -> list[Action]:
-    return lower(accumulate(layout.microbatches), model_pieces(config), layout, overlap)
+    return lower(accumulate(layout.microbatches), [model_pieces(config)], layout, overlap)
 
 
 def reads(config: ModelConfig, action: Action) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def brief(action: Action) -> str:
 
 def briefly(short: str, pieces: tuple[Piece, ...] = UNTIED, overlap: bool = False) -> str:
     layout = Layout.parse(short)
-    return ", ".join(brief(action) for action in lower(accumulate(layout.microbatches), pieces, layout, overlap))
+    return ", ".join(brief(action) for action in lower(accumulate(layout.microbatches), [pieces], layout, overlap))
 
 
 WRITTEN_OUT = [
@@ -114,7 +114,7 @@ def test_whole_tables_written_out(short: str, pieces: tuple[Piece, ...], overlap
 
 
 def test_actions_as_strings() -> None:
-    table = lower(accumulate(1), UNTIED[:1], Layout.parse("dp2.z3"), overlap=False)
+    table = lower(accumulate(1), [UNTIED[:1]], Layout.parse("dp2.z3"), overlap=False)
     assert [str(action) for action in table] == ["0GATHERembed", "0F0:embed", "0FREEembed", "0B0:embed", "0REDUCEembed"]
 
 
@@ -246,7 +246,7 @@ def test_nothing_is_gathered_where_nothing_is_cut(config: ModelConfig, microbatc
 @given(models(), layouts(), st.booleans())
 def test_nothing_stays_gathered_at_the_end_of_stage_3(config: ModelConfig, layout: Layout, overlap: bool) -> None:
     """Nor of its evaluation, a forward alone."""
-    for table in (table_of(config, layout, overlap), lower([Action("F", 0)], model_pieces(config), layout, overlap)):
+    for table in (table_of(config, layout, overlap), lower([Action("F", 0)], [model_pieces(config)], layout, overlap)):
         open_now: set[str] = set()
         for action in table:
             if action.kind == "GATHER":

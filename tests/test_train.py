@@ -569,9 +569,9 @@ def files_under(folder: Path) -> dict[Path, bytes]:
     [
         (["--set", "run.layout=dp3"], "A global batch of 4 sequences does not divide among 3 data ranks x 1"),
         (["--layout", "dp2.m4"], "does not divide among 2 data ranks x 4 micro-batches; 8 would"),
-        (["--layout", "dp2.pp2"], "dp2.pp2.1f1b can be planned but not trained yet; dp2 can"),
+        (["--layout", "dp2.pp8"], "8 stages are more than 4 layers; pp4 works"),
         (["--layout", "tp4"], "layout tp4: tp4 does not divide 2 heads"),
-        (["--layout", "cp2.z3.pp2"], "can be planned but not trained yet; cp2.z3 can"),
+        (["--layout", "fsdp.dp2.pp2"], "fsdp with pp is not supported; z3 in its place works"),
         (["--layout", "dp2.q"], "'q' is not a part of a layout"),
         (["--set", "data.seq_len=65"], "data.seq_len 65 is longer than the model's 64 positions"),
         (["--set", "data.seq_len=40", "--set", "model.max_positions=39"], "longer than the model's 39 positions"),

@@ -396,7 +396,7 @@ def replay(short: str, overlap: bool) -> set[str]:
         elif action.kind == "FREE":
             gathered.remove(action.unit)
         elif action.kind == "B":
-            contributed |= set(program.pipeline.stage.pieces[action.piece].units)
+            contributed |= set(program.pipeline.work.pieces[action.piece].units)
         elif action.kind == "REDUCE":
             contributed.remove(action.unit)
         state = program.store.units.items()
@@ -453,7 +453,7 @@ def test_no_table_that_lacks_an_action_is_silently_wrong(short: str) -> None:
 def test_no_free_that_comes_too_early_goes_unnoticed(short: str) -> None:
     """Each FREE moved up before the last use of what it gives back."""
     program, _ = make(Case(short, "llama-tied"), 0)
-    table, pieces = program.table, program.pipeline.stage.pieces
+    table, pieces = program.table, program.pipeline.work.pieces
     expected = gradient_by(table, short)
     moved = 0
     for at, action in enumerate(table):

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Shard = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto"]
 Recompute = Literal["none", "selective", "full"]
-AxisName = Literal["dp", "tp", "pp", "cp", "data", "shard", "replicate", "world", "kv_replica"]
+AxisName = Literal[
+    "dp", "tp", "pp", "pp_down", "cp", "data", "shard", "replicate", "world", "kv_replica", "tied"
+]  # fmt: skip
 
 SHARD_WORDS: dict[str, Shard] = {"z1": "zero1", "z2": "zero2", "z3": "zero3", "fsdp": "fsdp"}
 PART = re.compile(
@@ -167,6 +169,11 @@ class Layout:
             return tuple(self.rank(coord._replace(tp=first + i)) for i in range(size))
         if axis == "world":
             return tuple(range(self.world_size))
+        if axis == "tied":
+            ends = dict.fromkeys((0, self.pp - 1)) if coord.pp in (0, self.pp - 1) else (coord.pp,)
+            return tuple(self.rank(coord._replace(pp=stage)) for stage in ends)
+        if axis == "pp_down":
+            axis = "pp"
         if axis in ("dp", "tp", "pp", "cp"):
             return tuple(self.rank(coord._replace(**{axis: i})) for i in range(getattr(self, axis)))
         data = [self.rank(coord._replace(dp=d, cp=c)) for d in range(self.dp) for c in range(self.cp)]

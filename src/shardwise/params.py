@@ -208,8 +208,10 @@ def partial_axes(spec: ParamSpec, part: Part, layout: Layout) -> tuple[AxisName,
 
 
 def is_first_holder(spec: ParamSpec, part: Part, layout: Layout, coord: Coord) -> bool:
-    """Whether the rank at `coord` is the first, among those that differ in tp alone, to hold what it holds of a part:
-    replicas are counted, and saved, once."""
+    """Whether the rank at `coord` is the first, among those that differ in tp or pp alone, to hold what it holds of a
+    part: replicas are counted, and saved, once. A tied embedding is held by the last stage too."""
+    if spec.unit == "embed" and coord.pp > 0:
+        return False
     dims = (part.dim, *spec.dims[1:])
     if "kv_heads" in dims:
         return coord.tp % layout.kv_replicas(part.size // spec.head_dim) == 0

@@ -49,19 +49,18 @@ class LightLinear(torch.autograd.Function):
 class AppliedWeight(Protocol):
     """What stands in for a weight matrix that is not a plain tensor: quantized, low-rank or deferred."""
 
-    def apply(self, x: Tensor) -> Tensor: ...
+    def apply(self, x: Tensor | Light) -> Tensor: ...
 
 
 def linear(x: Tensor | Light, weight: Tensor | AppliedWeight, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times weight [out, in], plus bias [out]: the one door for every kind of weight."""
+    if not isinstance(weight, Tensor):
+        y = weight.apply(x)
+        return y if bias is None else y + bias
     if isinstance(x, Light):
-        assert isinstance(weight, Tensor)
-        y: Tensor = LightLinear.apply(x.make, weight, bias, *x.inputs)
-        return y
-    if isinstance(weight, Tensor):
-        return F.linear(x, weight, bias)
-    y = weight.apply(x)
-    return y if bias is None else y + bias
+        z: Tensor = LightLinear.apply(x.make, weight, bias, *x.inputs)
+        return z
+    return F.linear(x, weight, bias)
 
 
 def look_up(ids: Tensor, weight: Tensor, sparse_grad: bool = False) -> Tensor:

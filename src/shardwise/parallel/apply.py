@@ -1,8 +1,8 @@
 """From a model and a layout to what one rank runs: the only place that knows the order in which cuts are applied."""
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.context import local_part, make_attend
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
-from shardwise.parallel.pipeline import Context, Executor, Pipeline, Run, Stage
-from shardwise.parallel.schedule import Action, accumulate, lower, model_pieces
+from shardwise.parallel.pipeline import Context, Executor, Pipeline, Run, Work
+from shardwise.parallel.schedule import Action, Piece, lower, stage_pieces
+from shardwise.parallel.schedules import rank_actions
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
-from shardwise.params import ParamSpec, model_specs, units
+from shardwise.params import ParamSpec, model_specs, stage_units, units
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,7 @@ def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
     """Raise ValueError with the first reason why `layout` cannot train (this model)."""
     for problem in layout.problems(config):
         raise ValueError(f"layout {layout}: {problem}")
-    plain = replace(layout, pp=1, schedule=None, chunks=1, memory_limit=None)
-    if layout != plain:
-        raise ValueError(f"layout {layout} can be planned but not trained yet; {plain} can")
+    rank_actions(layout, 0)  # a search may find no order within its memory
 
 
 def apply(
@@ -63,15 +62,42 @@ def apply(
         from shardwise.parallel.fsdp import make_fsdp
 
         return Program(config, specs, *make_fsdp(model, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype))
-    owned, pieces = units(specs), model_pieces(config)
-    store = Store(mesh, owned, dtype, grad_dtype, update, reduce_dtype, bucket_bytes, overlap, offload)
-    names = {piece.name: tuple(spec.name for unit in piece.units for spec in owned[unit]) for piece in pieces}
-    repeated = frozenset(names) - {"embed", "head"} if layout.recompute == "full" else frozenset()
-    stage = Stage({piece.name: piece for piece in pieces}, piece_runs(model), names, context, repeated)
-    table = lower(accumulate(layout.microbatches), pieces, layout, overlap)
-    return Program(
-        config, specs, store, Pipeline(stage, store), table, lower([Action("F", 0)], pieces, layout, overlap)
-    )
+    held = stage_units(config, layout, mesh.coord.pp)
+    owned = {unit: of_unit for unit, of_unit in units(specs).items() if unit in held}
+    store = Store(mesh, owned, dtype, grad_dtype, update, reduce_dtype, bucket_bytes, overlap, offload,
+                  tied=frozenset({"embed"} if config.tied else ()))  # fmt: skip
+    stages = stage_pieces(config, layout)
+    step = rank_actions(layout, mesh.coord.pp)
+    work = rank_work(config, model, mesh, step, stages, context)
+    once = [Action("F", stage) for stage in range(mesh.coord.pp, len(stages), layout.pp)]
+    return Program(config, specs, store, Pipeline(work, store, mesh), lower(step, stages, layout, overlap),
+                   lower(once, stages, layout, overlap))  # fmt: skip
+
+
+def rank_work(
+    config: ModelConfig, model: Transformer, mesh: Mesh, step: Sequence[Action], stages: Sequence[Sequence[Piece]],
+    context: Callable[[MicroBatch], Context],
+) -> Work:  # fmt: skip
+    specs = model_specs(config)
+    by_unit, recompute = units(specs), mesh.layout.recompute
+    mine = [piece for stage in range(mesh.coord.pp, len(stages), mesh.layout.pp) for piece in stages[stage]]
+    names = {piece.name: tuple(spec.name for unit in piece.units for spec in by_unit[unit]) for piece in mine}
+    splits = any(action.kind == "I" for action in step)
+
+    def between(context: Context) -> Tensor:
+        tokens = model.seams.part(context.microbatch.tokens)
+        return torch.empty(*tokens.shape, config.hidden_size, dtype=context.dtype, device=tokens.device)
+
+    return Work(
+        {piece.name: piece for piece in mine}, piece_runs(model), names, context, between, mine[0].name,
+        repeated=frozenset(names) - {"embed", "head"} if recompute == "full" else frozenset(),
+        deferred=frozenset(spec.name for spec in specs if splits and is_deferred(spec)),
+    )  # fmt: skip
+
+
+def is_deferred(spec: ParamSpec) -> bool:
+    """The matrices of blocks: the embedding's gradient needs no product, and the loss has that of the head anyway."""
+    return spec.unit.startswith("blocks.") and len(spec.shape) > 1
 
 
 def seams_of(mesh: Mesh) -> Seams:
@@ -96,7 +122,7 @@ def make_context(model: Transformer, mesh: Mesh, dtype: torch.dtype, microbatch:
     """Whole sequences come in, and this rank's tokens of them go through the model."""
     local = local_part(microbatch, mesh.layout, mesh.cp.rank)
     attend = make_attend(model.config, mesh.layout, mesh.cp, microbatch.documents)
-    return Context(local, model.rotation(local.positions, dtype), attend)
+    return Context(local, model.rotation(local.positions, dtype), attend, dtype)
 
 
 def piece_runs(model: Transformer) -> dict[str, Run]:

@@ -19,6 +19,8 @@ from shardwise.layout import AxisName, Coord, Layout, ring_bytes
 Operation = Literal["sum", "max"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 SLICE_ELEMENTS = 1 << 18
+COUNTED_AS = {"tp": "tp", "kv_replica": "tp", "pp": "pp", "pp_down": "pp", "tied": "pp", "cp": "cp"}
+"""Which axis of a layout causes the bytes of an axis; of all others dp does."""
 
 # torch 2.13 renamed these and warns of the old names, which are all that 2.11 has
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -121,6 +123,20 @@ class Axis:
         work = dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
         return Pending(self.name, work)
 
+    def send(self, x: Tensor, to: int) -> Pending:
+        """Start to send x to rank `to`, counted around the axis; x must stay as it is until the wait."""
+        self.bytes_sent += x.nbytes
+        return self._move(dist.isend, x, to)
+
+    def receive(self, out: Tensor, source: int) -> Pending:
+        """Start to take into `out` what rank `source`, counted around the axis, sends; what one rank sends another
+        arrives in the order in which it was sent."""
+        return self._move(dist.irecv, out, source)
+
+    def _move(self, end: Callable[..., object], x: Tensor, peer: int) -> Pending:
+        move = dist.P2POp(end, x, group=self.group, group_peer=peer % self.size)
+        return one_after_another(self.name, dist.batch_isend_irecv([move]))
+
     def pass_on(self, x: Tensor, out: Tensor) -> Pending:
         """Start to send x to the next rank around the ring, and to take into `out` what the one before sends. All ranks
         must start theirs in one order; x must stay as it is until the wait."""
@@ -212,6 +228,17 @@ class Mesh:
         return self.axes["cp"]
 
     @property
+    def pp_down(self) -> Axis:
+        """The way back along `pp`: the two ends of a pair order what goes up and what goes down differently, so each
+        has a channel of its own."""
+        return self.axes["pp_down"]
+
+    @property
+    def tied(self) -> Axis:
+        """The first and the last stage, which both hold a tied embedding."""
+        return self.axes["tied"]
+
+    @property
     def world(self) -> Axis:
         return self.axes["world"]
 
@@ -219,7 +246,7 @@ class Mesh:
         """Bytes this rank has sent since the last call, by the axis that caused them."""
         sent = {name: 0 for name in ("dp", "tp", "pp", "cp", "control")}
         for name, axis in self.axes.items():
-            sent["tp" if name == "kv_replica" else name if name in sent else "dp"] += axis.bytes_sent
+            sent[COUNTED_AS.get(name, "dp")] += axis.bytes_sent
             sent["control"] += axis.control_bytes_sent
             axis.bytes_sent = axis.control_bytes_sent = 0
         return sent
@@ -227,11 +254,12 @@ class Mesh:
 
 def make_mesh(layout: Layout, rank: int, device: torch.device, num_kv_heads: int | None = None) -> Mesh:
     """Build the axes of `rank`. Every rank of the process group must call it, since groups are made together."""
-    names: tuple[AxisName, ...] = ("dp", "tp", "pp", "cp", "data", "shard", "replicate", "world", "kv_replica")
-    groups: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
+    names: tuple[AxisName, ...] = ("dp", "tp", "pp", "pp_down", "cp", "data", "shard", "replicate", "world",
+                                   "kv_replica", "tied")  # fmt: skip
+    groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
     axes = {}
     for name in names:
-        apart = name == "cp"  # hops around a ring do not queue behind sums of gradients
+        apart = name if name in ("cp", "pp", "pp_down") else ""  # hops do not queue behind sums of gradients
         members = [layout.ranks(name, layout.coord(other), num_kv_heads) for other in range(layout.world_size)]
         for ranks in sorted(set(members)):
             if len(ranks) > 1 and (apart, ranks) not in groups:

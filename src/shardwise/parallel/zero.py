@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.parallel.mesh import Axis, Mesh, Pending
 from shardwise.parallel.offload import Offload
 from shardwise.parallel.schedule import BUCKET_BYTES, IN_FLIGHT, bucket_elements
-from shardwise.parallel.unit import Owned, Unit, empty, fill, make_unit
+from shardwise.parallel.unit import SLICE_ELEMENTS, Owned, Unit, empty, fill, make_unit
 from shardwise.params import Box, ParamSpec, is_first_holder
 
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, bool], None]
@@ -67,10 +67,12 @@ class Store:
     def __init__(
         self, mesh: Mesh, units: dict[str, tuple[ParamSpec, ...]], dtype: torch.dtype, grad_dtype: torch.dtype,
         update: Update, reduce_dtype: torch.dtype = torch.float32, bucket_bytes: int = BUCKET_BYTES,
-        overlap: bool = True, offload: Offload | None = None,
+        overlap: bool = True, offload: Offload | None = None, tied: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         self.mesh, self.update, self.offload, self.num_steps = mesh, update, offload, 0
         self.reduce_dtype, self.bucket_bytes, self.overlap = reduce_dtype, bucket_bytes, overlap
+        self.tied = tied if mesh.tied.size > 1 else frozenset()
+        """Units that the first and the last stage both hold."""
         self.units = {name: make_unit(name, specs, mesh, dtype, grad_dtype, offload) for name, specs in units.items()}
         self._place = {place.spec.name: (unit, place) for unit in self.units.values() for place in unit.places}
         self._gathers: dict[str, Pending] = {}
@@ -183,6 +185,9 @@ class Store:
             for bucket in self._buckets(unit) if self.scatters else ():
                 self.mesh.replicate.all_reduce(unit.grad_shard[bucket], dtype=self.reduce_dtype).wait()
             unit.is_reduced = False
+        for name in sorted(self.tied & self.units.keys()):
+            for part in self.units[name].grad_shard.split(SLICE_ELEMENTS):
+                add_terms([part], self.mesh.tied)
 
     def clip(self, max_norm: float) -> float:
         """The 2-norm of the whole gradient, each logical element counted once, summed in fp32 and fp64. The next step
@@ -194,7 +199,7 @@ class Store:
 
     def _counted(self) -> Iterator[Tensor]:
         """What the norm counts of this rank's gradients, flat: what several tensor ranks hold, on the first."""
-        if self.mesh.tp.size == 1:
+        if self.mesh.tp.size == 1 and not self.tied:
             yield from (unit.grad_shard for unit in self.units.values())
             return
         for spec, box, view in self.owned("gradient"):

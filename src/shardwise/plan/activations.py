@@ -24,11 +24,15 @@ Where they differ:
   what is kept, and that of down, an activation. With sp this gathers the two again.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Coord, Layout, Recompute
 from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
+from shardwise.parallel.schedule import Action
+from shardwise.parallel.schedules import rank_actions
 from shardwise.params import cut_dim, stage_units
 
 SUM_BYTES = 4  # fp32
@@ -56,6 +60,8 @@ class Share:
     kv_heads: int
     head_dim: int
     ffn: int
+    inner: int
+    """What the activation works on: gate and up, or up alone."""
     vocab: int
     in_ring: bool
     traded: bool
@@ -76,9 +82,11 @@ def share_of(config: ModelConfig, layout: Layout, microbatch: MicroBatchShape) -
     cut = {dim: cut_dim(dim, size, c if dim.endswith("heads") else 1, layout, first) for dim, size in sizes.items()}
     tokens = microbatch.num_sequences * layout.padded_tokens(microbatch.seq_tokens) // layout.cp
     outer = tokens // (layout.tp if layout.sequence_parallel else 1)
-    return Share(tokens, outer, config.hidden_size, cut["q_heads"].size // c, cut["kv_heads"].size // c, c,
-                 cut["ffn"].size, cut["vocab"].size, layout.cp > 1 and not layout.all_to_all,
-                 layout.cp > 1 and layout.all_to_all)  # fmt: skip
+    return Share(
+        tokens, outer, config.hidden_size, cut["q_heads"].size // c, cut["kv_heads"].size // c, c, cut["ffn"].size,
+        cut["ffn"].size * (2 if config.gated else 1), cut["vocab"].size,
+        in_ring=layout.cp > 1 and not layout.all_to_all, traded=layout.cp > 1 and layout.all_to_all,
+    )  # fmt: skip
 
 
 def saved_tensors(config: ModelConfig, share: Share, element_bytes: int) -> dict[str, int]:
@@ -94,7 +102,7 @@ def saved_tensors(config: ModelConfig, share: Share, element_bytes: int) -> dict
         "norm2 input": outer * share.hidden * e,
         "norm2 statistics": statistics,
         "gate_up input": n * share.hidden * e,
-        "gate_up output": n * (2 if config.gated else 1) * share.ffn * e,
+        "gate_up output": n * share.inner * e,
         "down input": n * share.ffn * e,
     }
     if share.in_ring:
@@ -126,6 +134,13 @@ def head_bytes(config: ModelConfig, share: Share, element_bytes: int) -> int:
     return final + share.tokens * share.hidden * element_bytes
 
 
+def owed_bytes(share: Share, element_bytes: int) -> int:
+    """Of a block whose backward is split, from I to W: the input and the gradient of the output of each linear."""
+    inputs = 2 * share.hidden + share.q + share.ffn
+    outputs = share.q + 2 * share.kv + 2 * share.hidden + share.inner
+    return share.tokens * (inputs + outputs) * element_bytes
+
+
 def activation_bytes(
     config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
 ) -> int:
@@ -133,9 +148,14 @@ def activation_bytes(
     through by then."""
     share = share_of(config, layout, microbatch)
     block = block_bytes(config, share, element_bytes, layout.recompute)
-    head = head_bytes(config, share, element_bytes) if stage == layout.pp - 1 else 0
-    again = block_bytes(config, share, element_bytes) - block - head if layout.recompute == "full" else 0
-    return num_in_flight(layout, stage) * (num_blocks(config, layout, stage) * block + head) + again
+    head = head_bytes(config, share, element_bytes)
+    blocks = {s: len(layers) for s, layers in enumerate(layout.stage_layers(config.num_layers))}
+    last = len(blocks) - 1
+    whole = {s: number * block + (head if s == last else 0) for s, number in blocks.items()}
+    owed = {s: number * owed_bytes(share, element_bytes) for s, number in blocks.items()}
+    has_head = stage == layout.pp - 1
+    again = block_bytes(config, share, element_bytes) - block - head * has_head if layout.recompute == "full" else 0
+    return most_held(rank_actions(layout, stage), whole, owed) + again
 
 
 def logits_bytes(
@@ -148,18 +168,27 @@ def logits_bytes(
     share = share_of(config, layout, microbatch)
     rows = longest_chunk(share.tokens, PRODUCT_BYTES // (share.vocab * element_bytes))
     wide_rows = longest_chunk(rows, SOFTMAX_BYTES // (share.vocab * 4)) if element_bytes < 4 else 0
-    gradient = share.vocab * share.hidden * element_bytes
-    return num_in_flight(layout, stage) * gradient + share.vocab * (rows * element_bytes + wide_rows * 4)
+    last = layout.pp * layout.chunks - 1
+    gradient = defaultdict(int, {last: share.vocab * share.hidden * element_bytes})
+    return most_held(rank_actions(layout, stage), gradient, gradient) + share.vocab * (
+        rows * element_bytes + wide_rows * 4
+    )
+
+
+def most_held(actions: Sequence[Action], whole: Mapping[int, int], owed: Mapping[int, int]) -> int:
+    """The most bytes at a time where each forward of a virtual stage keeps `whole`, until its B, or until its I and
+    from then `owed` of it until its W."""
+    held = most = 0
+    for action in actions:
+        if action.kind == "F":
+            held += whole[action.stage]
+        elif action.kind == "W":
+            held -= owed[action.stage]
+        else:
+            held += (owed[action.stage] if action.kind == "I" else 0) - whole[action.stage]
+        most = max(most, held)
+    return most
 
 
 def num_blocks(config: ModelConfig, layout: Layout, stage: int) -> int:
     return sum(unit.startswith("blocks.") for unit in stage_units(config, layout, stage))
-
-
-def num_in_flight(layout: Layout, stage: int) -> int:
-    """Micro-batches of which a pipeline rank has done the forward and not the backward, at most: all of them with
-    gpipe, one for each stage from this one on with 1f1b (Narayanan et al. 2021, section 2.2), and one without a
-    pipeline. Other schedules are taken for 1f1b so far."""
-    if layout.pp == 1:
-        return 1
-    return layout.microbatches if layout.schedule == "gpipe" else min(layout.microbatches, layout.pp - stage)

@@ -8,7 +8,7 @@ from shardwise.config import ModelConfig
 from shardwise.hardware import Device, find_device
 from shardwise.layout import Layout, Recompute
 from shardwise.params import model_specs, num_params
-from shardwise.plan.memory import PRECISIONS, Mode, Precision, uncounted
+from shardwise.plan.memory import NOT_COUNTED, PRECISIONS, Mode, Precision
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_one_is_not_enough
 
@@ -37,7 +37,7 @@ class Answer:
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        return uncounted(self.job.mode, [each.layout for each in self.candidates])
+        return NOT_COUNTED[self.job.mode]
 
     def to_json(self) -> dict[str, Any]:
         return {

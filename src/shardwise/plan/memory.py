@@ -12,7 +12,6 @@ Serving holds weights and, for each token of each request, keys and values.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -31,7 +30,6 @@ Gradients = Literal["same", "fp32"]
 STATES = ("parameters", "gradients", "optimizer")
 NOT_COUNTED: dict[Mode, tuple[str, ...]] = {"train": ("slack",), "serve": ("activations", "logits", "slack")}
 """Rows that no ledger has yet. Slack is what operations work with for a moment, and what an allocator wastes."""
-COUNTED_SCHEDULES = (None, "gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -79,12 +77,6 @@ def element_bytes(layout: Layout, precision: Precision, gradients: Gradients = "
 def computed_bytes(precision: Precision) -> int:
     """Of a weight as it is gathered and computed with."""
     return PRECISIONS[precision].parameters
-
-
-def uncounted(mode: Mode, layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """What the ledgers of these layouts leave out."""
-    others = {f"what {each.schedule} keeps beyond 1f1b" for each in layouts if each.schedule not in COUNTED_SCHEDULES}
-    return (*NOT_COUNTED[mode], *sorted(others))
 
 
 @lru_cache(maxsize=16)

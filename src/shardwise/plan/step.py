@@ -1,15 +1,13 @@
-"""The step that is priced: the very table that a run executes, of one pipeline stage.
-
-Tables of pipelines do not exist yet. Until they do a stage is priced as if its micro-batches came one after another.
-"""
+"""The table of one step as the planner counts on it: that of the run, for any pipeline rank."""
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.parallel.schedule import Action, Piece, accumulate, lower, model_pieces
+from shardwise.parallel.schedule import Action, Piece, accumulate, lower, model_pieces, stage_pieces
+from shardwise.parallel.schedules import rank_actions
 from shardwise.params import stage_units
 
 
-def stage_pieces(config: ModelConfig, layout: Layout, stage: int) -> tuple[Piece, ...]:
+def rank_pieces(config: ModelConfig, layout: Layout, stage: int) -> tuple[Piece, ...]:
     """What the pipeline rank `stage` computes of the model."""
     first, *blocks, last = model_pieces(config)
     held = stage_units(config, layout, stage)
@@ -18,7 +16,10 @@ def stage_pieces(config: ModelConfig, layout: Layout, stage: int) -> tuple[Piece
 
 
 def step_table(
-    config: ModelConfig, layout: Layout, stage: int, num_microbatches: int, overlap: bool = True
+    config: ModelConfig, layout: Layout, stage: int, num_microbatches: int | None = None, overlap: bool = True
 ) -> list[Action]:
-    """The first `num_microbatches` of a step, as if there were no more. What the others add repeats itself."""
-    return lower(accumulate(num_microbatches), stage_pieces(config, layout, stage), layout, overlap)
+    """A step of a rank. Without a pipeline `num_microbatches` may ask for the first of them, as if there were no more:
+    what the others add repeats itself."""
+    if layout.pp > 1:
+        return lower(rank_actions(layout, stage), stage_pieces(config, layout), layout, overlap)
+    return lower(accumulate(num_microbatches or layout.microbatches), [model_pieces(config)], layout, overlap)

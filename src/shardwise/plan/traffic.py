@@ -17,10 +17,10 @@ import math
 from collections import Counter
 
 from shardwise.config import ModelConfig
-from shardwise.layout import Layout
+from shardwise.layout import Layout, ring_bytes
 from shardwise.params import stage_units
-from shardwise.plan.activations import MicroBatchShape
-from shardwise.plan.exchange import context_bytes, tensor_bytes
+from shardwise.plan.activations import MicroBatchShape, share_of
+from shardwise.plan.exchange import WIDE_BYTES, context_bytes, tensor_bytes
 from shardwise.plan.memory import Gradients, Precision, computed_bytes, element_bytes, shard_sizes, unit_sizes
 from shardwise.plan.step import step_table
 
@@ -33,8 +33,8 @@ def comm_bytes(
     microbatch: MicroBatchShape | None = None,
 ) -> CommBytes:  # fmt: skip
     """Bytes that a rank sends in one training step: on each axis, one of the stage that sends most on it. `dp` is what
-    the data ranks (dp x cp) send each other; replicas of kv heads count under `tp`. What tensor and context parallel
-    send takes a `microbatch` to tell; what pipeline stages do is not counted yet."""
+    the data ranks (dp x cp) send each other; replicas of kv heads count under `tp`, tied embeddings under `pp`. What
+    the other axes send takes a `microbatch` to tell."""
     found: CommBytes = unpriced(layout)
     element = computed_bytes(precision)
     for stage in range(layout.pp):
@@ -43,6 +43,7 @@ def comm_bytes(
         if microbatch is not None:
             sent["tp"] = tensor_bytes(config, layout, stage, microbatch, element, times)
             sent["cp"] = context_bytes(config, layout, stage, microbatch, element)
+            sent["pp"] = pipeline_bytes(config, layout, stage, microbatch, element, times)
         found |= {axis: max(num_bytes, found.get(axis) or 0) for axis, num_bytes in sent.items()}
     return found
 
@@ -67,6 +68,19 @@ def data_bytes(
     return sent
 
 
+def pipeline_bytes(
+    config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int,
+    times: Counter[tuple[str, str]],
+) -> int:  # fmt: skip
+    """What a rank sends other stages: the residual stream or its gradient at every SEND; and once a step, of a tied
+    embedding, its shard of the gradient in fp32, which the first and the last stage sum."""
+    share = share_of(config, layout, microbatch)
+    sent = times["SEND", ""] * share.outer_tokens * share.hidden * element_bytes
+    if config.tied and layout.pp > 1 and stage in (0, layout.pp - 1):
+        sent += ring_bytes(2 * WIDE_BYTES * shard_sizes(config, layout)["embed"], 2)
+    return sent
+
+
 def stage_elements(config: ModelConfig, layout: Layout) -> int:
     """P: the parameters of the largest stage, before data ranks cut them."""
     sizes = unit_sizes(config, layout)
@@ -76,12 +90,13 @@ def stage_elements(config: ModelConfig, layout: Layout) -> int:
 
 
 def step_counts(config: ModelConfig, layout: Layout, stage: int) -> Counter[tuple[str, str]]:
-    """How often each unit is gathered and reduced in a step. Every micro-batch after the first adds the same."""
+    """How often each unit is gathered and reduced in a step, and how often a stage sends. Without a pipeline every
+    micro-batch after the first adds the same."""
     if layout.shard == "fsdp":
         return fsdp_counts(config, layout, stage)
+    if layout.pp > 1 or layout.microbatches == 1:
+        return table_counts(config, layout, stage, layout.microbatches)
     one = table_counts(config, layout, stage, 1)
-    if layout.microbatches == 1:
-        return one
     two = table_counts(config, layout, stage, 2)
     more = layout.microbatches - 1
     return Counter({key: one[key] + more * (two[key] - one[key]) for key in two})
@@ -89,7 +104,7 @@ def step_counts(config: ModelConfig, layout: Layout, stage: int) -> Counter[tupl
 
 def table_counts(config: ModelConfig, layout: Layout, stage: int, num_microbatches: int) -> Counter[tuple[str, str]]:
     table = step_table(config, layout, stage, num_microbatches)
-    return Counter((action.kind, action.unit) for action in table if action.unit)
+    return Counter((action.kind, action.unit) for action in table if action.unit or action.kind == "SEND")
 
 
 def fsdp_counts(config: ModelConfig, layout: Layout, stage: int) -> Counter[tuple[str, str]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.layout import Layout
-from shardwise.plan.memory import PRECISIONS, uncounted
+from shardwise.plan.memory import NOT_COUNTED, PRECISIONS
 from shardwise.plan.search import Candidate, Job
 
 DOING = {"train": "In training", "serve": "In inference"}
@@ -36,7 +36,7 @@ def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
     weights = rows["parameters"]
     number = count(weights // each.parameters)
     alone = "these alone exceed it" if weights > limit else "these alone would fit"
-    left_out = uncounted(job.mode, [one.layout])
+    left_out = NOT_COUNTED[job.mode]
     return (
         f"{DOING[job.mode]}, {job.name} does not fit on one {job.device.name}, which can hold {gb(limit)}.",
         f"Its {number} parameters are {gb(weights)} in {job.precision} ({each.parameters} bytes each): {alone}.",
@@ -93,7 +93,7 @@ def smallest_change(job: Job, candidate: Candidate) -> str | None:
     else:
         least = "at least " if job.mode == "serve" else ""  # training may do with fewer where tp or cp cut activations
         change = f"{least}{gpus} GPUs of this kind, with {found.layout} ({fewest(job, layout)}): {uses}"
-    left_out = listed(uncounted(job.mode, [found.layout]))
+    left_out = listed(NOT_COUNTED[job.mode])
     left = f", which leaves {gb(found.limit_bytes - found.peak_bytes)} for {left_out}"
     return f"{change}{left}{'; or ' + shortened if shortened else ''}."
 

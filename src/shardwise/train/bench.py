@@ -18,7 +18,7 @@ from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.plan.memory import training_ledgers
 from shardwise.train.check import check_batch, check_fits, check_joined
 from shardwise.train.data import Batch, MicroBatch
-from shardwise.train.loop import take_step
+from shardwise.train.loop import all_loss, take_step
 from shardwise.train.metrics import peak_memory_bytes, peak_resident_bytes
 from shardwise.train.optim import AdamW
 from shardwise.train.watch import StopRequest
@@ -106,7 +106,7 @@ def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Mea
     resident, gpu = mesh.world.max(peak_resident_bytes(), peak_memory_bytes(mesh.device))
     return Measured(
         step_s, tokens / step_s, int(resident), int(gpu) if mesh.device.type == "cuda" else None,
-        sum(sent[axis] for axis in ("dp", "tp", "pp", "cp")) // steps, mesh.data.sum(loss)[0],
+        sum(sent[axis] for axis in ("dp", "tp", "pp", "cp")) // steps, all_loss(mesh, loss),
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def run_steps(
         began = time.perf_counter()
         mine, norm = take_step(program, mesh, batches.batch(step - 1), rate, optimizer.max_norm)
         asked = [float(stop.signal == number) for number in STOP_SIGNALS]
-        (summed,), asked = mesh.data.sum(mine), mesh.world.sum(*asked)
+        summed, asked = all_loss(mesh, mine), mesh.world.sum(*asked)
         seconds = time.perf_counter() - began
         if not math.isfinite(norm):
             return Outcome(step - 1, loss, held_out_loss, diverged=step)
@@ -115,6 +115,11 @@ def take_step(program: Program, mesh: Mesh, batch: Batch, lr: float, max_norm: f
     return loss, norm
 
 
+def all_loss(mesh: Mesh, mine: float) -> float:
+    """The sum of what the ranks with a head have of a loss, on all ranks."""
+    return mesh.pp.sum(*mesh.data.sum(mine))[0]
+
+
 def evaluate(settings: Settings, program: Program, mesh: Mesh) -> float:
     """The mean loss over the held-out sequences, which is the same in every layout."""
     data, run = settings.data, settings.run
@@ -126,7 +131,7 @@ def evaluate(settings: Settings, program: Program, mesh: Mesh) -> float:
         (microbatch,) = on_device(batch, mesh.device).microbatches
         summed += program.pipeline.evaluate(program.evaluation, microbatch)
         targets += batch.num_targets
-    return mesh.data.sum(summed)[0] / max(1.0, *mesh.dp.sum(targets))
+    return all_loss(mesh, summed) / max(1.0, *mesh.dp.sum(targets))
 
 
 def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:

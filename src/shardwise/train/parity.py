@@ -30,7 +30,7 @@ from shardwise.params import Box, ParamSpec, boxes, model_specs, num_params
 from shardwise.plan.memory import training_ledgers
 from shardwise.train.check import check_joined, memory_bytes, ranks_here
 from shardwise.train.data import Batch, MicroBatch
-from shardwise.train.loop import take_step
+from shardwise.train.loop import all_loss, take_step
 from shardwise.train.optim import AdamW
 from shardwise.train.watch import StopRequest
 
@@ -188,7 +188,7 @@ class Side:
         """The mean loss of the whole batch and the norm of the whole gradient, on every rank."""
         batch = part_of(tokens, targets, self.mesh.layout, self.mesh.coord.dp)
         mine, norm = take_step(self.program, self.mesh, batch, LR, MAX_NORM)
-        return self.mesh.data.sum(mine)[0], norm
+        return all_loss(self.mesh, mine), norm
 
     def wholes(self, kind: Owned) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter put together from its owners, on every rank, one at a time, in the order of the model."""
