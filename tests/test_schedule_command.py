@@ -218,8 +218,9 @@ def test_of_very_many_ranks_the_first_and_the_last_are_shown(capsys: pytest.Capt
 
 
 def test_chunks_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    said = text_of(capsys, "interleaved", *SIZES, "--chunks", "2")
-    assert "interleaved: 4 stages, 8 micro-batches, 2 chunks a rank" in said
+    said = text_of(capsys, "interleaved", *SIZES, "--chunks", "2", "--mem-limit", "2")
+    assert re.search(r" 11 +5\.5 / 8\b", said), "11 chunks in flight are 5.5 stages, of 2 times 4"
+    assert "interleaved: 4 stages, 8 micro-batches, 2 chunks a rank, memory limit 2" in said
     assert "In flight are forwards of a chunk" in " ".join(said.split())
     timeline = timeline_of("interleaved", 4, 8, 2)
     colours = {str(span.style) for span in picture(timeline, 0, 57, colour=True).spans}

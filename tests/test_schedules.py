@@ -407,6 +407,8 @@ def test_a_b_with_a_w_beside_it_is_an_i(tmp_path: Path) -> None:
     assert line(table, 0) == "0F0 0F1 2F0 2I0 2W0 2F1 2I1 2W1 0I0 0W0 0I1 0W1"
     assert (line(table, 1), table.placement) == ("1F0 1F1 1B0 1B1", (0, 1, 0))
     prove(table)
+    path.write_text("0F0,0I0,0B0,0W0\n")
+    assert line(read_csv(path), 0) == "0F0 0I0 0B0 0W0", "where an I is there too, the B is one too many"
 
 
 def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:

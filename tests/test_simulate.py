@@ -89,6 +89,14 @@ def test_bubbles_that_another_simulation_found(
         assert timeline_of("zb-auto", p, m, costs, memory=Memory(limit)).bubble_fraction <= expected + TOLERANCE
 
 
+def test_a_search_fills_slow_transfers_too() -> None:
+    """With transfers as long as a forward, the first rank's first gradient comes after 8 + 7 (1 + 2) = 29 forwards. In
+    memory for 24 it waits for 5, and never again; in memory for 32 for none."""
+    for limit, bubble in ((3, 5), (4, 0)):
+        found = timeline_of("zb-auto", 8, 40, Costs(1, 1, 1, 1), memory=Memory(limit))
+        assert found.span - found.work == pytest.approx(bubble)
+
+
 # Table 4 of the same paper, measured on A100s: samples a GPU and second of ZB-2p, ZB-1p and 1F1B.
 MEASURED = {
     "1.5B m24": (14.5, 12.9, 11.8),

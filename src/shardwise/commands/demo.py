@@ -102,7 +102,7 @@ def demo_settings(folder: Path) -> "Settings":
         data=replace(usual.data, folder=str(folder / "data"), seq_len=128, global_batch=16),
         optimizer=replace(usual.optimizer, lr=3e-3),
         run=replace(
-            usual.run, folder=str(folder / "run"), layout="dp4", steps=400, precision="fp32", eval_every=100,
+            usual.run, folder=str(folder / "run"), layout="tp2.pp2.1f1b.m2", steps=240, precision="fp32", eval_every=80,
             eval_sequences=64, save_every=0,
         ),
     )  # fmt: skip
@@ -123,7 +123,7 @@ def train_small(console: "Console", folder: Path) -> Trained:
     console.print(f"{len(files)} files, {corpus.tokens:,} tokens, vocabulary {corpus.vocab_size:,}")
     config = folder / "config.toml"
     config.write_text(to_toml(settings))
-    title(console, "3. Train on 4 ranks: each has the whole model and a quarter of every batch (data parallel)",
+    title(console, "3. Train on 4 ranks: two stages of half the layers (pipeline), each layer cut over two ranks (tensor)",
           f"shardwise train {config}")  # fmt: skip
     began = time.perf_counter()
     outcome = start_run(settings)
@@ -133,11 +133,12 @@ def train_small(console: "Console", folder: Path) -> Trained:
     run = Path(settings.run.folder)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
-    sent = next(row["comm_bytes"]["dp"] for row in rows if "comm_bytes" in row)
+    sent = next(row["comm_bytes"] for row in rows if "comm_bytes" in row)
     trained = Trained(run, held_out[0], held_out[-1], max(row.get("tokens", 0) for row in rows), seconds)
     console.print(
         f"\nHeld-out loss [bold]{trained.before:.2f} -> {trained.after:.2f}[/] after {trained.tokens:,} tokens in "
-        f"{seconds:.0f} s. Every step each rank sent {sent / 1e6:.1f} MB: the sum of all gradients."
+        f"{seconds:.0f} s. Every step the first rank sent {sent['tp'] / 1e6:.1f} MB to the other half of its layers and "
+        f"{sent['pp'] / 1e6:.1f} MB to the other stage."
     )
     return trained
 
