@@ -123,7 +123,7 @@ def train_small(console: "Console", folder: Path) -> Trained:
     console.print(f"{len(files)} files, {corpus.tokens:,} tokens, vocabulary {corpus.vocab_size:,}")
     config = folder / "config.toml"
     config.write_text(to_toml(settings))
-    title(console, "3. Train on 4 ranks: two stages of half the layers (pipeline), each layer cut over two ranks (tensor)",
+    title(console, "3. Train on 4 ranks: half the layers each stage (pipeline), half of each layer each rank (tensor)",
           f"shardwise train {config}")  # fmt: skip
     began = time.perf_counter()
     outcome = start_run(settings)
@@ -137,8 +137,8 @@ def train_small(console: "Console", folder: Path) -> Trained:
     trained = Trained(run, held_out[0], held_out[-1], max(row.get("tokens", 0) for row in rows), seconds)
     console.print(
         f"\nHeld-out loss [bold]{trained.before:.2f} -> {trained.after:.2f}[/] after {trained.tokens:,} tokens in "
-        f"{seconds:.0f} s. Every step the first rank sent {sent['tp'] / 1e6:.1f} MB to the other half of its layers and "
-        f"{sent['pp'] / 1e6:.1f} MB to the other stage."
+        f"{seconds:.0f} s. Every step the first rank sent {sent['tp'] / 1e6:.1f} MB to the other half of its layers "
+        f"and {sent['pp'] / 1e6:.1f} MB to the other stage."
     )
     return trained
 

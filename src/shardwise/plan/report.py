@@ -59,8 +59,8 @@ def sent_note(answer: Answer) -> Text:
 
 
 def sent_inside(candidate: Candidate) -> str:
-    """What tensor and context ranks send each other."""
-    axes = [f"{gb(sent)} over {axis}" for axis in ("tp", "cp") if (sent := candidate.comm_bytes[axis])]
+    """What ranks of the other axes send each other."""
+    axes = [f"{gb(sent)} over {axis}" for axis in ("tp", "pp", "cp") if (sent := candidate.comm_bytes[axis])]
     return f"{' and '.join(axes)} with {candidate.layout}" if axes else ""
 
 
