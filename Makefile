@@ -23,7 +23,7 @@ help:
 	@echo "make lint    style and types alone"
 	@echo "make format  rewrite the code in the project's style"
 	@echo "make bench   speed and memory, measured on this machine"
-	@echo "make bench-train  training steps, ours and those of others, in turns (half an hour)"
+	@echo "make bench-train  training steps, ours and those of others, in turns (an hour)"
 	@echo "make clean   remove .venv and caches; run folders stay"
 
 demo: $(READY)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 MAX_RANKS = 8
 START_S = END_S = 120.0  # eight processes import torch, or write down their coverage, on a busy machine
-GRACE_S = 10.0  # for a rank to notice that a peer has failed, and to leave its group
+GRACE_S = 6.0  # for a rank to notice that a peer has failed, and to leave its group
 LEAVE = LEFT = pickle.dumps(None)
 
 

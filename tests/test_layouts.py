@@ -405,10 +405,12 @@ def leads_on(layout: Layout, config: ModelConfig, passed: Sequence[Layout]) -> b
 
 
 def works(layout: Layout, config: ModelConfig) -> bool:
-    """Whether every rank has whole heads, as many as the others, and every group of states as many ranks."""
+    """Whether every rank has whole heads, as many as the others, every group of states as many ranks, every stage a
+    layer."""
     heads, kv_heads, traded = config.num_heads, config.num_kv_heads, layout.tp * layout.cp if layout.all_to_all else 1
     has_heads = heads % layout.tp == 0 and (kv_heads % layout.tp == 0 or layout.tp % kv_heads == 0)
-    return has_heads and kv_heads % traded == 0 and layout.data_size % layout.shard_size == 0 and layout.pp == 1
+    has_parts = layout.data_size % layout.shard_size == 0 and layout.pp <= config.num_layers
+    return has_heads and kv_heads % traded == 0 and has_parts
 
 
 def ending(sentence: str | None) -> str:

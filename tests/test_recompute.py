@@ -173,9 +173,9 @@ def counted(program: Program) -> Counter[str]:
         runs[name] += 1
         return run(*arguments)
 
-    stage = pipeline.stage
-    wrapped = {name: functools.partial(counting, name, run) for name, run in stage.runs.items()}
-    pipeline.stage = replace(stage, runs=wrapped)
+    work = pipeline.work
+    wrapped = {name: functools.partial(counting, name, run) for name, run in work.runs.items()}
+    pipeline.work = replace(work, runs=wrapped)
     return runs
 
 
@@ -256,7 +256,7 @@ def run_forwards(program: Program, mesh: Mesh, kept: dict[str, list[Tensor]]) ->
             with saved_tensors_hooks(lambda x, into=saved: into.append(x) or x, lambda x: x):  # type: ignore[misc]
                 pipeline.execute(action, batch.microbatches, 1.0)
             if action.kind == "F":
-                x = pipeline._saved[0, action.piece].x
+                x = pipeline._saved[action.piece, 0].x
                 kept[action.piece] = saved if x is None else [*saved, x]
 
 
@@ -327,7 +327,7 @@ def test_after_the_forward_full_holds_inputs_alone() -> None:
     run_forwards(program, mesh, kept)
     pipeline = program.pipeline
     assert isinstance(pipeline, Pipeline)
-    held = {name: saved for (_, name), saved in pipeline._saved.items()}
+    held = {name: saved for (name, _), saved in pipeline._saved.items()}
     blocks = [held.pop(f"blocks.{layer}") for layer in range(5)]
     for saved in blocks:
         assert saved.y is None and saved.x is not None and saved.x.is_leaf and saved.x.grad_fn is None
