@@ -27,7 +27,7 @@ from shardwise.model.layers import Attend
 from shardwise.model.loss import IGNORED
 from shardwise.parallel import apply as applied
 from shardwise.parallel import context
-from shardwise.parallel.apply import Program, apply
+from shardwise.parallel.apply import Program
 from shardwise.parallel.context import Pairs, Passing, local_part, make_attend
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Mesh, Pending, make_mesh
@@ -39,7 +39,6 @@ from shardwise.train.settings import Settings
 from tiny_training import (
     FAMILIES,
     LLAMA,
-    OPTIMIZER,
     RATE,
     SEQ_LEN,
     SEQUENCES,
@@ -47,13 +46,13 @@ from tiny_training import (
     Expected,
     agreed,
     build_data,
-    fill_store,
+    each_case,
+    filled_program,
     plain_loss,
     plain_steps,
     seeded,
     share_of,
     tiny_settings,
-    tiny_weights,
     worst,
     worst_part,
 )
@@ -342,11 +341,7 @@ def states_of(program: Program, mesh: Mesh) -> dict[str, State]:
 
 
 def make(case: Case, rank: int) -> tuple[Program, Mesh]:
-    config, dtype = MODELS[case.model], DTYPES[case.precision]
-    mesh = make_mesh(Layout.parse(case.layout), rank, CPU, config.num_kv_heads)
-    program = apply(config, mesh, dtype, dtype, OPTIMIZER.update)
-    fill_store(program.store, tiny_weights(config))  # type: ignore[arg-type]
-    return program, mesh
+    return filled_program(MODELS[case.model], Layout.parse(case.layout), rank, DTYPES[case.precision])
 
 
 def step_once(program: Program, mesh: Mesh, case: Case, step: int) -> tuple[float, float]:
@@ -372,16 +367,7 @@ def run_case(case: Case, rank: int, num_steps: int) -> Told:
 
 
 def cases_on(rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = "") -> list[Told]:
-    told = []
-    for case in cases:
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                if spoil:
-                    SPOILS[spoil](patch)
-                told.append(run_case(case, rank, num_steps))
-        except Exception as error:
-            raise AssertionError(f"{case}") from error
-    return told
+    return each_case(cases, lambda case: run_case(case, rank, num_steps), SPOILS[spoil] if spoil else None)
 
 
 @functools.lru_cache(maxsize=64)

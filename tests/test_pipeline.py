@@ -18,7 +18,7 @@ from shardwise.model.checkpoint import STATES, Checkpoint
 from shardwise.model.layers import Light, linear
 from shardwise.parallel.apply import Program, apply
 from shardwise.parallel.deferred import Deferred, Owed
-from shardwise.parallel.mesh import Axis, Mesh, make_mesh
+from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.schedule import Action
 from shardwise.parallel.zero import Store
@@ -33,12 +33,11 @@ from tiny_training import (
     SEQUENCES,
     Expected,
     agreed,
-    fill_store,
+    filled_program,
     global_batch,
     in_one_piece,
     plain_steps,
     share_of,
-    tiny_weights,
     worst,
     worst_part,
 )
@@ -60,11 +59,7 @@ class Told:
 
 
 def make(short: str, model: str, rank: int, precision: str = "fp32") -> tuple[Program, Mesh]:
-    config, dtype = MODELS[model], DTYPES[precision]
-    mesh = make_mesh(Layout.parse(short), rank, CPU, config.num_kv_heads)
-    program = apply(config, mesh, dtype, dtype, OPTIMIZER.update)
-    fill_store(program.store, tiny_weights(config))  # type: ignore[arg-type]
-    return program, mesh
+    return filled_program(MODELS[model], Layout.parse(short), rank, DTYPES[precision])
 
 
 def step_once(program: Program, mesh: Mesh, step: int) -> tuple[float, float]:

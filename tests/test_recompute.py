@@ -26,8 +26,8 @@ from shardwise.layout import Layout, Recompute
 from shardwise.model import transformer
 from shardwise.model.checkpoint import STATES
 from shardwise.model.layers import Light, layer_norm, linear
-from shardwise.parallel.apply import Program, apply
-from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.apply import Program
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.unit import Owned
 from shardwise.parallel.zero import States, Store
@@ -36,14 +36,12 @@ from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
     FAMILIES,
     LLAMA,
-    OPTIMIZER,
     SEQ_LEN,
     SEQUENCES,
-    fill_store,
+    filled_program,
     global_batch,
     part_of,
     seeded,
-    tiny_weights,
 )
 
 CPU = torch.device("cpu")
@@ -53,10 +51,7 @@ MODELS = FAMILIES | {"biased": BIASED}
 
 
 def make(layout: Layout, config: ModelConfig, rank: int = 0, precision: str = "fp32") -> tuple[Program, Mesh]:
-    mesh, dtype = make_mesh(layout, rank, CPU, config.num_kv_heads), DTYPES[precision]
-    program = apply(config, mesh, dtype, dtype, OPTIMIZER.update)
-    fill_store(program.store, tiny_weights(config))  # type: ignore[arg-type]
-    return program, mesh
+    return filled_program(config, layout, rank, DTYPES[precision])
 
 
 def batch_of(mesh: Mesh, step: int = 0) -> Batch:

@@ -2,7 +2,6 @@
 computes, send what is published, and are saved once."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from shardwise.parallel.unit import Owned
 from shardwise.params import model_specs, num_params, partial_axes
 from shardwise.train.checkpoint import load_state, save_checkpoint
 from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
-from shardwise.train.parity import Parity, Trial, compare, logical_parts, vanishes
+from shardwise.train.parity import Parity, Trial, compare
 from shardwise.train.run import check_run
 from shardwise.train.settings import Settings
 from tiny_training import (
@@ -40,16 +39,19 @@ from tiny_training import (
     SEQ_LEN,
     SEQUENCES,
     Expected,
+    agreed,
     build_data,
+    each_case,
     fill_store,
+    filled_program,
     global_batch,
     part_of,
     plain_steps,
     relative,
     seeded,
     tiny_settings,
-    tiny_weights,
     worst,
+    worst_part,
 )
 
 CPU = torch.device("cpu")
@@ -304,28 +306,11 @@ class Told:
 
 
 def whole(program: Program, mesh: Mesh, kind: Owned) -> dict[str, Tensor]:
-    """Every parameter whole, put together from all that any rank owns: each element is there, and whoever else owns it
-    holds the same bits."""
-    found, store = {}, program.store
-    held = {spec.name: torch.full((2, *spec.shape), -math.inf) for spec in program.specs if spec.tied_to is None}
-    for spec, box, view in store.owned(kind):
-        for sign, into in zip((1.0, -1.0), held[spec.name], strict=True):
-            into[box.slices] = sign * view.detach().float()
-    for name, (highest, lowest) in held.items():
-        both = torch.stack([highest, lowest])
-        mesh.world.all_reduce(both, "max").wait()
-        assert bool(both.isfinite().all()), f"nobody owns all of {name}"
-        assert torch.equal(both[0], -both[1]), f"replicas of {kind} of {name} differ"
-        found[name] = both[0]
-    return found
+    return agreed(program.store, mesh, program.specs, kind)
 
 
 def make(case: Case, rank: int) -> tuple[Program, Mesh]:
-    config = MODELS[case.model]
-    mesh, dtype = make_mesh(Layout.parse(case.layout), rank, CPU, config.num_kv_heads), DTYPES[case.precision]
-    program = apply(config, mesh, dtype, dtype, OPTIMIZER.update)
-    fill_store(program.store, tiny_weights(config))  # type: ignore[arg-type]
-    return program, mesh
+    return filled_program(MODELS[case.model], Layout.parse(case.layout), rank, DTYPES[case.precision])
 
 
 def step_once(program: Program, mesh: Mesh, step: int, sequences: int) -> tuple[float, float]:
@@ -350,16 +335,7 @@ def run_case(case: Case, rank: int, num_steps: int) -> Told:
 
 
 def cases_on(rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = "") -> list[Told]:
-    told = []
-    for case in cases:
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                if spoil:
-                    SPOILS[spoil](patch)
-                told.append(run_case(case, rank, num_steps))
-        except Exception as error:
-            raise AssertionError(f"{case}") from error
-    return told
+    return each_case(cases, lambda case: run_case(case, rank, num_steps), SPOILS[spoil] if spoil else None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -374,19 +350,6 @@ def evaluated(model: str, sequences: int) -> float:
     fill_store(program.store, expected_of(model, NUM_STEPS, sequences).weights)  # type: ignore[arg-type]
     batch = part_of(*global_batch(0, sequences), mesh.layout, 0)
     return program.pipeline.evaluate(program.evaluation, batch.microbatches[0]) / batch.num_targets
-
-
-def worst_part(config: ModelConfig, found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of any parameter, parts of fused ones apart; what vanishes is no size to compare
-    with."""
-    assert found.keys() == expected.keys()
-    return max(
-        relative(found[spec.name][rows], expected[spec.name][rows])
-        for spec in model_specs(config)
-        if spec.tied_to is None
-        for name, rows in logical_parts(spec)
-        if not vanishes(config, name)
-    )
 
 
 def check_first_step(case: Case, first: Told) -> None:

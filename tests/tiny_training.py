@@ -3,11 +3,12 @@ of them on one process, with what everybody trusts."""
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +18,8 @@ from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
-from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.apply import Program, apply
+from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.unit import Owned
 from shardwise.parallel.zero import States, Store
 from shardwise.params import ParamSpec, model_specs
@@ -28,6 +30,7 @@ from shardwise.train.parity import logical_parts, vanishes
 from shardwise.train.settings import Settings
 
 VOCAB, SEQ_LEN, SEQUENCES = 97, 16, 12
+Case, Found = TypeVar("Case"), TypeVar("Found")
 
 LLAMA = ModelConfig("llama", 2, 32, 40, 4, 2, 8, VOCAB, 32)
 FAMILIES = {
@@ -98,6 +101,32 @@ def fill_store(store: Store, weights: Mapping[str, Tensor]) -> None:
     for spec, box, view in store.owned("master"):
         view.copy_(weights[spec.name][box.slices])
     store.refresh()
+
+
+def filled_program(
+    config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
+) -> tuple[Program, Mesh]:
+    """What a rank of a layout runs, with `tiny_weights`."""
+    mesh = make_mesh(layout, rank, torch.device("cpu"), config.num_kv_heads)
+    program = apply(config, mesh, dtype, dtype, OPTIMIZER.update)
+    fill_store(program.store, tiny_weights(config))  # type: ignore[arg-type]
+    return program, mesh
+
+
+def each_case(
+    cases: Sequence[Case], run: Callable[[Case], Found], spoil: Callable[[pytest.MonkeyPatch], None] | None
+) -> list[Found]:
+    """What `run` finds of each, one that fails by its name; all with something broken, if `spoil` breaks it."""
+    told = []
+    for case in cases:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                if spoil is not None:
+                    spoil(patch)
+                told.append(run(case))
+        except Exception as error:
+            raise AssertionError(f"{case}") from error
+    return told
 
 
 def whole(store: Store, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> dict[str, Tensor]:

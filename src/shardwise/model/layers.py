@@ -2,7 +2,7 @@
 leading dims are free where only the last matter, so that training passes [B, T, D] and serving a flat [tokens, D]."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -36,14 +36,21 @@ class LightLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight, *inputs), (dy,) = ctx.saved_tensors, grads
-        leaves = [None if each is None else each.detach().requires_grad_() for each in inputs]
-        with torch.enable_grad():
-            x = ctx.make(*leaves)
-        dx, rows = dy @ weight, dy.flatten(0, -2)
-        found = iter(torch.autograd.grad(x, [leaf for leaf in leaves if leaf is not None], dx))
-        d_inputs = (None if leaf is None else next(found) for leaf in leaves)
+        x, d_inputs = made_again(ctx.make, inputs, dy @ weight)
+        rows = dy.flatten(0, -2)
         d_bias = rows.sum(0) if ctx.has_bias else None
-        return None, rows.t() @ x.detach().flatten(0, -2), d_bias, *d_inputs
+        return None, rows.t() @ x.flatten(0, -2), d_bias, *d_inputs
+
+
+def made_again(
+    make: Callable[..., Tensor], inputs: Sequence[Tensor | None], dx: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """x = make(*inputs), and what its gradient dx means for each of the inputs."""
+    leaves = [None if each is None else each.detach().requires_grad_() for each in inputs]
+    with torch.enable_grad():
+        x = make(*leaves)
+    found = iter(torch.autograd.grad(x, [leaf for leaf in leaves if leaf is not None], dx))
+    return x.detach(), [None if leaf is None else next(found) for leaf in leaves]
 
 
 class AppliedWeight(Protocol):

@@ -19,7 +19,7 @@ from shardwise.parallel.context import local_part, make_attend
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
 from shardwise.parallel.pipeline import Context, Executor, Pipeline, Run, Work
-from shardwise.parallel.schedule import Action, Piece, lower, stage_pieces
+from shardwise.parallel.schedule import Action, Piece, lower, rank_pieces, stage_pieces
 from shardwise.parallel.schedules import rank_actions
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
@@ -68,28 +68,26 @@ def apply(
                   tied=frozenset({"embed"} if config.tied else ()))  # fmt: skip
     stages = stage_pieces(config, layout)
     step = rank_actions(layout, mesh.coord.pp)
-    work = rank_work(config, model, mesh, step, stages, context)
+    work = rank_work(model, specs, mesh, step, rank_pieces(stages, layout, mesh.coord.pp), context)
     once = [Action("F", stage) for stage in range(mesh.coord.pp, len(stages), layout.pp)]
     return Program(config, specs, store, Pipeline(work, store, mesh), lower(step, stages, layout, overlap),
                    lower(once, stages, layout, overlap))  # fmt: skip
 
 
 def rank_work(
-    config: ModelConfig, model: Transformer, mesh: Mesh, step: Sequence[Action], stages: Sequence[Sequence[Piece]],
+    model: Transformer, specs: tuple[ParamSpec, ...], mesh: Mesh, step: Sequence[Action], pieces: Sequence[Piece],
     context: Callable[[MicroBatch], Context],
 ) -> Work:  # fmt: skip
-    specs = model_specs(config)
     by_unit, recompute = units(specs), mesh.layout.recompute
-    mine = [piece for stage in range(mesh.coord.pp, len(stages), mesh.layout.pp) for piece in stages[stage]]
-    names = {piece.name: tuple(spec.name for unit in piece.units for spec in by_unit[unit]) for piece in mine}
+    names = {piece.name: tuple(spec.name for unit in piece.units for spec in by_unit[unit]) for piece in pieces}
     splits = any(action.kind == "I" for action in step)
 
     def between(context: Context) -> Tensor:
         tokens = model.seams.part(context.microbatch.tokens)
-        return torch.empty(*tokens.shape, config.hidden_size, dtype=context.dtype, device=tokens.device)
+        return torch.empty(*tokens.shape, model.config.hidden_size, dtype=context.dtype, device=tokens.device)
 
     return Work(
-        {piece.name: piece for piece in mine}, piece_runs(model), names, context, between, mine[0].name,
+        {piece.name: piece for piece in pieces}, piece_runs(model), names, context, between, pieces[0].name,
         repeated=frozenset(names) - {"embed", "head"} if recompute == "full" else frozenset(),
         deferred=frozenset(spec.name for spec in specs if splits and is_deferred(spec)),
     )  # fmt: skip

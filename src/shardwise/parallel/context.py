@@ -43,8 +43,12 @@ from shardwise.parallel.tensor import Conjugate
 
 def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
     """The chunks of a sequence that context rank `rank` takes, of `layout.sequence_chunks`, in order."""
-    last = layout.sequence_chunks - 1
-    return (rank, last - rank) if last >= layout.cp else (rank,)
+    return both_ends(rank, layout.cp) if layout.sequence_chunks > layout.cp else (rank,)
+
+
+def both_ends(rank: int, size: int) -> tuple[int, int]:
+    """Of 2 size chunks the one as far from the beginning as the other is from the end."""
+    return rank, 2 * size - 1 - rank
 
 
 def local_part(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
@@ -102,20 +106,19 @@ class Pairs:
     def of(self, source: int, num_tokens: int) -> Iterator[tuple[slice, slice, Sight]]:
         """What this rank's queries see of the keys of rank `source`: where both lie among the `num_tokens` of their
         ranks, each query's own chunk first, so that no row has yet to see anything when it is merged."""
-        size, last = num_tokens // 2, 2 * self.axis.size - 1
-        rows_at, columns_at = (self.axis.rank, last - self.axis.rank), (source, last - source)
-        for i, row in enumerate(rows_at):
-            for j, column in sorted(enumerate(columns_at), key=lambda found: -found[1]):
+        size, num_ranks = num_tokens // 2, self.axis.size
+        for i, row in enumerate(both_ends(self.axis.rank, num_ranks)):
+            for j, column in reversed(tuple(enumerate(both_ends(source, num_ranks)))):
                 behind = (row - column) * size
                 if behind >= 0 and (self.window is None or behind - size + 1 < self.window):
                     documents = (self.documents_of(row, size), self.documents_of(column, size))
-                    yield part(i, size), part(j, size), Sight(behind, self.window, *documents)
+                    yield chunk(i, size), chunk(j, size), Sight(behind, self.window, *documents)
 
-    def documents_of(self, chunk: int, size: int) -> Tensor | None:
-        return None if self.documents is None else self.documents[:, part(chunk, size)]
+    def documents_of(self, index: int, size: int) -> Tensor | None:
+        return None if self.documents is None else self.documents[:, chunk(index, size)]
 
 
-def part(index: int, size: int) -> slice:
+def chunk(index: int, size: int) -> slice:
     return slice(index * size, (index + 1) * size)
 
 

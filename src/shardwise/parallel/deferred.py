@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.model.layers import Light
+from shardwise.model.layers import Light, made_again
 
 
 class Owed(NamedTuple):
@@ -52,9 +52,6 @@ class DeferredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight, *inputs), (dy,) = ctx.saved_tensors, grads
-        leaves = [None if each is None else each.detach().requires_grad_() for each in inputs]
-        with torch.enable_grad():
-            x = ctx.make(*leaves)
-        ctx.owner.tape.append(Owed(ctx.owner.name, x.detach(), dy))
-        found = iter(torch.autograd.grad(x, [leaf for leaf in leaves if leaf is not None], dy @ weight))
-        return None, None, *(None if leaf is None else next(found) for leaf in leaves)
+        x, d_inputs = made_again(ctx.make, inputs, dy @ weight)
+        ctx.owner.tape.append(Owed(ctx.owner.name, x, dy))
+        return None, None, *d_inputs

@@ -94,8 +94,8 @@ class Pipeline:
         self._cotangents: dict[Key, Tensor] = {}
         """What goes down again."""
         self._arriving: dict[tuple[str, int, int], tuple[Tensor, Pending]] = {}
-        """By what it is (F or B), virtual stage and micro-batch."""
-        self._leaving: list[tuple[Tensor, Pending]] = []
+        """By what it is (F or B), virtual stage and micro-batch; so is what is on its way from here."""
+        self._leaving: dict[tuple[str, int, int], tuple[Tensor, Pending]] = {}
         self._contexts: dict[int, Context] = {}
 
     def execute(self, action: Action, microbatches: Sequence[MicroBatch], scale: float) -> None:
@@ -189,33 +189,36 @@ class Pipeline:
         self._arriving[action.piece, action.stage, action.microbatch] = room, pending
 
     def arrive(self, what: str, key: Key, into: dict[Key, Tensor]) -> None:
-        """Wait for what the stage beside this one has sent, if it is still on its way."""
+        """Wait for what the stage beside this one has sent, if it is still on its way. A gradient that comes back says
+        that the activations have arrived."""
         arriving = self._arriving.pop((what, *key), None)
         if arriving is not None:
             into[key], pending = arriving
             pending.wait()
+            if what == "B":
+                self.leave(("F", *key))
 
     def send(self, action: Action) -> None:
         key = action.stage, action.microbatch
         axis, step = (self.mesh.pp, 1) if action.piece == "F" else (self.mesh.pp_down, -1)
         x = (self._activations if action.piece == "F" else self._cotangents).pop(key).detach().contiguous()
-        self._leaving.append((x, axis.send(x, axis.rank + step)))
+        self._leaving[action.piece, *key] = x, axis.send(x, axis.rank + step)
 
     # -- a step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> float:
         """The summed loss of this rank's tokens in this step; asserts that nothing is left half done."""
-        self.leave()
+        self.leave(*self._leaving)
         left = (self._saved, self._activations, self._cotangents, self._arriving, self._contexts)
         assert not any(left), "the table left work undone"
         loss, self._loss = self._loss, None
         return 0.0 if loss is None else loss.item()
 
-    def leave(self) -> None:
-        """Wait until all that was sent has left."""
-        for _, pending in self._leaving:
+    def leave(self, *sent: tuple[str, int, int]) -> None:
+        """Wait until these have left."""
+        for each in sent:
+            _, pending = self._leaving.pop(each)
             pending.wait()
-        self._leaving.clear()
 
     @torch.no_grad()
     def evaluate(self, table: Sequence[Action], microbatch: MicroBatch) -> float:
@@ -235,6 +238,6 @@ class Pipeline:
                 loss = y.item()
             else:
                 self._activations[key] = y
-        self.leave()
+        self.leave(*self._leaving)
         self._contexts.clear()
         return loss

@@ -69,6 +69,11 @@ def stage_pieces(config: ModelConfig, layout: Layout) -> tuple[tuple[Piece, ...]
     return tuple(map(tuple, stages))
 
 
+def rank_pieces(stages: Sequence[Sequence[Piece]], layout: Layout, rank: int) -> tuple[Piece, ...]:
+    """The pieces of all virtual stages of a pipeline rank: every pp-th is its own."""
+    return tuple(piece for stage in stages[rank :: layout.pp] for piece in stage)
+
+
 def accumulate(microbatches: int) -> list[Action]:
     """The schedule of a single stage: F0 B0 F1 B1 ... so that one micro-batch's activations live at a time."""
     return [Action(kind, 0, microbatch) for microbatch in range(microbatches) for kind in ("F", "B")]

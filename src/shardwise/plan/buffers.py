@@ -14,8 +14,16 @@ from dataclasses import dataclass
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.parallel.schedule import BUCKET_BYTES, IN_FLIGHT, Action, Piece, bucket_elements
-from shardwise.plan.step import rank_pieces, step_table
+from shardwise.parallel.schedule import (
+    BUCKET_BYTES,
+    IN_FLIGHT,
+    Action,
+    Piece,
+    bucket_elements,
+    rank_pieces,
+    stage_pieces,
+)
+from shardwise.plan.step import step_table
 
 SUM_BYTES = 4  # gradients are summed in fp32
 
@@ -52,7 +60,7 @@ def buffer_bytes(
     if layout.shard == "fsdp":
         return fsdp_bytes(layout, sizes, weight_bytes, grad_bytes)
     table = step_table(config, layout, stage, min(layout.microbatches, 2))
-    pieces = rank_pieces(config, layout, stage)
+    pieces = rank_pieces(stage_pieces(config, layout), layout, stage)
     return max(moment.total for moment in moments(table, pieces, layout, sizes, weight_bytes, grad_bytes))
 
 

@@ -2,17 +2,8 @@
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.parallel.schedule import Action, Piece, accumulate, lower, model_pieces, stage_pieces
+from shardwise.parallel.schedule import Action, accumulate, lower, model_pieces, stage_pieces
 from shardwise.parallel.schedules import rank_actions
-from shardwise.params import stage_units
-
-
-def rank_pieces(config: ModelConfig, layout: Layout, stage: int) -> tuple[Piece, ...]:
-    """What the pipeline rank `stage` computes of the model."""
-    first, *blocks, last = model_pieces(config)
-    held = stage_units(config, layout, stage)
-    mine = [block for block in blocks if block.name in held]
-    return (*([first] if stage == 0 else []), *mine, *([last] if stage == layout.pp - 1 else []))
 
 
 def step_table(

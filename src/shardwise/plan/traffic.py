@@ -25,7 +25,7 @@ from shardwise.plan.memory import Gradients, Precision, computed_bytes, element_
 from shardwise.plan.step import step_table
 
 CommBytes = dict[str, int | None]
-"""By axis; None where the axis is cut and what it sends is not counted yet."""
+"""By axis; None where the axis is cut and no micro-batch is given, without which what it sends is not known."""
 
 
 def comm_bytes(
