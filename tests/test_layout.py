@@ -2,16 +2,18 @@
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
 from shardwise.layout import Coord, Layout, nearest_divisor
+from shardwise.params import stage_layers
 
 sizes = st.integers(1, 6)
 small = st.integers(1, 3)
@@ -32,6 +34,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         schedule=draw(st.sampled_from(schedules if pp > 1 else [None, *schedules])),
         memory_limit=None,
         chunks=draw(sizes),
+        layers=draw(st.none() | st.lists(sizes, min_size=1, max_size=8).map(tuple)),
         microbatches=draw(st.integers(1, 40)),
         sequence_parallel=draw(st.booleans()),
         all_to_all=draw(st.booleans()),
@@ -66,6 +69,7 @@ def test_parts_are_read_in_any_order(layout: Layout, chance: random.Random) -> N
         (Layout(dp=2, tp=2, pp=2, shard="zero1", microbatches=8), "dp2.tp2.pp2.z1.1f1b.m8"),
         (Layout(pp=4, schedule="zb-auto", memory_limit=1.5, microbatches=8), "pp4.zb-auto@1.5.m8"),
         (Layout(pp=2, schedule="interleaved", chunks=3, microbatches=4), "pp2.interleaved.v3.m4"),
+        (Layout(pp=3, layers=(3, 4, 2), microbatches=4), "pp3.1f1b.l3-4-2.m4"),
         (Layout(dp=8, shard="zero3", shard_group=4, keep=True), "dp8.z3.s4.keep"),
         (Layout(tp=2, cp=2, sequence_parallel=True, all_to_all=True, recompute="full"), "tp2.cp2.sp.a2a.rc-full"),
     ],
@@ -93,6 +97,8 @@ def test_short_form_as_documented(layout: Layout, short: str) -> None:
         ("pp2.m100000000", "microbatches must be at most 10000000"),
         ("pp2.zb-auto@0", "above 0"),
         ("pp2.1f1b@", "'1f1b@'"),
+        ("pp2.1f1b.l3-", "'l3-'"),
+        ("pp2.1f1b.l3-0", "every stage needs at least 1 layer, not 3-0"),
     ],
 )
 def test_bad_text_is_refused_by_name(text: str, said: str) -> None:
@@ -151,12 +157,47 @@ def test_a_shard_group_and_its_replicas_meet_in_one_rank() -> None:
 
 @given(st.integers(1, 200), sizes, sizes)
 def test_stages_share_the_layers(num_layers: int, pp: int, chunks: int) -> None:
+    assume(num_layers >= pp * chunks)
     stages = Layout(pp=pp, chunks=chunks).stage_layers(num_layers)
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     lengths = [len(stage) for stage in stages]
     assert len(lengths) == pp * chunks
     assert max(lengths) - min(lengths) <= 1
-    assert lengths == sorted(lengths, reverse=True)
+    of_rank = [sum(lengths[rank::pp]) for rank in range(pp)]
+    assert of_rank == sorted(of_rank), "the later take what is over"
+
+
+@given(st.integers(1, 10), st.integers(1, 3), st.integers(1, 2), st.floats(0, 5), st.floats(0, 5))
+def test_no_other_shares_leave_the_busiest_rank_less_work(
+    num_layers: int, pp: int, chunks: int, first: float, last: float
+) -> None:
+    """Against all ways there are to share the layers out."""
+    stages = pp * chunks
+    assume(stages <= num_layers)
+
+    def most(lengths: Sequence[int]) -> float:
+        work = [*lengths]
+        work[0] += first  # type: ignore[call-overload]
+        work[-1] += last  # type: ignore[call-overload]
+        return max(sum(work[rank::pp]) for rank in range(pp))
+
+    found = [len(each) for each in Layout(pp=pp, chunks=chunks).stage_layers(num_layers, first, last)]
+    cuts = combinations(range(1, num_layers), stages - 1)
+    ways = [[b - a for a, b in pairwise((0, *cut, num_layers))] for cut in cuts]
+    assert found in ways
+    assert most(found) == pytest.approx(min(map(most, ways)))
+
+
+def test_embedding_and_head_count_as_work() -> None:
+    """The head of SmolLM2 is as much work as 8 of its 30 blocks, that of Llama 3.1 405B as two thirds."""
+    shared = {
+        ("smollm2-135m", "pp2.1f1b"): [19, 11],
+        ("smollm2-135m", "pp2.1f1b.l10-20"): [10, 20],
+        ("llama-3.1-70b", "pp4.1f1b"): [20, 20, 21, 19],
+        ("llama-3.1-405b", "pp16.1f1b"): [7, *[8] * 14, 7],
+    }
+    for (model, short), lengths in shared.items():
+        assert [len(each) for each in stage_layers(CATALOGUE[model], Layout.parse(short))] == lengths
 
 
 def small_model(heads: int, kv_heads: int, layers: int) -> ModelConfig:
@@ -195,6 +236,9 @@ def test_what_is_said_to_work_has_no_such_problem(layout: Layout, model: ModelCo
         ("tp9", "smollm2-135m", None),  # 3 kv heads on 9 ranks: each is held by three
         ("tp16", "llama-3.1-8b", None),
         ("tp7", "llama-3.1-8b", "tp8 works"),
+        ("pp2.1f1b.l10-10", "smollm2-135m", "l10-10 makes 20 layers, not 30; l15-15 works"),
+        ("pp2.1f1b.l10-10-10", "smollm2-135m", "l10-10-10 is for 3 stages, not 2; leave it out, or name 2"),
+        ("l30", "smollm2-135m", "l30 shares the layers out among stages; leave it out, or add pp2"),
         ("pp40", "llama-3.1-8b", "40 stages are more than 32 layers; pp32 works"),
         ("pp8.interleaved.v5.m8", "llama-3.1-8b", "v4 works"),
         ("pp8.interleaved.v2.m12", "llama-3.1-8b", "not m12; m16 works"),

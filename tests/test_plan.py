@@ -377,7 +377,7 @@ def test_the_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_report_names_stages_and_small_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt2", "--gpu", "l4", "--layout", "pp2", "--mode", "train"]) == 0
+    assert main(["plan", "gpt2", "--gpu", "l4", "--layout", "pp2.l6-6", "--mode", "train"]) == 0
     out = capsys.readouterr().out
     assert "stage" in out
     assert "0.1638" in out  # embedding, positions and 6 of 12 blocks: 81,911,040 parameters of 2 bytes

@@ -563,7 +563,7 @@ def test_context_parallel_by_hand(c: int) -> None:
     once = n * (q + 2 * kv) * 2 * (c - 1) // c + n * q * 2 * (c - 1) // c
     assert sent(f"cp{c}.a2a") == 32 * 2 * once
     assert sent(f"cp{c}.a2a.rc-full") == 32 * 3 * once
-    assert sent(f"cp{c}.pp2") == sent(f"cp{c}") // 2
+    assert sent(f"cp{c}.pp2.l16-16") == sent(f"cp{c}") // 2
 
 
 # -- the planner's short cuts -------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ that talk most sit on the fastest links.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self, get_args
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ SHARD_WORDS: dict[str, Shard] = {"z1": "zero1", "z2": "zero2", "z3": "zero3", "f
 PART = re.compile(
     r"(?P<size>dp|tp|pp|cp|s|v|m)(?P<number>\d+)|(?P<shard>z1|z2|z3|fsdp)"
     r"|(?P<schedule>gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-auto)(@(?P<limit>\d+(\.\d+)?(e[+-]?\d+)?))?"
-    r"|(?P<flag>sp|a2a|keep)|rc-(?P<recompute>selective|full)"
+    r"|l(?P<layers>\d+(-\d+)*)|(?P<flag>sp|a2a|keep)|rc-(?P<recompute>selective|full)"
 )
 SIZES = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "s": "shard_group", "v": "chunks", "m": "microbatches"}
 MAX_SIZE = 10**7  # far above any cluster, so that no slip of the finger is computed for hours
@@ -68,6 +68,7 @@ class Layout:
     schedule: Schedule | None = None
     memory_limit: float | None = None
     chunks: int = 1
+    layers: tuple[int, ...] | None = None
     microbatches: int = 1
     sequence_parallel: bool = False
     all_to_all: bool = False
@@ -85,6 +86,8 @@ class Layout:
             raise ValueError(f"layout: {self.world_size} ranks are too many; at most {MAX_SIZE} work")
         if self.memory_limit is not None and not 0 < self.memory_limit < math.inf:
             raise ValueError(f"layout: memory_limit must be above 0, not {self.memory_limit}")
+        if self.layers is not None and not all(1 <= number <= MAX_SIZE for number in self.layers):
+            raise ValueError(f"layout: every stage needs at least 1 layer, not {joined(self.layers)}")
         for name, known in (("shard", Shard), ("schedule", Schedule), ("recompute", Recompute)):
             word = getattr(self, name)
             if word is not None and word not in get_args(known):
@@ -109,6 +112,7 @@ class Layout:
         limit = f"@{float(self.memory_limit)!r}".removesuffix(".0") if self.memory_limit is not None else ""
         words += [f"{self.schedule}{limit}"] if self.schedule else []
         words += [f"v{self.chunks}"] if self.chunks > 1 else []
+        words += [f"l{joined(self.layers)}"] if self.layers else []
         words += [f"m{self.microbatches}"] if self.microbatches > 1 else []
         words += [word for word, name in FLAGS.items() if getattr(self, name)]
         words += [f"rc-{self.recompute}"] if self.recompute != "none" else []
@@ -184,12 +188,27 @@ class Layout:
             return tuple(data[here % size :: size])
         return tuple(data)
 
-    def stage_layers(self, num_layers: int) -> tuple[range, ...]:
-        """The blocks of each virtual stage, in order; the first stages take what does not divide."""
+    def stage_layers(self, num_layers: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
+        """The blocks of each virtual stage, in order: as many as were chosen, or such that the rank with most work has
+        as little as can be. `first` and `last` are what embedding and head take, in blocks. Of equal stages the later
+        takes more, since it keeps fewer micro-batches."""
+        numbers = self.layers or self._balanced(num_layers, first, last)
+        return tuple(range(a, b) for a, b in pairwise(accumulate(numbers, initial=0)))
+
+    def _balanced(self, num_layers: int, first: float, last: float) -> list[int]:
+        """Each block in turn to the rank with the least work, and there to its stage with the least."""
         stages = self.pp * self.chunks
-        size, rest = divmod(num_layers, stages)
-        starts = [i * size + min(i, rest) for i in range(stages + 1)]
-        return tuple(range(a, b) for a, b in pairwise(starts))
+        assert num_layers >= stages
+        work = [1.0] * stages
+        work[0] += first
+        work[-1] += last
+        numbers, of_rank = [1] * stages, [sum(work[rank :: self.pp]) for rank in range(self.pp)]
+        for _ in range(num_layers - stages):
+            stage = min(range(stages), key=lambda each: (of_rank[each % self.pp], work[each], -each))
+            numbers[stage] += 1
+            work[stage] += 1
+            of_rank[stage % self.pp] += 1
+        return numbers
 
     def problems(self, model: "ModelConfig | None" = None) -> list[str]:
         """Every reason why this layout cannot work (for `model`), each a sentence with the nearest that can."""
@@ -203,6 +222,10 @@ class Layout:
             yield "a memory limit (@X) belongs to zb-auto; leave it out, or choose zb-auto@X"
         if (v > 1) != (self.schedule == "interleaved"):
             yield f"interleaved and chunks go together; write interleaved.v{max(v, 2)}, or leave both out"
+        if self.layers is not None and p == 1:
+            yield f"l{joined(self.layers)} shares the layers out among stages; leave it out, or add pp2"
+        elif self.layers is not None and len(self.layers) != p * v:
+            yield f"l{joined(self.layers)} is for {len(self.layers)} stages, not {p * v}; leave it out, or name {p * v}"
         if self.schedule == "interleaved" and m % p:
             yield f"interleaved needs micro-batches divisible by pp{p}, not m{m}; m{nearest_multiple(m, p)} works"
         if self.schedule == "zb-h2" and m < 2 * p - 1:
@@ -242,6 +265,9 @@ class Layout:
             best_v, best_pp = model.num_layers // self.pp, min(self.pp, model.num_layers)
             change = f"v{best_v}" if best_v > 1 else f"pp{best_pp}" + (" without chunks" if self.chunks > 1 else "")
             yield f"{stages} stages are more than {model.num_layers} layers; {change} works"
+        elif self.layers is not None and len(self.layers) == stages and sum(self.layers) != model.num_layers:
+            works_too = joined(self._balanced(model.num_layers, 0.0, 0.0))
+            yield f"l{joined(self.layers)} makes {sum(self.layers)} layers, not {model.num_layers}; l{works_too} works"
 
 
 def parts(text: str) -> Iterator[tuple[str, object]]:
@@ -254,7 +280,7 @@ def parts(text: str) -> Iterator[tuple[str, object]]:
             word = text[at:].split(".")[0]
             raise ValueError(
                 f"layout {text!r}: {word!r} is not a part of a layout; parts are dpN tpN ppN cpN, z1 z2 z3 fsdp, sN, "
-                "gpipe 1f1b interleaved zb-h1 zb-h2 zb-auto@X, vN, mN, sp, a2a, keep, rc-selective, rc-full, "
+                "gpipe 1f1b interleaved zb-h1 zb-h2 zb-auto@X, vN, lN-N, mN, sp, a2a, keep, rc-selective, rc-full, "
                 "joined by dots as in dp2.tp2.z1"
             )
         if match["size"]:
@@ -265,6 +291,8 @@ def parts(text: str) -> Iterator[tuple[str, object]]:
             yield "schedule", match["schedule"]
             if match["limit"]:
                 yield "memory_limit", float(match["limit"])
+        elif match["layers"]:
+            yield "layers", tuple(map(int, match["layers"].split("-")))
         elif match["flag"]:
             yield FLAGS[match["flag"]], True
         else:
@@ -277,6 +305,10 @@ def parts(text: str) -> Iterator[tuple[str, object]]:
 def ring_bytes(num_bytes: int, size: int) -> int:
     """What each of `size` ranks sends in one turn of a ring around `num_bytes`."""
     return num_bytes * (size - 1) // size
+
+
+def joined(layers: Sequence[int]) -> str:
+    return "-".join(map(str, layers))
 
 
 def nearest_multiple(number: int, of: int) -> int:

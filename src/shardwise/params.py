@@ -7,6 +7,7 @@ boxes, the axes over which a gradient is a partial sum, and the planner's bytes.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
@@ -218,9 +219,18 @@ def is_first_holder(spec: ParamSpec, part: Part, layout: Layout, coord: Coord) -
     return coord.tp == 0 or any(RULES[dim].cut == "tp" for dim in dims)
 
 
+@lru_cache(maxsize=64)
+def stage_layers(config: ModelConfig, layout: Layout) -> tuple[range, ...]:
+    """The blocks of each virtual stage. Work is counted in products, of a block and of the head with their matrices and
+    of the embedding with a row; attention, which grows with the sequence, is left out."""
+    multiplied = sum(spec.numel for spec in block_specs(config, "") if len(spec.shape) > 1)
+    head = config.vocab_size * config.hidden_size
+    return layout.stage_layers(config.num_layers, config.hidden_size / multiplied, head / multiplied)
+
+
 def stage_units(config: ModelConfig, layout: Layout, stage: int) -> frozenset[str]:
     """Units of state that the pipeline rank `stage` holds; a tied embedding is on the first and on the last."""
-    layers = layout.stage_layers(config.num_layers)
+    layers = stage_layers(config, layout)
     held = {f"blocks.{i}" for s, blocks in enumerate(layers) if s % layout.pp == stage for i in blocks}
     if stage == 0:
         held |= {"embed", "positions"}

@@ -8,6 +8,7 @@ from typing import Literal
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
+from shardwise.params import stage_layers
 
 Kind = Literal["F", "B", "I", "W", "SEND", "RECV", "GATHER", "FREE", "REDUCE"]
 
@@ -63,7 +64,7 @@ def model_pieces(config: ModelConfig) -> tuple[Piece, ...]:
 def stage_pieces(config: ModelConfig, layout: Layout) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of each virtual stage, in order."""
     first, *blocks, last = model_pieces(config)
-    stages = [[blocks[layer] for layer in layers] for layers in layout.stage_layers(config.num_layers)]
+    stages = [[blocks[layer] for layer in layers] for layers in stage_layers(config, layout)]
     stages[0].insert(0, first)
     stages[-1].append(last)
     return tuple(map(tuple, stages))

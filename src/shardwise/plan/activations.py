@@ -33,7 +33,7 @@ from shardwise.layout import Coord, Layout, Recompute
 from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.parallel.schedule import Action
 from shardwise.parallel.schedules import rank_actions
-from shardwise.params import cut_dim, stage_units
+from shardwise.params import cut_dim, stage_layers, stage_units
 
 SUM_BYTES = 4  # fp32
 RECOMPUTED = ("norm1 statistics", "qkv input", "norm2 statistics", "gate_up input", "down input")
@@ -149,7 +149,7 @@ def activation_bytes(
     share = share_of(config, layout, microbatch)
     block = block_bytes(config, share, element_bytes, layout.recompute)
     head = head_bytes(config, share, element_bytes)
-    blocks = {s: len(layers) for s, layers in enumerate(layout.stage_layers(config.num_layers))}
+    blocks = {s: len(layers) for s, layers in enumerate(stage_layers(config, layout))}
     last = len(blocks) - 1
     whole = {s: number * block + (head if s == last else 0) for s, number in blocks.items()}
     owed = {s: number * owed_bytes(share, element_bytes) for s, number in blocks.items()}
