@@ -476,7 +476,7 @@ def stops_early(dtype: torch.dtype) -> Spoil:
     def spoil(patch: pytest.MonkeyPatch) -> None:
         def pass_on(x: Tensor, axis: Axis) -> Passing:
             if x.dtype == dtype and next(hops) % (axis.size - 1) == 0:
-                return Passing(x, x.clone(), Pending(axis.name))
+                return Passing(x, x.clone(), Pending(axis))
             return honest(x, axis)
 
         hops, honest = itertools.count(1), context.pass_on

@@ -262,7 +262,7 @@ def lose_a_replica(patch: pytest.MonkeyPatch) -> None:
     genuine = Axis.all_reduce
 
     def all_reduce(axis: Axis, *args: Any, **options: Any) -> Pending:
-        return Pending(axis.name) if axis.name == "replicate" else genuine(axis, *args, **options)
+        return Pending(axis) if axis.name == "replicate" else genuine(axis, *args, **options)
 
     patch.setattr(Axis, "all_reduce", all_reduce)
 

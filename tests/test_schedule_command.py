@@ -16,7 +16,7 @@ from rich.console import Console
 from shardwise.cli import main
 from shardwise.parallel.schedules import pipeline_table
 from shardwise.parallel.table import Costs, Memory, Table
-from shardwise.plan.draw import COLOURS, LEFT, ROOM, draw_timeline, round_ticks, shade
+from shardwise.plan.draw import COLOURS, LEFT, ROOM, draw_timelines, round_ticks, shade
 from shardwise.plan.picture import IDLE, MOST_ROWS, picture, print_timeline
 from shardwise.plan.simulate import Timeline, simulate
 
@@ -114,7 +114,7 @@ def bars(svg: str) -> list[tuple[str, float, float, float]]:
 )
 def test_svg_has_every_action_to_scale(name: str, p: int, m: int, chunks: int) -> None:
     timeline = timeline_of(name, p, m, chunks)
-    svg = draw_timeline(timeline, "a < b", "c & d")
+    svg = draw_timelines("a < b", [("c & d", timeline)], "s")
     drawn = bars(svg)
     scale = ROOM / timeline.makespan
     by_row = {y: sorted(x for _, x, at, _ in drawn if at == y) for y in sorted({y for _, _, y, _ in drawn})}
@@ -128,14 +128,14 @@ def test_svg_has_every_action_to_scale(name: str, p: int, m: int, chunks: int) -
         assert max(0.7 * whole, whole - 0.9) <= width <= whole
     assert {colour for colour, *_ in drawn} == {f"{kind}{chunk}" for kind in most for chunk in range(chunks)}
     texts = [element.text for element in ET.fromstring(svg).iter(f"{SVG}text")]
-    assert {"a < b", "c & d", "rank 0", "idle", "F forward", "time, in the unit of the costs", "0"} <= set(texts)
+    assert {"a < b", "c & d", "rank 0", "idle", "F forward", "time, in s", "0"} <= set(texts)
     numbers = [element.text for element in ET.fromstring(svg).iter(f"{SVG}text") if element.get("class") == "number"]
     assert (len(numbers) == len(drawn)) == (p == 4)
     assert (len(numbers) == 0) == (p == 32), "no number where none fits"
 
 
 def test_svg_of_a_large_schedule_stays_a_small_file() -> None:
-    assert len(draw_timeline(timeline_of("zb-h1", 32, 128), "", "")) < 500_000
+    assert len(draw_timelines("", [("", timeline_of("zb-h1", 32, 128))], "s")) < 500_000
 
 
 @pytest.mark.parametrize("end", [1e-9, 0.7, 1, 11.999, 12, 33, 1306.4, 9.99e11])
@@ -232,7 +232,7 @@ def test_chunks_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
 def test_stages_of_a_v_are_told_apart() -> None:
     """The second of a rank's stages is its second chunk, wherever it is in the model."""
     v = Table((tuple(pipeline_table("1f1b", 1, 1).ranks[0]),), (0,), 1)
-    assert {bar[0] for bar in bars(draw_timeline(simulate(v, lambda action: 1.0), "", ""))} == {"F0", "B0"}
+    assert {bar[0] for bar in bars(draw_timelines("", [("", simulate(v, lambda action: 1.0))], "s"))} == {"F0", "B0"}
 
 
 # -- mistakes -----------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_stages_of_a_v_are_told_apart() -> None:
     [
         (["gpip", *SIZES], "there is no schedule 'gpip'; did you mean gpipe?"),
         (["hanayo", *SIZES], "there is no schedule 'hanayo'; there are gpipe, 1f1b, interleaved, zb-h1, zb-h2, "
-         "zb-auto, and files that end with .csv"),
+         "zb-auto, files ending with .csv, and runs"),
         ([], "required: NAME"),
         (["1f1b"], "1f1b needs --stages and --microbatches, such as --stages 4 --microbatches 8"),
         (["1f1b", "--stages", "4"], "1f1b needs --stages and --microbatches"),

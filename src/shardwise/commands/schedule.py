@@ -23,7 +23,11 @@ def add_schedule(subparsers: Any) -> None:
         description="Draw a pipeline's schedule to scale, with its bubble and what it keeps in memory. Costs are of "
         "all that one rank has of the model, in any unit of time.",
     )
-    parser.add_argument("name", metavar="NAME", help=f"{', '.join(NAMES)}, or a .csv file as PyTorch's pipelining has")
+    parser.add_argument(
+        "name", metavar="NAME",
+        help=f"{', '.join(NAMES)}; a .csv file as PyTorch's pipelining has; or a run, whose traced step is shown as "
+        "it was measured and as it is simulated",
+    )  # fmt: skip
     parser.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline")
     parser.add_argument("--microbatches", type=int, metavar="M", help="pieces that the batch is cut into")
     parser.add_argument("--chunks", type=int, metavar="V", help="virtual stages a rank, for interleaved")
@@ -51,16 +55,20 @@ def run_schedule(args: argparse.Namespace) -> int:
     from shardwise.parallel.proof import prove
     from shardwise.parallel.table import Costs, Memory
     from shardwise.parallel.table_csv import csv_text
-    from shardwise.plan.draw import draw_timeline
+    from shardwise.plan.draw import draw_timelines, summarized
     from shardwise.plan.simulate import simulate
 
+    kind = Path(args.name).suffix.lower()
+    if kind == ".json" or (kind != ".csv" and Path(args.name).is_dir()):
+        return show_trace(args)
     costs, memory = Costs(args.tf, args.tb, args.tw, args.tc), Memory(args.mem_limit, args.mem_w)
     table = asked_table(args, costs, memory)
     prove(table, memory)
     timeline = simulate(table, costs.seconds(table.chunks), costs.tc)
     title = titled(args.name, table, memory)
     if args.svg:
-        args.svg.write_text(draw_timeline(timeline, title, summarized(timeline)), encoding="utf-8")
+        picture = draw_timelines(title, [(summarized(timeline), timeline)], "the unit of the costs")
+        args.svg.write_text(picture, encoding="utf-8")
     if args.csv:
         args.csv.write_text(csv_text(table), encoding="utf-8")
     if args.json:
@@ -69,6 +77,32 @@ def run_schedule(args: argparse.Namespace) -> int:
         from shardwise.plan.picture import print_timeline
 
         print_timeline(timeline, title, memory, answer_console())
+    return 0
+
+
+def show_trace(args: argparse.Namespace) -> int:
+    """What the ranks of a run did, and the same orders replayed with their mean times."""
+    from shardwise.parallel.table import NO_LIMIT
+    from shardwise.plan.draw import draw_timelines
+    from shardwise.plan.picture import print_timeline
+    from shardwise.plan.trace import newest_trace, read_trace
+
+    for flag, given in (("--stages", args.stages), ("--microbatches", args.microbatches), ("--chunks", args.chunks)):
+        if given is not None:
+            raise ValueError(f"{flag} is for a schedule; a run has its own, so leave it out")
+    path = newest_trace(Path(args.name))
+    traced = read_trace(path)
+    title = f"step {traced.step} of {path}, {traced.layout}"
+    if args.svg:
+        args.svg.write_text(draw_timelines(title, traced.panels, "seconds"), encoding="utf-8")
+    if args.json:
+        both = {"measured": told(traced.measured), "predicted": told(traced.predicted)}
+        print(json.dumps({"layout": str(traced.layout), "step": traced.step, **both}))
+        return 0
+    console = answer_console()
+    for what, timeline in (("measured", traced.measured), ("simulated with the same times", traced.predicted)):
+        print_timeline(timeline, f"{title}, {what}", NO_LIMIT, console)
+    console.print(f"{traced.told}, without transfers")
     return 0
 
 
@@ -84,7 +118,7 @@ def asked_table(args: argparse.Namespace, costs: "Costs", memory: "Memory") -> "
         return pipeline_table(name, args.stages, args.microbatches, chunks, costs, memory)
     if not args.name.lower().endswith(".csv"):
         near = nearest(args.name.lower(), NAMES, most=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}, and files that end with .csv"
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}, files ending with .csv, and runs"
         raise ValueError(f"there is no schedule {args.name!r}; {hint}")
     table = read_csv(Path(args.name))
     for flag, given, found in (
@@ -101,13 +135,6 @@ def titled(name: str, table: "Table", memory: "Memory") -> str:
     chunks = f", {table.chunks:g} chunks a rank" if table.chunks != 1 else ""
     limit = f", memory limit {memory.limit:g}" if memory.limit is not None else ""
     return f"{name}: {len(table.ranks)} stages, {table.num_microbatches} micro-batches{chunks}{limit}"
-
-
-def summarized(timeline: "Timeline") -> str:
-    return (
-        f"bubble {timeline.bubble_fraction:.2%} of the total, {timeline.bubble_over_ideal:.2%} over the ideal; "
-        f"makespan {timeline.makespan:.6g}; at most {max(timeline.peak_in_flight)} forwards in flight"
-    )
 
 
 def told(timeline: "Timeline") -> dict[str, Any]:

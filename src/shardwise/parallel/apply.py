@@ -19,8 +19,10 @@ from shardwise.parallel.context import local_part, make_attend
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
 from shardwise.parallel.pipeline import Context, Executor, Pipeline, Run, Work
+from shardwise.parallel.proof import prove
 from shardwise.parallel.schedule import Action, Piece, lower, rank_pieces, stage_pieces
 from shardwise.parallel.schedules import rank_actions
+from shardwise.parallel.table import Table
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
 from shardwise.params import ParamSpec, model_specs, stage_units, units
@@ -46,12 +48,28 @@ def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
     rank_actions(layout, 0)  # a search may find no order within its memory
 
 
+def check_schedule(schedule: Table, layout: Layout) -> None:
+    """Raise ValueError if a user's own table cannot run, or is for other sizes than those of `layout`."""
+    prove(schedule)
+    layers = tuple(stage % layout.pp for stage in range(layout.pp * layout.chunks))
+    for what, found, wanted in (
+        ("ranks", len(schedule.ranks), layout.pp),
+        ("stages", len(schedule.placement), len(layers)),
+        ("micro-batches", schedule.num_microbatches, layout.microbatches),
+    ):
+        if found != wanted:
+            raise ValueError(f"the schedule has {found} {what}, but layout {layout} {wanted}; change one of them")
+    if schedule.placement != layers:
+        raise ValueError(f"the schedule has stages on ranks {schedule.placement}; training has them on {layers}")
+
+
 def apply(
     config: ModelConfig, mesh: Mesh, dtype: torch.dtype, grad_dtype: torch.dtype, update: Update,
     reduce_dtype: torch.dtype = torch.float32, bucket_bytes: int = BUCKET_BYTES, overlap: bool = True,
-    offload: Offload | None = None,
+    offload: Offload | None = None, schedule: Table | None = None,
 ) -> Program:  # fmt: skip
-    """Build the program of this rank. Its weights mean nothing until `draw_weights` or `read_weights` sets them."""
+    """Build the program of this rank. Its weights mean nothing until `draw_weights` or `read_weights` sets them. A
+    `schedule` takes the place of the layout's own."""
     check_trainable(mesh.layout, config)
     assert mesh.axes["kv_replica"].size == mesh.layout.kv_replicas(config.num_kv_heads), "a mesh of another model"
     specs, layout = model_specs(config), mesh.layout
@@ -67,7 +85,7 @@ def apply(
     store = Store(mesh, owned, dtype, grad_dtype, update, reduce_dtype, bucket_bytes, overlap, offload,
                   tied=frozenset({"embed"} if config.tied else ()))  # fmt: skip
     stages = stage_pieces(config, layout)
-    step = rank_actions(layout, mesh.coord.pp)
+    step = schedule.ranks[mesh.coord.pp] if schedule else rank_actions(layout, mesh.coord.pp)
     work = rank_work(model, specs, mesh, step, rank_pieces(stages, layout, mesh.coord.pp), context)
     once = [Action("F", stage) for stage in range(mesh.coord.pp, len(stages), layout.pp)]
     return Program(config, specs, store, Pipeline(work, store, mesh), lower(step, stages, layout, overlap),

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import AxisName, Coord, Layout, ring_bytes
+from shardwise.parallel.trace import WAIT, Trace
 
 Operation = Literal["sum", "max"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 SLICE_ELEMENTS = 1 << 18
+CPU = torch.device("cpu")
 COUNTED_AS = {"tp": "tp", "kv_replica": "tp", "pp": "pp", "pp_down": "pp", "tied": "pp", "cp": "cp"}
 """Which axis of a layout causes the bytes of an axis; of all others dp does."""
 
@@ -35,7 +37,7 @@ class CollectiveFailed(RuntimeError):
 class Pending:
     """A collective under way. `wait` returns when its result is in place; it raises CollectiveFailed."""
 
-    axis: str
+    axis: "Axis"
     work: dist.Work | None = None
     then: Callable[[], object] | None = None
     """What is left to do on this rank once the work has arrived."""
@@ -46,9 +48,12 @@ class Pending:
         """Wait for this half and start the next, if any; all ranks of an axis must do so in one order."""
         try:
             if self.work is not None:
-                self.work.wait()
+                with self.axis.trace.span(f"{WAIT}{self.axis.name}"):
+                    self.work.wait()
         except RuntimeError as error:
-            raise CollectiveFailed(f"a collective of axis {self.axis} broke off; has another rank ended?") from error
+            raise CollectiveFailed(
+                f"a collective of axis {self.axis.name} broke off; has another rank ended?"
+            ) from error
         if self.then is not None:
             self.then()
         return None if self.next is None else self.next()
@@ -71,6 +76,8 @@ class Axis:
     bytes_sent: int = 0
     control_bytes_sent: int = 0
     """Bytes of scalars for reports and decisions, apart from those of the work itself."""
+    trace: Trace = field(default_factory=lambda: Trace(CPU), repr=False)
+    """Where it says when it waited; one for all axes of a mesh."""
 
     def all_reduce(self, x: Tensor, operation: Operation = "sum", dtype: torch.dtype | None = None) -> Pending:
         """Start reducing `x` in place over the axis.
@@ -79,14 +86,14 @@ class Axis:
         must be flat and divide among the ranks.
         """
         if self.size == 1:
-            return Pending(self.name)
+            return Pending(self)
         if dtype not in (None, x.dtype):
             assert operation == "sum" and x.dim() == 1 and x.numel() % self.size == 0
             rows = x.view(self.size, -1)
             mine = rows[self.rank]
             return replace(self.reduce_scatter(rows, mine, dtype), next=lambda: self.all_gather(mine, x))
         self.bytes_sent += ring_bytes(2 * x.nbytes, self.size)
-        return Pending(self.name, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True))
+        return Pending(self, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True))
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, dtype: torch.dtype | None = None, accumulate: bool = False
@@ -99,29 +106,29 @@ class Axis:
         row of x; the rest of x must stay as it is until the wait.
         """
         if self.size == 1:
-            return Pending(self.name, then=lambda: add_rows(x, out, dtype or x.dtype, accumulate))
+            return Pending(self, then=lambda: add_rows(x, out, dtype or x.dtype, accumulate))
         self.bytes_sent += ring_bytes(x.nbytes, self.size)
         if dtype in (None, x.dtype) and x.device.type != "cpu" and not accumulate:
-            return Pending(self.name, reduce_scatter_single(out, x.view(-1), group=self.group, async_op=True))
+            return Pending(self, reduce_scatter_single(out, x.view(-1), group=self.group, async_op=True))
         arrived = torch.empty_like(x)  # gloo has no reduce-scatter of its own: torch makes it of an all-reduce
         work = dist.all_to_all_single(arrived.view(-1), x.view(-1), group=self.group, async_op=True)
-        return Pending(self.name, work, lambda: add_rows(arrived, out, dtype or x.dtype, accumulate))
+        return Pending(self, work, lambda: add_rows(arrived, out, dtype or x.dtype, accumulate))
 
     def all_gather(self, part: Tensor, out: Tensor) -> Pending:
         """Start to collect every rank's `part` [S] into `out` [size S], by rank. `part` may lie in its place in it."""
         if self.size == 1:
-            return Pending(self.name, then=lambda: out.copy_(part))
+            return Pending(self, then=lambda: out.copy_(part))
         self.bytes_sent += ring_bytes(out.nbytes, self.size)
-        return Pending(self.name, all_gather_single(out, part, group=self.group, async_op=True))
+        return Pending(self, all_gather_single(out, part, group=self.group, async_op=True))
 
     def all_to_all(self, x: Tensor, out: Tensor) -> Pending:
         """Start to send row i of x [size, ...] to rank i, and to take into row i of `out` what rank i has for this
         one."""
         if self.size == 1:
-            return Pending(self.name, then=lambda: out.copy_(x))
+            return Pending(self, then=lambda: out.copy_(x))
         self.bytes_sent += ring_bytes(x.nbytes, self.size)
         work = dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
-        return Pending(self.name, work)
+        return Pending(self, work)
 
     def send(self, x: Tensor, to: int) -> Pending:
         """Start to send x to rank `to`, counted around the axis; x must stay as it is until the wait."""
@@ -135,7 +142,7 @@ class Axis:
 
     def _move(self, end: Callable[..., object], x: Tensor, peer: int) -> Pending:
         move = dist.P2POp(end, x, group=self.group, group_peer=peer % self.size)
-        return one_after_another(self.name, dist.batch_isend_irecv([move]))
+        return one_after_another(self, dist.batch_isend_irecv([move]))
 
     def pass_on(self, x: Tensor, out: Tensor) -> Pending:
         """Start to send x to the next rank around the ring, and to take into `out` what the one before sends. All ranks
@@ -144,7 +151,7 @@ class Axis:
         self.bytes_sent += x.nbytes
         ends = ((dist.isend, x, self.rank + 1), (dist.irecv, out, self.rank - 1))
         moves = [dist.P2POp(end, each, group=self.group, group_peer=peer % self.size) for end, each, peer in ends]
-        return one_after_another(self.name, dist.batch_isend_irecv(moves))
+        return one_after_another(self, dist.batch_isend_irecv(moves))
 
     def sum(self, *values: float) -> list[float]:
         """The sums over the axis of a few numbers, for reports and decisions."""
@@ -165,11 +172,11 @@ class Axis:
             return list(values)
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
         self.control_bytes_sent += ring_bytes(2 * x.nbytes, self.size)
-        Pending(self.name, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True)).wait()
+        Pending(self, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True)).wait()
         return x.tolist()
 
 
-def one_after_another(axis: str, works: Sequence[dist.Work]) -> Pending:
+def one_after_another(axis: Axis, works: Sequence[dist.Work]) -> Pending:
     """All of what is under way already."""
     first, *others = works
     return Pending(axis, first, next=partial(one_after_another, axis, others) if others else None)
@@ -194,6 +201,7 @@ class Mesh:
     rank: int
     device: torch.device
     axes: dict[AxisName, Axis] = field(repr=False)
+    trace: Trace = field(default_factory=lambda: Trace(CPU), repr=False)
 
     @property
     def coord(self) -> Coord:
@@ -257,7 +265,7 @@ def make_mesh(layout: Layout, rank: int, device: torch.device, num_kv_heads: int
     names: tuple[AxisName, ...] = ("dp", "tp", "pp", "pp_down", "cp", "data", "shard", "replicate", "world",
                                    "kv_replica", "tied")  # fmt: skip
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-    axes = {}
+    axes, trace = {}, Trace(device)
     for name in names:
         apart = name if name in ("cp", "pp", "pp_down") else ""  # hops do not queue behind sums of gradients
         members = [layout.ranks(name, layout.coord(other), num_kv_heads) for other in range(layout.world_size)]
@@ -265,5 +273,5 @@ def make_mesh(layout: Layout, rank: int, device: torch.device, num_kv_heads: int
             if len(ranks) > 1 and (apart, ranks) not in groups:
                 groups[apart, ranks] = dist.new_group(list(ranks))
         mine = members[rank]
-        axes[name] = Axis(name, mine.index(rank), len(mine), device, groups.get((apart, mine)))
-    return Mesh(layout, rank, device, axes)
+        axes[name] = Axis(name, mine.index(rank), len(mine), device, groups.get((apart, mine)), trace=trace)
+    return Mesh(layout, rank, device, axes, trace)

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from xml.sax.saxutils import escape
 
@@ -12,7 +12,7 @@ from shardwise.plan.simulate import Timeline
 RGB = tuple[int, int, int]
 COLOURS: dict[str, RGB] = {"F": (108, 166, 240), "B": (240, 138, 93), "I": (246, 189, 80), "W": (112, 193, 140)}
 MEANINGS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights"}
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1200, 62, 18, 86, 52
+WIDTH, LEFT, RIGHT, TOP, BETWEEN, BOTTOM = 1200, 62, 18, 86, 34, 52
 ROOM = WIDTH - LEFT - RIGHT
 STYLE = """
 .paper { fill: #ffffff; } .idle { fill: #eef0f3; } .line { stroke: #afb8c1; }
@@ -37,12 +37,16 @@ def shade(kind: str, chunk: int, chunks: int) -> RGB:
     return red, green, blue
 
 
-def draw_timeline(timeline: Timeline, title: str, summary: str) -> str:
-    """A row a rank, time from left to right, each action as wide as it is long, with its micro-batch where it fits."""
-    row = min(28.0, max(5.0, 480 / len(timeline.starts)))
-    height = round(TOP + row * len(timeline.starts) + BOTTOM)
-    chunk = chunk_of(timeline.table)
-    kinds = {action.kind for actions in timeline.table.ranks for action in actions}
+def draw_timelines(title: str, panels: Sequence[tuple[str, Timeline]], unit: str) -> str:
+    """A row a rank, time from left to right, each action as wide as it is long, with its micro-batch where it fits.
+    Panels have a line of text each and lie below one another, on one scale."""
+    timelines = [timeline for _, timeline in panels]
+    row = min(28.0, max(5.0, 480 / len(timelines[0].starts)))
+    tops = [TOP + at * (row * len(timelines[0].starts) + BETWEEN) for at in range(len(panels))]
+    bottom = tops[-1] + row * len(timelines[0].starts)
+    height, end = round(bottom + BOTTOM), max(timeline.makespan for timeline in timelines)
+    chunk = chunk_of(timelines[0].table)
+    kinds = {action.kind for actions in timelines[0].table.ranks for action in actions}
     size = f'width="{WIDTH}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {size}>',
@@ -50,13 +54,18 @@ def draw_timeline(timeline: Timeline, title: str, summary: str) -> str:
         f"<style>{STYLE}{''.join(fills(max(chunk) + 1))}</style>",
         f'<rect class="paper" {size} rx="6"/>',
         words(LEFT, 28, title, kind="title"),
-        words(LEFT, 48, summary),
         *legend([kind for kind in COLOURS if kind in kinds], max(chunk) + 1),
-        *rows(timeline, row, chunk),
-        *axis(timeline.makespan, height - BOTTOM + 3),
-        "</svg>",
     ]
-    return "\n".join([*parts, ""])
+    for (caption, timeline), top in zip(panels, tops, strict=True):
+        parts += [words(LEFT, 48 if top == TOP else top - 8, caption), *rows(timeline, top, row, chunk, ROOM / end)]
+    return "\n".join([*parts, *axis(end, height - BOTTOM + 3, unit), "</svg>", ""])
+
+
+def summarized(timeline: Timeline) -> str:
+    return (
+        f"bubble {timeline.bubble_fraction:.2%} of the total, {timeline.bubble_over_ideal:.2%} over the ideal; "
+        f"makespan {timeline.makespan:.6g}; at most {max(timeline.peak_in_flight)} forwards in flight"
+    )
 
 
 def words(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
@@ -81,18 +90,17 @@ def legend(kinds: list[str], chunks: int) -> Iterator[str]:
         yield words(x, 70, f"paler: the earlier of a rank's {chunks} chunks")
 
 
-def rows(timeline: Timeline, row: float, chunk: list[int]) -> Iterator[str]:
+def rows(timeline: Timeline, top: float, row: float, chunk: list[int], scale: float) -> Iterator[str]:
     every = math.ceil(11 / row)  # names where there is room
     for rank in range(len(timeline.starts)):
-        y = TOP + rank * row
+        y = top + rank * row
         if rank % every == 0:
             yield words(LEFT - 8, y + row / 2 + 4, f"rank {rank}", "end")
-        yield from bars(timeline, rank, y, row, chunk)
+        yield from bars(timeline, rank, y, row, chunk, scale)
 
 
-def bars(timeline: Timeline, rank: int, y: float, row: float, chunk: list[int]) -> Iterator[str]:
+def bars(timeline: Timeline, rank: int, y: float, row: float, chunk: list[int], scale: float) -> Iterator[str]:
     """One rank. What has one colour is one path, so that the file of a large picture stays small."""
-    scale = ROOM / timeline.makespan
     height, font = row - (2 if row > 12 else 1), min(11.0, 0.5 * row)
     paths: defaultdict[str, list[str]] = defaultdict(list)
     numbers = []
@@ -109,14 +117,14 @@ def bars(timeline: Timeline, rank: int, y: float, row: float, chunk: list[int]) 
     yield f'<g style="font-size: {font:.1f}px">{"".join(numbers)}</g>'
 
 
-def axis(makespan: float, y: float) -> Iterator[str]:
+def axis(makespan: float, y: float, unit: str) -> Iterator[str]:
     """Ticks at round times."""
     yield f'<line class="line" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
     for tick in round_ticks(makespan):
         x = LEFT + ROOM * tick / makespan
         yield f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y + 5:.1f}"/>'
         yield words(x, y + 19, f"{tick:.10g}", "middle")
-    yield words(WIDTH - RIGHT, y + 37, "time, in the unit of the costs", "end")
+    yield words(WIDTH - RIGHT, y + 37, f"time, in {unit}", "end")
 
 
 def round_ticks(end: float, most: int = 12) -> list[float]:

@@ -12,9 +12,10 @@ from shardwise.config import ModelConfig, from_hugging_face, to_hugging_face
 from shardwise.layout import Layout
 from shardwise.model.load import open_weights
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from shardwise.parallel.apply import check_trainable
+from shardwise.parallel.apply import check_schedule, check_trainable
 from shardwise.parallel.launch import device_of, joined_world_size, local_world_size
 from shardwise.parallel.offload import STATE_BYTES
+from shardwise.parallel.table_csv import read_csv
 from shardwise.params import stage_units
 from shardwise.plan.memory import shard_sizes, training_ledgers
 from shardwise.train.data import Batches, TokenFile
@@ -50,6 +51,8 @@ def check_run(settings: Settings) -> Run:
         check_same_tokenizer(weights, tokenizer, data.folder)
     check_expressible(config)
     check_trainable(layout, config)
+    if settings.run.schedule:
+        check_schedule(read_csv(Path(settings.run.schedule)), layout)
     check_store(layout, settings)
     check_memory(config, layout, settings)
     if tokens.vocab_size > config.vocab_size:

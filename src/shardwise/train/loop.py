@@ -16,12 +16,14 @@ from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
 from shardwise.parallel.launch import STOP_SIGNALS, Place
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.offload import make_offload
+from shardwise.parallel.table_csv import read_csv
 from shardwise.params import flops_per_token
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.data import Batch, Batches, MicroBatch, TokenFile, held_out_batches
 from shardwise.train.metrics import Meter, Metrics
 from shardwise.train.optim import AdamW, LearningRate
 from shardwise.train.settings import Settings
+from shardwise.train.trace import write_trace
 from shardwise.train.watch import StopRequest
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -73,6 +75,7 @@ def run_steps(
     for step in range(start + 1, run.steps + 1):
         rate = lr.at(step - 1)
         mesh.bytes_sent()  # from here on, those of this step
+        mesh.trace.is_on = step == run.trace_step
         began = time.perf_counter()
         mine, norm = take_step(program, mesh, batches.batch(step - 1), rate, optimizer.max_norm)
         asked = [float(stop.signal == number) for number in STOP_SIGNALS]
@@ -83,6 +86,8 @@ def run_steps(
         loss = summed
         stopped = next((int(number) for number, ranks in zip(STOP_SIGNALS, asked, strict=True) if ranks), None)
         metrics.step(meter.read(step, loss, norm, rate, seconds))
+        if mesh.trace.is_on and (told := write_trace(Path(run.folder), mesh, step)):
+            metrics.say(f"step {step:>6}  {told}")
         last = step == run.steps or stopped is not None
         if run.eval_every and (step % run.eval_every == 0 or step == run.steps):
             held_out_loss = evaluate(settings, program, mesh)
@@ -104,14 +109,19 @@ def take_step(program: Program, mesh: Mesh, batch: Batch, lr: float, max_norm: f
     is taken with a norm that is not finite."""
     batch = on_device(batch, mesh.device)
     scale = 1 / max(1.0, *mesh.dp.sum(batch.num_targets))  # the only scaling of loss and gradients
+    span = mesh.trace.span
     with torch.no_grad():  # F alone enables gradients
         for action in program.table:
-            program.pipeline.execute(action, batch.microbatches, scale)
-        loss = program.pipeline.finish() * scale
-        program.store.finish()
-        norm = program.store.clip(max_norm)
+            with span(action):
+                program.pipeline.execute(action, batch.microbatches, scale)
+        with span("finish"):
+            loss = program.pipeline.finish() * scale
+            program.store.finish()
+        with span("clip"):
+            norm = program.store.clip(max_norm)
         if math.isfinite(norm):
-            program.store.step(lr)
+            with span("optimizer"):
+                program.store.step(lr)
     return loss, norm
 
 
@@ -148,7 +158,9 @@ def make_program(settings: Settings, config: ModelConfig, mesh: Mesh, weights: P
     reduce_dtype = torch.float32 if run.reduction == "fp32" else grad_dtype
     update = AdamW(optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay).update
     offload = make_offload(run.offload, offload_folder(settings))
-    program = apply(config, mesh, dtype, grad_dtype, update, reduce_dtype, run.bucket_bytes, run.overlap, offload)
+    schedule = read_csv(Path(run.schedule)) if run.schedule else None
+    program = apply(config, mesh, dtype, grad_dtype, update, reduce_dtype, run.bucket_bytes, run.overlap, offload,
+                    schedule)  # fmt: skip
     if resumed:
         checkpoint = Checkpoint(checkpoint_path(Path(run.folder), resumed), verify=False)
         load_state(checkpoint, program.store, program.specs)

@@ -65,6 +65,9 @@ class OptimizerSettings:
 class RunSettings:
     folder: str = setting("runs/first", "where metrics, checkpoints and the resolved settings go")
     layout: str = setting("dp1", "how the work is cut, e.g. dp4 or dp2.m4; see docs/layout.md")
+    schedule: str = setting(
+        "", "a .csv file with a schedule of your own, in place of the layout's; see docs/schedules.md"
+    )
     steps: int = setting(200, "optimizer steps in all")
     seed: int = setting(0, "of the first weights and of the order of the data")
     precision: Literal["bf16", "fp32"] = setting(
@@ -81,6 +84,7 @@ class RunSettings:
     eval_sequences: int = setting(64, "held-out sequences of one evaluation")
     save_every: int = setting(100, "steps between checkpoints; the last step is saved as well; 0: the last only")
     keep_checkpoints: int = setting(2, "older ones are removed; 0: keep all")
+    trace_step: int = setting(3, "of this step it is written down which rank did what when, in RUN/trace; 0: of none")
     tensorboard: bool = setting(False, "write TensorBoard events too (needs the extra shardwise[tensorboard])")
 
 
@@ -98,6 +102,7 @@ class Settings:
             ("run.bucket_bytes", run.bucket_bytes, 4096),
             ("run.eval_every", run.eval_every, 0), ("run.eval_sequences", run.eval_sequences, 1),
             ("run.save_every", run.save_every, 0), ("run.keep_checkpoints", run.keep_checkpoints, 0),
+            ("run.trace_step", run.trace_step, 0),
             ("optimizer.warmup_steps", optimizer.warmup_steps, 0), ("optimizer.decay_steps", optimizer.decay_steps, 0),
             ("optimizer.lr", optimizer.lr, 0),
             ("optimizer.weight_decay", optimizer.weight_decay, 0), ("optimizer.max_norm", optimizer.max_norm, 0),
