@@ -239,7 +239,7 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
         (["--temperature", "-0.5"], "temperature is -0.5, but it must be 0"),
         (["--temperature", "nan"], "temperature is nan"),
         (["--temperature", "warm"], "argument --temperature: invalid float value: 'warm'"),
-        (["--max-tokens", "0"], "max_tokens is 0, but at least 1"),
+        (["--max-tokens", "0"], "max_tokens is 0, but it must be at least 1"),
         (["--max-tokens", "64"], "1 prompt tokens and 64 new ones exceed the model's 64 positions; at most 63"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "-3"], "top_k is -3"),

@@ -80,9 +80,11 @@ def generate(
     model: LoadedModel, prompt: Sequence[int], params: SamplingParams, show: Callable[[str], None] = lambda text: None
 ) -> Generated:
     """Continue `prompt` until an end token, a stop string or `params.max_tokens`. `show` gets text as it is certain."""
-    check_length(model.config, len(prompt), params.max_tokens)
+    room = model.config.max_positions - len(prompt)
+    max_tokens = max(1, room) if params.max_tokens is None else params.max_tokens
+    check_length(model.config, len(prompt), max_tokens)
     decoder = Transformer(model.config)
-    cache = Cache(model.config, len(prompt) + params.max_tokens, model.dtype, model.device)
+    cache = Cache(model.config, len(prompt) + max_tokens, model.dtype, model.device)
     detokenizer = Detokenizer(model.tokenizer, params.stop)
     generators = [generator_for(params)]
     tokens: list[int] = []
@@ -98,7 +100,7 @@ def generate(
             show(text)
 
     logits = prefill(decoder, model, cache, prompt)
-    while len(tokens) < params.max_tokens:
+    while len(tokens) < max_tokens:
         picked, logprob = pick(logits, [params], generators)
         token = int(picked[0])
         if math.isnan(float(logprob[0])):
@@ -112,7 +114,7 @@ def generate(
         put(detokenizer.add(token))
         if detokenizer.stopped:
             break
-        if len(tokens) < params.max_tokens:
+        if len(tokens) < max_tokens:
             logits = run(decoder, model, cache, [token])
     put(detokenizer.flush())
     ended = time.perf_counter()
