@@ -1,0 +1,260 @@
+"""Pages of the KV cache: whatever is begun, written, forked and given back, a table reads its own sequence alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shardwise.serve.pages import Counts, Pages
+
+MODULUS = 2**61 - 1  # of Python's hash of integers: its multiples all have hash 0
+TOKENS = (0, MODULUS, 2 * MODULUS)
+Slot = tuple[str, tuple[int, ...]]
+"""What a place in a page holds: the salt, and the tokens up to this place, on all of which keys and values depend."""
+
+
+class Salt(str):
+    """A salt whose hash is that of all others, and of page 0."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return 0
+
+
+SALTS = (Salt("a"), Salt("b"))
+
+
+def test_hashes_of_what_is_drawn_here_collide() -> None:
+    assert len({hash(key) for key in [((0,) * 3), TOKENS, TOKENS[::-1]]}) == 1
+    assert len({hash((before, (token,))) for before in (*SALTS, 0) for token in TOKENS}) == 1
+
+
+@dataclass(eq=False)
+class Written:
+    """A sequence and its table."""
+
+    tokens: list[int]
+    salt: str
+    table: list[int]
+    num_computed: int
+
+
+class PagesAndMemory(RuleBasedStateMachine):
+    """Pages beside a memory of what was written where."""
+
+    @initialize(num_pages=st.integers(2, 12), page_tokens=st.sampled_from([2, 3, 1]))
+    def start(self, num_pages: int, page_tokens: int) -> None:
+        self.pages = Pages(num_pages, page_tokens)
+        self.memory: list[list[Slot | None]] = [[None] * page_tokens for _ in range(num_pages)]
+        self.sequences: list[Written] = []
+
+    def findable(self) -> set[Slot]:
+        """The last slot of each findable page says what can be found."""
+        ends = [self.memory[page][-1] for page in self.pages.index.values()]
+        return {end for end in ends if end is not None}
+
+    @rule(prompt=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=9), salt=st.sampled_from(SALTS))
+    def begin(self, prompt: list[int], salt: str) -> None:
+        size, findable, expected = self.pages.page_tokens, self.findable(), 0
+        while expected + size < len(prompt) and (salt, tuple(prompt[: expected + size])) in findable:
+            expected += size
+        table = self.pages.begin(prompt, salt)
+        assert len(table) * size == expected < len(prompt)
+        self.sequences.append(Written(prompt, salt, table, expected))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), more=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4))
+    def write(self, data: st.DataObject, more: list[int]) -> None:
+        one = data.draw(st.sampled_from(self.sequences))
+        if one.num_computed == len(one.tokens):
+            one.tokens += more
+        start, room = one.num_computed, self.pages.room(one.table, one.num_computed)
+        stop = min(len(one.tokens), start + room, start + data.draw(st.integers(1, 8)))
+        if start == stop:
+            assert self.pages.num_available == 0
+            return
+        available, before = self.pages.num_available, list(one.table)
+        for source, target in self.pages.grow(one.table, start, stop):
+            assert source in before and target not in before
+            self.memory[target] = list(self.memory[source])
+        assert available - self.pages.num_available == len(set(one.table) - set(before))
+        for position in range(start, stop):
+            page = one.table[position // self.pages.page_tokens]
+            assert self.pages.num_holders[page] == 1 and page not in self.pages.index.values()
+            self.memory[page][position % self.pages.page_tokens] = (one.salt, tuple(one.tokens[: position + 1]))
+        self.pages.commit(one.table, one.tokens, start, stop, one.salt)
+        one.num_computed = stop
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.sequences))
+        available = self.pages.num_available
+        self.sequences.append(Written(list(one.tokens), one.salt, self.pages.fork(one.table), one.num_computed))
+        assert self.pages.num_available == available
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.sequences))
+        self.sequences.remove(one)
+        self.pages.release(one.table)
+        assert not one.table
+
+    @invariant()
+    def everybody_reads_their_own(self) -> None:
+        size = self.pages.page_tokens
+        for one in self.sequences:
+            for position in range(one.num_computed):
+                slot = self.memory[one.table[position // size]][position % size]
+                assert slot == (one.salt, tuple(one.tokens[: position + 1]))
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pages.audit(one.table for one in self.sequences)
+        counts = self.pages.counts()
+        assert counts.free + counts.used + counts.cached == self.pages.num_pages
+        assert counts.used == len({page for one in self.sequences for page in one.table})
+        findable = self.pages.index.values()
+        for one in self.sequences:
+            assert all(page in findable for page in one.table[: one.num_computed // self.pages.page_tokens])
+
+    def teardown(self) -> None:
+        for one in self.sequences:
+            self.pages.release(one.table)
+        self.pages.audit([])
+        assert self.pages.counts().used == 0
+
+
+PagesAndMemory.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPagesAndMemory = PagesAndMemory.TestCase
+
+
+def computed(pages: Pages, tokens: Sequence[int], salt: str = "") -> list[int]:
+    """The table of a sequence whose tokens have all been computed."""
+    table = pages.begin(tokens, salt)
+    start = len(table) * pages.page_tokens
+    assert pages.grow(table, start, len(tokens)) == ()
+    pages.commit(table, tokens, start, len(tokens), salt)
+    return table
+
+
+def test_a_prompt_finds_what_was_computed_but_never_all_of_itself() -> None:
+    pages = Pages(8, 4)
+    table = computed(pages, range(10))
+    assert [pages.begin(range(stop), "") for stop in (4, 5, 8, 9, 10, 12)] == [
+        [], table[:1], table[:1], table[:2], table[:2], table[:2],
+    ]  # fmt: skip
+
+
+def test_what_is_not_computed_yet_is_not_found() -> None:
+    pages = Pages(8, 4)
+    table = pages.begin(range(9), "")
+    pages.grow(table, 0, 9)
+    assert pages.begin(range(9), "") == []
+    pages.commit(table, range(9), 0, 7, "")
+    assert pages.begin(range(9), "") == table[:1]
+    pages.commit(table, range(9), 7, 9, "")
+    assert pages.begin(range(9), "") == table[:2]
+
+
+def test_another_salt_or_another_beginning_finds_nothing() -> None:
+    pages = Pages(8, 2)
+    computed(pages, [1, 2, 3, 4], "one")
+    assert pages.begin([1, 2, 3, 4, 5], "other") == []
+    assert pages.begin([3, 4, 5], "one") == []
+    assert pages.begin([9, 9, 3, 4, 5], "one") == []
+
+
+def test_the_last_holder_of_a_shared_page_writes_it_without_a_copy() -> None:
+    pages = Pages(8, 4)
+    first = computed(pages, range(6))
+    second, third = pages.fork(first), pages.fork(first)
+    shared = first[1]
+    assert pages.counts() == Counts(free=6, used=2, cached=0)
+    assert pages.grow(first, 6, 7) == ((shared, first[1]),)
+    assert pages.grow(second, 6, 7) == ((shared, second[1]),)
+    assert pages.grow(third, 6, 7) == () and third[1] == shared
+    assert len({first[1], second[1], third[1]}) == 3 and first[0] == second[0] == third[0]
+    pages.audit([first, second, third])
+
+
+def test_no_copy_where_the_next_token_starts_a_page() -> None:
+    pages = Pages(8, 4)
+    first = computed(pages, range(8))
+    second = pages.fork(first)
+    assert pages.grow(first, 8, 9) == pages.grow(second, 8, 9) == ()
+    assert first[:2] == second[:2] and first[2] != second[2]
+
+
+def test_of_two_equal_pages_computed_side_by_side_the_first_serves_both() -> None:
+    pages = Pages(8, 4)
+    tables: list[list[int]] = [pages.begin(range(9), ""), pages.begin(range(9), "")]
+    for table in tables:
+        pages.grow(table, 0, 9)
+    assert pages.counts().used == 6
+    for table in tables:
+        pages.commit(table, range(9), 0, 9, "")
+    assert tables[0][:2] == tables[1][:2] and tables[0][2] != tables[1][2]
+    assert pages.counts() == Counts(free=4, used=4, cached=0)
+    pages.audit(tables)
+
+
+def test_least_recently_used_goes_first_and_each_chain_from_its_end() -> None:
+    pages = Pages(6, 1)
+    old, new = computed(pages, [1, 2, 3]), computed(pages, [7, 8, 9])
+    first, last = list(old), list(new)
+    pages.release(old)
+    pages.release(new)
+    assert pages.counts() == Counts(free=0, used=0, cached=6)
+    assert pages.begin([1, 0], "") == first[:1]  # used again: the newest of all once it is given back
+    pages.release([first[0]])
+    assert [pages.take() for _ in range(6)] == [first[2], first[1], *reversed(last), first[0]]
+    assert pages.counts() == Counts(free=0, used=6, cached=0) and not pages.index
+
+
+def test_cached_pages_are_taken_only_when_none_is_free() -> None:
+    pages = Pages(4, 1)
+    table = computed(pages, [1, 2])
+    pages.release(table)
+    assert pages.counts() == Counts(free=2, used=0, cached=2)
+    computed(pages, [5, 6])
+    assert len(pages.begin([1, 2, 3], "")) == 2
+
+
+def test_room_is_what_grow_can_do() -> None:
+    pages = Pages(3, 4)
+    first = computed(pages, range(6))
+    assert pages.room(first, 6) == 6
+    second = pages.fork(first)
+    assert pages.room(first, 6) == 2  # the free page is for the copy
+    pages.grow(first, 6, 8)
+    assert pages.room(first, 8) == 0 and pages.room(second, 6) == 2
+
+
+@pytest.mark.parametrize(("num_pages", "page_tokens"), [(0, 16), (4, 0)])
+def test_pages_that_hold_nothing_are_refused(num_pages: int, page_tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_pages} pages of {page_tokens} tokens hold nothing"):
+        Pages(num_pages, page_tokens)
+
+
+@pytest.mark.parametrize("fault", ["holder", "lost", "key", "order"])
+def test_audit_tells_what_does_not_agree(fault: str) -> None:
+    pages = Pages(8, 2)
+    table = computed(pages, [1, 2, 3, 4, 5])
+    pages.release(computed(pages, [7, 8, 9, 10]))
+    pages.audit([table])
+    if fault == "holder":
+        pages.num_holders[table[0]] += 1
+    elif fault == "lost":
+        pages.free.pop()
+    elif fault == "key":
+        pages.keys[pages.free[0]] = ("", (1, 1))
+    else:
+        pages.cached.move_to_end(next(iter(pages.cached)))
+    with pytest.raises(AssertionError):
+        pages.audit([table])
