@@ -27,7 +27,7 @@ class Bars:
         return speed >= self.speed and (self.peak is None or peak <= self.peak)
 
 
-DATA_BARS, TENSOR_BARS, CONTEXT_BARS = Bars(1.1, 0.85), Bars(1.2), Bars(1.0)
+DATA_BARS, TENSOR_BARS, CONTEXT_BARS, PIPELINE_BARS = Bars(1.1, 0.85), Bars(1.2), Bars(1.0), Bars(1.1)
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ FSDP2 = Contender("fsdp2", PYTORCH, "FSDP2")
 DEEPSPEEDS = {stage: Contender(f"deepspeed{stage}", DEEPSPEED, f"ZeRO-{stage}") for stage in (1, 2, 3)}
 DTENSORS = (Contender("dtensor", PYTORCH, "DTensor"), Contender("dtensor_sp", PYTORCH, "DTensor SP"))
 CONTEXTS = (Contender("context_ddp", PYTORCH, "CP DDP"), Contender("context_fsdp2", PYTORCH, "CP FSDP2"))
+PIPELINES = {
+    key: Contender(f"pipeline_{key}", PYTORCH, f"PP {label}")
+    for key, label in (("gpipe", "GPipe"), ("1f1b", "1F1B"), ("interleaved", "Interleaved"), ("zb1p", "ZB1P"))
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Work:
 EVEN_HEADS = Path(__file__).resolve().parent / "llama-63m"
 """A shape near that of the other stages whose heads and kv heads two ranks can share."""
 DATA_WORK, TENSOR_WORK, CONTEXT_WORK = Work(), Work(EVEN_HEADS), Work(EVEN_HEADS, length=4096, sequences=1)
+PIPELINE_WORK = Work(sequences=1)
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,10 @@ STAGES = (
     Stage("sp", "tp2.sp", DTENSORS, TENSOR_WORK, TENSOR_BARS),
     Stage("cp", "cp2", CONTEXTS, CONTEXT_WORK, CONTEXT_BARS),
     Stage("a2a", "cp2.a2a", CONTEXTS, CONTEXT_WORK, CONTEXT_BARS),
+    Stage("gpipe", "pp2.gpipe.m8", (PIPELINES["gpipe"],), PIPELINE_WORK, PIPELINE_BARS),
+    Stage("1f1b", "pp2.1f1b.m8", (PIPELINES["1f1b"],), PIPELINE_WORK, PIPELINE_BARS),
+    Stage("interleaved", "pp2.interleaved.v2.m8", (PIPELINES["interleaved"],), PIPELINE_WORK, PIPELINE_BARS),
+    Stage("zb", "pp2.zb-h1.m8", (PIPELINES["zb1p"],), PIPELINE_WORK, PIPELINE_BARS),
 )
 
 
@@ -251,7 +260,7 @@ class Report:
         rows = [self.columns, ("---",) * len(self.columns), *self.lines()]
         parts = ["# Training steps: ours and others", ""]
         parts += [", ".join(f"{name} {value}" for name, value in self.machine.items()) + ".", ""]
-        parts += [*(f"- {line} a data rank" for line in self.work_lines), ""]
+        parts += [*(f"- {line} a data rank and micro-batch" for line in self.work_lines), ""]
         parts += ["| " + " | ".join(row) + " |" for row in rows]
         if self.failed:
             parts += ["", *(f"{key} failed: {reason}" for key, reason in self.failed.items())]

@@ -23,7 +23,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from report import DATA_WORK, SHARDWISE, STAGES, Contender, Figures, Report, Stage, Work, full_name, profile_table
+from report import DATA_WORK, SHARDWISE, STAGES, Contender, Figures, Report, Stage, full_name, profile_table
 from rich.console import Console
 from rich.table import Table
 
@@ -95,19 +95,19 @@ def take_turns(
 ) -> tuple[dict[str, list[Figures]], dict[str, str]]:
     """Every contender once a round, back and forth, so that drift hits all alike. One that fails is left out from then
     on, and the reason is kept."""
-    contenders = {each.key: (each, stage.work) for stage in stages for each in stage.contenders}
+    contenders = {each.key: (each, stage) for stage in stages for each in stage.contenders}
     runs: dict[str, list[Figures]] = {}
     failed: dict[str, str] = {}
     began, total = time.monotonic(), rounds * len(contenders)
     for turn in range(rounds):
-        for at, (key, (contender, work)) in enumerate(list(contenders.items())[:: 1 if turn % 2 == 0 else -1]):
+        for at, (key, (contender, stage)) in enumerate(list(contenders.items())[:: 1 if turn % 2 == 0 else -1]):
             if key in failed:
                 continue
             done = turn * len(contenders) + at
             left_min = math.ceil((time.monotonic() - began) / max(1, done) * (total - done) / 60)
             left = f", about {left_min} min left" if done else ""
             say(f"run {done + 1} of {total}, {full_name(contender)}{left}")
-            outcome = run(contender, work, steps, python)
+            outcome = run(contender, stage, steps, python)
             if isinstance(outcome, str):
                 failed[key] = outcome
                 say(f"  failed: {outcome}")
@@ -117,14 +117,14 @@ def take_turns(
     return runs, failed
 
 
-def run(contender: Contender, work: Work, steps: int, python: Path) -> Figures | str:
+def run(contender: Contender, stage: Stage, steps: int, python: Path) -> Figures | str:
     """One run of one contender: its figures, or the last line of its error."""
     if contender.maker == SHARDWISE:
-        command = [sys.executable, "-m", "shardwise", "bench", "train", *work.words, "--json"]
+        command = [sys.executable, "-m", "shardwise", "bench", "train", *stage.work.words, "--json"]
         command += ["--layout", contender.key, "--steps", str(steps)]
     else:
         command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += [str(HERE / "train_peers.py"), contender.key, for_peers(work), str(steps)]
+        command += [str(HERE / "train_peers.py"), contender.key, for_peers(stage), str(steps)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, errors = process.communicate(timeout=RUN_LIMIT_S)
@@ -137,14 +137,19 @@ def run(contender: Contender, work: Work, steps: int, python: Path) -> Figures |
     return read_figures(out) if process.returncode == 0 else last_error(errors)
 
 
-def for_peers(work: Work) -> str:
-    """The same work as JSON, which needs none of our code to read."""
+def for_peers(stage: Stage) -> str:
+    """The same work, and the same pipeline if it is one, as JSON, which needs none of our code to read."""
     from shardwise.config import to_hugging_face
+    from shardwise.layout import Layout
+    from shardwise.parallel.schedule import stage_pieces
     from shardwise.train.bench import LR, MAX_NORM, WARMUP_STEPS
 
-    workload = work.workload
+    workload, layout = stage.work.workload, Layout.parse(stage.layout)
     told = {"shape": to_hugging_face(workload.config), "sequences": workload.sequences, "length": workload.length}
-    return json.dumps(told | {"warmup_steps": WARMUP_STEPS, "lr": LR, "max_norm": MAX_NORM})
+    pieces = stage_pieces(workload.config, layout)
+    blocks = [sum(piece.name.startswith("blocks.") for piece in of_stage) for of_stage in pieces]
+    pipeline = {"microbatches": layout.microbatches, "blocks": blocks}
+    return json.dumps(told | pipeline | {"warmup_steps": WARMUP_STEPS, "lr": LR, "max_norm": MAX_NORM})
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -21,6 +21,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is importe
 import torch
 import torch.distributed as dist
 from peers_context import know_cpus
+from peers_pipeline import Cut, Pipeline
 from peers_tensor import clip_cut, cut, groups_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,11 +35,14 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Work:
-    """`shape` is a config.json; `sequences` of `length` tokens go into a step of each data rank."""
+    """`shape` is a config.json; `sequences` of `length` tokens go into each micro-batch of each data rank. `blocks` has
+    the number of every pipeline stage, in order."""
 
     shape: dict[str, Any]
     sequences: int
     length: int
+    microbatches: int
+    blocks: list[int]
     warmup_steps: int
     lr: float
     max_norm: float
@@ -126,6 +130,18 @@ def context_step(model: LlamaForCausalLM, step: Step) -> Step:
     return mean_step
 
 
+def pipeline(model: LlamaForCausalLM, work: Work, schedule: str) -> Step:
+    """torch.distributed.pipelining on bf16 weights with fp32 masters."""
+    cut = Cut(work.blocks, work.microbatches)
+    pipeline = Pipeline(model, schedule, cut, work.lr, work.max_norm)
+
+    def step(tokens: Tensor) -> Tensor:
+        ids, targets, _ = cut_tokens(tokens)
+        return pipeline.step(ids, targets)[0]
+
+    return step
+
+
 Around = Callable[[Tensor, Tensor, Tensor], contextlib.AbstractContextManager]
 """around(ids, targets, positions), entered for forward and backward."""
 
@@ -205,6 +221,10 @@ CUT_PEERS: dict[str, Callable[[LlamaForCausalLM, Work], Step]] = {
     "dtensor_sp": dtensor_sp,
     "context_ddp": context_ddp,
     "context_fsdp2": context_fsdp2,
+    "pipeline_gpipe": lambda model, work: pipeline(model, work, "gpipe"),
+    "pipeline_1f1b": lambda model, work: pipeline(model, work, "1f1b"),
+    "pipeline_interleaved": lambda model, work: pipeline(model, work, "interleaved"),
+    "pipeline_zb1p": lambda model, work: pipeline(model, work, "zb1p"),
 }
 """Whose ranks work on the same tokens."""
 
@@ -229,17 +249,18 @@ def main(peer: str, work: Work, steps: int) -> None:
     step = build(LlamaForCausalLM(LlamaConfig(**work.shape, attn_implementation="sdpa")), work)
     data_rank, data_size = (rank, world_size) if peer in DATA_PEERS else (0, 1)
     random = torch.Generator().manual_seed(1 + data_rank)
+    sequences = work.sequences * work.microbatches
     for taken in range(work.warmup_steps + steps):
         if taken == work.warmup_steps:
             dist.barrier()
             began = time.perf_counter()
-        loss = step(torch.randint(work.shape["vocab_size"], (work.sequences, work.length + 1), generator=random))
+        loss = step(torch.randint(work.shape["vocab_size"], (sequences, work.length + 1), generator=random))
     dist.barrier()
     step_s = (time.perf_counter() - began) / steps
     peak = torch.tensor(peak_resident_mb())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
-        tokens = work.sequences * work.length * data_size
+        tokens = sequences * work.length * data_size
         row = dict(step_s=step_s, tokens_per_s=tokens / step_s, peak_resident_mb=peak.item(), loss=number(loss))
         print(json.dumps(row), flush=True)
     dist.destroy_process_group()

@@ -26,7 +26,8 @@ from shardwise import cli
 from shardwise.cli import main
 from shardwise.commands.bench import add_bench
 from shardwise.config import ModelConfig, from_hugging_face, to_hugging_face
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Schedule
+from shardwise.parallel.schedules import pipeline_table
 from shardwise.params import model_specs
 from shardwise.plan.traffic import comm_bytes
 from shardwise.train import bench
@@ -40,6 +41,7 @@ import plot
 import report
 import train as bench_train
 from peers_context import know_cpus
+from peers_pipeline import Cut, Pipeline
 from peers_tensor import clip_cut, cut, whole
 from report import (
     CONTEXT_BARS,
@@ -48,6 +50,7 @@ from report import (
     DATA_WORK,
     DEEPSPEEDS,
     FSDP2,
+    PIPELINE_WORK,
     STAGES,
     TENSOR_BARS,
     TENSOR_WORK,
@@ -82,10 +85,12 @@ def test_the_workload_is_the_one_that_is_compared() -> None:
     assert DATA_WORK.words == [] and DATA_WORK.workload == WORKLOAD
 
 
-@pytest.mark.parametrize("work", [DATA_WORK, TENSOR_WORK, CONTEXT_WORK])
+@pytest.mark.parametrize("work", [DATA_WORK, TENSOR_WORK, CONTEXT_WORK, PIPELINE_WORK])
 def test_others_are_told_the_same_work(work: Work) -> None:
-    told = json.loads(bench_train.for_peers(work))
+    told = json.loads(bench_train.for_peers(next(stage for stage in STAGES if stage.work == work)))
     assert from_hugging_face(told.pop("shape")) == work.workload.config
+    microbatches, blocks = told.pop("microbatches"), told.pop("blocks")
+    assert sum(blocks) == 12 and (microbatches, len(blocks)) == ((8, 2) if work == PIPELINE_WORK else (1, 1))
     assert told == {"sequences": work.workload.sequences, "length": work.workload.length, "lr": bench.LR,
                     "max_norm": bench.MAX_NORM, "warmup_steps": bench.WARMUP_STEPS}  # fmt: skip
 
@@ -94,7 +99,7 @@ def test_every_stage_has_work_that_its_layout_can_do() -> None:
     for stage in STAGES:
         assert str(Layout.parse(stage.layout)) == stage.layout
         assert Layout.parse(stage.layout).problems(stage.work.workload.config) == []
-    works = {(each.key, stage.work) for stage in STAGES for each in stage.contenders}
+    works = {(each.key, bench_train.for_peers(stage)) for stage in STAGES for each in stage.contenders}
     assert len(works) == len(dict(works))  # a contender that is in two stages does the same work in both
 
 
@@ -264,10 +269,11 @@ RUNS = {
     "dtensor": [Figures(400.0, 1300.0)],
     "dtensor_sp": [Figures(380.0, 1000.0)],
     "context_ddp": [Figures(250.0, 2500.0)],
+    "pipeline_gpipe": [Figures(350.0, 1500.0)],
 }
 FAILED = {
     "dp2.z2": "shardwise: no", "deepspeed2": "ImportError: no <module>", "deepspeed3": "RuntimeError",
-    "cp2": "shardwise: no", "cp2.a2a": "shardwise: no",
+    "cp2": "shardwise: no", "cp2.a2a": "shardwise: no", "pp2.zb-h1.m8": "shardwise: no",
 }  # fmt: skip
 MACHINE: dict[str, str | int] = {"processor": "Made & Up", "cores": 2}
 
@@ -333,8 +339,8 @@ def test_tables_name_every_contender(made_up: Report) -> None:
     table = [line for line in markdown.splitlines() if line.startswith("| ")]
     assert len(table) == 2 + len(lines)
     assert {line.count("|") for line in table} == {len(made_up.columns) + 1}
-    assert "- dp, z1, z2, z3, fsdp: 70.8 M, 2 x 512 tokens a data rank\n" in markdown
-    assert "- cp, a2a: 62.9 M, 1 x 4096 tokens a data rank\n" in markdown
+    assert "- dp, z1, z2, z3, fsdp: 70.8 M, 2 x 512 tokens a data rank and micro-batch\n" in markdown
+    assert "- cp, a2a: 62.9 M, 1 x 4096 tokens a data rank and micro-batch\n" in markdown
     assert "processor Made & Up, cores 2." in markdown and "deepspeed2 failed: ImportError: no <module>" in markdown
 
 
@@ -343,7 +349,7 @@ def test_the_plot_is_drawn_to_scale(made_up: Report) -> None:
     assert "prefers-color-scheme: dark" in svg
     names = {"s": "http://www.w3.org/2000/svg"}
     panels = ElementTree.fromstring(svg).findall("s:g", names)
-    speed, speed_tp, _, memory, memory_tp, _ = panels
+    speed, speed_tp, _, _, memory, memory_tp, _, _ = panels
     for panel, label, ours, theirs in (
         (speed, "tokens/s", "dp2: 550", "DDP: 440"), (memory, "MiB a rank", "dp2: 1,950", "DDP: 2,500"),
         (speed_tp, "tokens/s", "tp2: 500", "DTensor: 400"), (memory_tp, "MiB a rank", "tp2: 1,200", "DTensor: 1,300"),
@@ -356,14 +362,14 @@ def test_the_plot_is_drawn_to_scale(made_up: Report) -> None:
         assert label in words and "stage" in words and ours.split()[-1] in words
         assert min(float(bar.get("y", 0)) for bar in bars.values()) >= plot.TOP - 0.1
     shown = [len(panel.findall("s:rect", names)) for panel in panels]
-    assert shown == [8, 6, 2, 8, 6, 2]  # who is in two stages stands in both
+    assert shown == [8, 6, 2, 1, 8, 6, 2, 1]  # who is in two stages stands in both
 
 
 def test_panels_stand_side_by_side_where_they_fit(made_up: Report) -> None:
     """None overlaps another or leaves the picture."""
     places = re.findall(r'<g transform="translate\(([\d.]+) (\d+)\)">', made_up.to_svg())
-    assert [top for _, top in places] == ["34", "294", "294", "554", "814", "814"]
-    assert [float(left) for left, _ in places][::3] == [0, 0] and float(places[1][0]) == 0 < float(places[2][0])
+    assert [top for _, top in places] == ["34", "294", "294", "554", "814", "1074", "1074", "1334"]
+    assert [float(left) for left, _ in places][::4] == [0, 0] and float(places[1][0]) == 0 < float(places[2][0])
     svg = ElementTree.fromstring(made_up.to_svg())
     for panel in svg.findall("{http://www.w3.org/2000/svg}g"):
         left = float(re.findall(r"[\d.]+", panel.get("transform", ""))[0])
@@ -430,13 +436,69 @@ def test_their_tensor_parallel_computes_what_one_process_computes(sequence: bool
         assert both == pytest.approx(one, rel=1e-5)
 
 
+def pipeline_steps(rank: int, world: int, schedule: str, blocks: list[int]) -> tuple[Any, list[tuple[float, float]]]:
+    """What PyTorch has each rank do in which order, and loss and gradient norm of three steps in fp32."""
+    model, batches = tiny_llama(), tiny_batches()
+    pipeline = Pipeline(model, schedule, Cut(blocks, 4), lr=0.01, max_norm=0.5, dtype=torch.float32)
+    steps = [pipeline.step(ids, targets) for ids, targets in batches]
+    theirs = pipeline.schedule.pipeline_order.values()
+    order = [[(each[0], each[1].value) for each in actions if each and each[2] is not None] for actions in theirs]
+    return order, [(loss.item(), norm.item()) for loss, norm in steps]
+
+
+def whole_steps() -> list[tuple[float, float]]:
+    model, told = tiny_llama(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for ids, targets in tiny_batches():
+        loss = model(input_ids=ids, labels=targets, shift_labels=targets).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        told.append((loss.item(), norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**to_hugging_face(replace(TINY.config, num_layers=5))))
+
+
+def tiny_batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(VOCAB, (8, 17), generator=random) for _ in range(3)]
+    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in tokens]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "blocks"),
+    [
+        ("gpipe", "gpipe", [3, 2]),
+        ("1f1b", "1f1b", [4, 1]),
+        ("interleaved", "interleaved", [2, 1, 2, 0]),
+        ("zb1p", "zb-h1", [3, 2]),
+    ],
+)
+def test_their_pipelines_compute_what_one_process_computes(
+    theirs: str, ours: Schedule, blocks: list[int], ranks: Ranks
+) -> None:
+    """In the order of our tables (micro-batches of a stage come in order in both), with a tied embedding on both ends,
+    and a stage without blocks."""
+    table = pipeline_table(ours, 2, 4, len(blocks) // 2)
+    for order, steps in ranks.run(2, pipeline_steps, theirs, blocks):
+        assert order == [[(action.stage, action.kind) for action in actions] for actions in table.ranks]
+        assert steps == [pytest.approx(each, rel=1e-4) for each in whole_steps()]
+
+
 # -- turns, errors and results --------------------------------------------------------------------------------
 
 
 def test_contenders_take_turns_and_a_failing_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def run(contender: Any, work: Work, steps: int, python: Path) -> Figures | str:
+    def run(contender: Any, stage: Stage, steps: int, python: Path) -> Figures | str:
         asked.append(contender.key)
         return "ImportError: gone" if contender.key == "zero_optimizer" else Figures(float(len(asked)), 1.0)
 

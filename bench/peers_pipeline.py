@@ -1,0 +1,131 @@
+"""PyTorch's own pipeline parallel on transformers' Llama: `torch.distributed.pipelining`, with stages built by hand as
+torchtitan has them, and the schedules that it comes with.
+
+Two things it leaves to its user. A tied embedding is on two ranks, so its gradient is summed over the first and the
+last. And weights are bf16 with fp32 masters kept here, since under autocast every micro-batch casts weights and their
+gradients again, and fp32 is sent.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model and its batch are cut: the number of blocks of each stage in order, stage s on rank s % p, and the
+    number of micro-batches."""
+
+    blocks: Sequence[int]
+    microbatches: int
+
+    @property
+    def ranges(self) -> list[range]:
+        ends = [sum(self.blocks[: stage + 1]) for stage in range(len(self.blocks))]
+        return [range(end - num_blocks, end) for end, num_blocks in zip(ends, self.blocks, strict=True)]
+
+
+class Part(nn.Module):
+    """Blocks in a row. The first part has the embedding too, the last the norm and the head."""
+
+    def __init__(self, model: "LlamaForCausalLM", blocks: range, first: bool, last: bool) -> None:
+        super().__init__()
+        self.rotary = model.model.rotary_emb
+        self.embed = model.model.embed_tokens if first else None
+        self.blocks = nn.ModuleList(model.model.layers[at] for at in blocks)
+        self.norm_and_head = nn.Sequential(model.model.norm, model.lm_head) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ids [B, T] or what the part before gave [B, T, D] -> the same for the next, or logits [B, T, V]."""
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        if self.embed is not None:
+            x = self.embed(x)
+        turned = self.rotary(x, positions)
+        for block in self.blocks:
+            x = block(x, position_ids=positions, position_embeddings=turned)
+        return x if self.norm_and_head is None else self.norm_and_head(x)
+
+
+SCHEDULES: dict[str, type] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb1p": ScheduleInterleavedZeroBubble,
+}
+"""The last, with one stage a rank, is the ZB-H1 of Qi et al. (2023)."""
+
+
+class Pipeline:
+    """Training steps of this rank's stages, and of what PyTorch leaves to its user."""
+
+    def __init__(
+        self, model: "LlamaForCausalLM", schedule: str, cut: Cut, lr: float, max_norm: float,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        rank, size, last = dist.get_rank(), dist.get_world_size(), len(cut.blocks) - 1
+        parts = {at: Part(model, cut.ranges[at], at == 0, at == last) for at in range(rank, last + 1, size)}
+        self.weights = list(dict.fromkeys(weight for part in parts.values() for weight in part.parameters()))
+        self.masters = [weight.detach().float() for weight in self.weights]
+        for weight in self.weights:
+            weight.data = weight.data.to(dtype)
+        stages = [PipelineStage(part, at, last + 1, torch.device("cpu")) for at, part in parts.items()]
+        self.schedule = make_schedule(SCHEDULES[schedule], stages, cut.microbatches)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=lr, fused=True)
+        self.max_norm = max_norm
+        ends = sorted({0, last % size})
+        self.ends = dist.new_group(ends)
+        self.tied = model.lm_head.weight if model.config.tie_word_embeddings and rank in ends else None
+        self.counts_tied = rank == 0
+
+    def step(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """All micro-batches of [B, T] -> the mean loss and the norm of its gradient, on every rank."""
+        losses: list[Tensor] = []
+        self.schedule.step(ids, target=targets, losses=losses, return_outputs=False)
+        if self.tied is not None:
+            dist.all_reduce(self.tied.grad, group=self.ends)
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        squared = get_total_norm(list(self.counted_grads())) ** 2
+        told = torch.stack([sum(losses, torch.zeros(())).detach(), squared])
+        dist.all_reduce(told)
+        loss, norm = told[0], told[1].sqrt()
+        clip_grads_with_norm_(self.masters, self.max_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_([*self.weights], self.masters)
+        return loss, norm
+
+    def counted_grads(self) -> Iterator[Tensor]:
+        """Each of the model once: the tied ones by the first rank."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master.grad is not None and (weight is not self.tied or self.counts_tied):
+                yield master.grad
+
+
+def make_schedule(kind: type, stages: list[PipelineStage], microbatches: int) -> Any:
+    """With the mean loss over all micro-batches, so that no gradient is left to scale."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / microbatches
+
+    one = issubclass(kind, PipelineScheduleSingle)
+    return kind(stages[0] if one else stages, microbatches, loss, scale_grads=False)
