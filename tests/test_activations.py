@@ -1,10 +1,13 @@
 """What is kept for the backward: the planner's formula against the published one, and against the tensors that a block
 really saves."""
 
-from collections.abc import Callable
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,9 @@ from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.apply import seams_of
 from shardwise.parallel.context import make_attend
 from shardwise.parallel.mesh import make_mesh
+from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.schedules import rank_actions
+from shardwise.parallel.zero import Store
 from shardwise.params import boxes, model_specs, units
 from shardwise.plan.activations import (
     MicroBatchShape,
@@ -32,12 +38,13 @@ from shardwise.plan.activations import (
     block_bytes,
     head_bytes,
     logits_bytes,
+    most_held,
     saved_tensors,
     share_of,
 )
 from shardwise.plan.exchange import chunks
-from shardwise.train.loop import DTYPES
-from tiny_training import FAMILIES, LLAMA, seeded, tiny_weights
+from shardwise.train.loop import DTYPES, take_step
+from tiny_training import FAMILIES, LLAMA, SEQ_LEN, filled_program, global_batch, part_of, seeded, tiny_weights
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -245,6 +252,110 @@ def test_an_all_to_all_keeps_outputs_instead_of_sums(ranks: Ranks) -> None:
     cases = [Case(short, "gpt2", precision) for short in ("cp2", "cp2.a2a") for precision in ("fp32", "bf16")]
     expected = [planned_block(case) for case in cases]
     assert ranks.run(2, block_on, cases) == [expected] * 2
+
+
+# -- what a pipeline keeps of the micro-batches in flight ---------------------------------------------------
+
+
+DEEP = {name: replace(FAMILIES[name], num_layers=5) for name in ("llama", "qwen3", "gpt2")}
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A tensor that a graph has saved, for as long as the graph is there."""
+
+    tensor: Tensor
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.is_floating_point()}
+
+
+class Keeping:
+    """Follows what a pipeline keeps in a step: what its graphs have saved, inputs of pieces, and tapes; apart from
+    weights, and from angles, of which there is one for all blocks."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline, self.most = pipeline, Counter[str]()
+        self.alive: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.genuine_run: Callable[..., Tensor] = pipeline.run
+        self.genuine_execute: Callable[..., None] = pipeline.execute
+
+    def pack(self, x: Tensor) -> Kept:
+        kept = Kept(x.detach())
+        self.alive.add(kept)
+        return kept
+
+    def look(self) -> None:
+        pipeline, store = self.pipeline, self.pipeline.store
+        saved = pipeline._saved.values()
+        inputs = [each.x for each in saved if each.x is not None]
+        owed = [x for each in saved for left in each.tape for x in (left.x, left.dy)]
+        heads = [unit for name, unit in store.units.items() if name in ("final", "embed")]
+        shapes = {tuple(leaf.shape) for unit in heads for leaf in unit.leaves.values() if leaf.dim() == 2}
+        small = [grad for each in saved for _, grad in each.small if tuple(grad.shape) in shapes]
+        of_head = storages(x for x in (*(kept.tensor for kept in self.alive), *small)
+                           if tuple(x.shape) in shapes and not x.is_sparse)  # fmt: skip
+        weights = storages(unit.weights for unit in store.units.values())
+        apart = weights | storages(x for context in pipeline._contexts.values() for x in context.turned or ())
+        kept = storages([*(each.tensor for each in self.alive), *inputs, *owed])
+        sizes = {
+            "activations": sum(size for at, size in kept.items() if at not in apart and at not in of_head),
+            "gradient of the head": sum(size for at, size in of_head.items() if at not in apart),
+        }
+        self.most |= Counter(sizes)
+
+    def run(self, *given: Any) -> Tensor:
+        """A piece, whose graph is whole when it has run again in a backward."""
+        y = self.genuine_run(*given)
+        self.look()
+        return y
+
+    def execute(self, *given: Any) -> None:
+        self.genuine_execute(*given)
+        self.look()
+
+
+def kept_on(rank: int, world: int, short: str, model: str, precision: str) -> tuple[Counter[str], Counter[str]]:
+    """What is kept at most in a step, and what is planned of it."""
+    config, layout, dtype = DEEP[model], Layout.parse(short), DTYPES[precision]
+    program, mesh = filled_program(config, layout, rank, dtype)
+    pipeline, store = program.pipeline, program.store
+    assert isinstance(pipeline, Pipeline) and isinstance(store, Store)
+    keeping = Keeping(pipeline)
+    pipeline.run, pipeline.execute = keeping.run, keeping.execute  # type: ignore[method-assign, assignment]
+    batch = part_of(*global_batch(0, 2 * layout.dp * layout.microbatches), layout, mesh.dp.rank)
+    with torch.autograd.graph.saved_tensors_hooks(keeping.pack, lambda kept: kept.tensor):
+        take_step(program, mesh, batch, 0.0, 0.0)
+    microbatch, stage = MicroBatchShape(2, SEQ_LEN), mesh.pp.rank
+    share = share_of(config, layout, microbatch)
+    of_head = defaultdict(int, {layout.pp * layout.chunks - 1: share.vocab * share.hidden * dtype.itemsize})
+    planned = {
+        "activations": activation_bytes(config, layout, stage, microbatch, dtype.itemsize),
+        "gradient of the head": most_held(rank_actions(layout, stage), of_head, of_head),
+    }
+    return +keeping.most, +Counter(planned)
+
+
+PIPELINES = [
+    *("pp2.gpipe.m3", "pp2.1f1b.m4", "pp3.1f1b.m4", "pp2.interleaved.v2.m4", "pp3.zb-h1.m4", "pp2.zb-h2.m4"),
+    *("pp2.zb-auto@2.m4", "pp2.1f1b.m3.rc-selective", "pp2.zb-h1.m3.rc-selective", "pp2.1f1b.m3.rc-full"),
+    *("pp3.zb-h1.m4.rc-full", "pp2.interleaved.v2.m4.rc-full", "tp2.pp2.zb-h1.m3.sp", "dp2.pp2.z3.zb-h1.m3"),
+    *("pp2.cp2.1f1b.m3", "pp1.m3", "pp1.m3.rc-full"),
+]
+
+
+@pytest.mark.parametrize("short", PIPELINES)
+def test_a_pipeline_keeps_what_is_planned(ranks: Ranks, short: str) -> None:
+    """Of all micro-batches in flight, and of those whose weights' gradients wait for W, on every rank, byte for byte:
+    with more blocks on one rank than on another, with q and k norms, and with layer norms in bf16."""
+    cases = [("llama", "fp32"), ("qwen3", "fp32"), ("gpt2", "bf16")]
+    for model, precision in cases:
+        for kept, planned in ranks.run(Layout.parse(short).world_size, kept_on, short, model, precision):
+            assert kept == planned, (model, precision)
+
+
+# -- what the loss takes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -401,7 +401,7 @@ def check_case(case: Case, told: Sequence[Told]) -> None:
 
 
 ON_TWO = [
-    *(Case("cp2", family) for family in FAMILIES), Case("cp2.a2a", "llama"), Case("cp2.a2a", "gpt2"),
+    *(Case("cp2", family) for family in ("llama", "gpt2", "qwen3", "mistral")), Case("cp2.a2a", "gpt2"),
     Case("cp2.z1", "llama", text="answers"), Case("cp2.z2.m4", "qwen3"), Case("cp2.z3", "llama-tied", 13),
     Case("cp2.fsdp", "qwen2", 13, "packed"), Case("cp2.m2", "one-kv", text="packed"), Case("cp2", "full", 15),
     Case("cp2.m2", "mistral", 13, "packed"), Case("cp2.a2a.m2", "mistral", 13, "packed"), Case("cp2.a2a", "full", 15),
@@ -585,7 +585,7 @@ def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]
     "shorts",
     [
         ["cp2", "cp2.a2a", "cp2.m3.z2", "cp2.rc-full", "cp2.fsdp"], ["cp3.m2"],
-        ["cp4.z3", "cp4.a2a.m2", "tp2.cp2.sp", "tp2.cp2.a2a", "dp2.cp2.z3.m3"],
+        ["cp4.a2a.m2", "tp2.cp2.sp", "dp2.cp2.z3.m3"],
     ],
     ids=["2", "3", "4"],
 )  # fmt: skip
@@ -648,7 +648,7 @@ def test_a_checkpoint_goes_to_any_layout_and_back_bit_for_bit(ranks: Ranks, tmp_
     case, path = Case("cp2.z1", "one-kv", 13), tmp_path / "first"
     state, loss = ranks.run(2, saved_on, case, None, path)[0]
     assert elements_in(path) == 3 * num_params(model_specs(MODELS["one-kv"]))
-    for number, short in enumerate(["dp1", "cp2.z1", "cp4.z3", "tp2.cp2.sp", "cp2.z1"]):
+    for number, short in enumerate(["cp4.z3", "tp2.cp2.sp", "cp2.z1"]):
         last, path, world = path, tmp_path / str(number), Layout.parse(short).world_size
         found, next_loss = ranks.run(world, saved_on, replace(case, layout=short), last, path)[0]
         assert same(found, state), short

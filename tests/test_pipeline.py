@@ -111,15 +111,14 @@ def check(told: Sequence[Told], model: str) -> None:
 # -- against one process ------------------------------------------------------------------------------------
 
 SMALL = [  # two ranks; micro-batches without targets, ever fewer of them, fewer than stages
-    ("pp2.gpipe.m3", "llama"), ("pp2.1f1b.m4", "gpt2"), ("pp2.1f1b", "llama-tied"), ("pp2.zb-h1.m4", "qwen3"),
-    ("pp2.zb-h2.m3", "llama-tied"), ("pp2.zb-auto@2.m4", "gpt2"), ("pp2.interleaved.v2.m2", "llama-tied"),
-    ("pp2.zb-h1.m4.rc-selective", "llama"), ("pp2.1f1b.m4.rc-full", "mistral"), ("pp2.zb-h1.m4.rc-full", "qwen2"),
+    ("pp2.gpipe.m3", "llama"), ("pp2.1f1b", "llama-tied"), ("pp2.zb-h1.m4", "qwen3"), ("pp2.zb-h2.m3", "llama-tied"),
+    ("pp2.zb-auto@2.m4", "gpt2"), ("pp2.interleaved.v2.m2", "llama-tied"), ("pp2.1f1b.m4.rc-full", "mistral"),
+    ("pp2.zb-h1.m4.rc-full", "qwen2"),
 ]  # fmt: skip
-LARGE = [
-    ("pp3.1f1b.m4", "llama-tied"), ("pp3.zb-h1.m6", "odd"), ("dp2.pp2.z1.1f1b.m3", "llama-tied"),
-    ("dp2.pp2.z2.zb-h1.m3", "llama-tied"), ("dp2.pp2.z3.1f1b.m3", "llama-tied"), ("dp2.pp2.z3.1f1b.m3.keep", "gpt2"),
-    ("dp2.pp2.z3.interleaved.v2.m2", "qwen3"), ("tp2.pp2.1f1b.m2.sp", "qwen3"), ("tp2.pp2.zb-h1.m2", "gpt2"),
-    ("tp2.pp2.zb-h1.m4.sp.rc-selective", "llama"), ("pp2.cp2.z1.1f1b.m2", "mistral"), ("pp4.1f1b.m4", "llama-tied"),
+LARGE = [  # more of them are drawn in `test_layouts.py`
+    ("pp3.zb-h1.m6", "odd"), ("dp2.pp2.z2.zb-h1.m3", "llama-tied"), ("dp2.pp2.z3.1f1b.m3.keep", "gpt2"),
+    ("dp2.pp2.z3.interleaved.v2.m2", "qwen3"), ("tp2.pp2.zb-h1.m4.sp.rc-selective", "llama"),
+    ("pp2.cp2.z1.1f1b.m2", "mistral"),
 ]  # fmt: skip
 
 
@@ -128,9 +127,8 @@ def test_a_pipeline_computes_what_one_process_computes(ranks: Ranks, short: str,
     check(ranks.run(Layout.parse(short).world_size, steps_on, short, model), model)
 
 
-@pytest.mark.parametrize("short", ["dp2.tp2.pp2.z1.1f1b.m3", "dp2.tp2.pp2.z3.zb-h1.m2"])
-def test_three_dimensions(ranks: Ranks, short: str) -> None:
-    check(ranks.run(8, steps_on, short, "llama-tied", timeout_s=180.0), "llama-tied")
+def test_three_dimensions(ranks: Ranks) -> None:
+    check(ranks.run(8, steps_on, "dp2.tp2.pp2.z1.1f1b.m3", "llama-tied", timeout_s=180.0), "llama-tied")
 
 
 def test_a_deferred_gradient_is_the_same_gradient() -> None:

@@ -133,12 +133,12 @@ def run_on(rank: int, world: int, layout: Layout, model: str, precision: str) ->
     ("short", "models"),
     [
         ("dp1.m2", [*MODELS]),
-        ("tp2", ["gpt2", "qwen3", "biased"]),
-        ("tp2.sp", ["gpt2", "qwen3", "biased"]),
-        ("cp2", ["gpt2", "qwen3", "mistral"]),
-        ("cp2.a2a", ["qwen3", "biased"]),
-        ("dp2.z3", ["gpt2", "qwen3"]),
-        ("dp2.z3.keep.m2", ["llama-tied", "biased"]),
+        ("tp2", ["qwen3", "biased"]),
+        ("tp2.sp", ["gpt2", "biased"]),
+        ("cp2", ["qwen3", "mistral"]),
+        ("cp2.a2a", ["biased"]),
+        ("dp2.z3", ["gpt2"]),
+        ("dp2.z3.keep.m2", ["llama-tied"]),
         ("dp2.fsdp", ["qwen3"]),
         ("tp2.cp2.z2.sp", ["biased"]),
         ("dp2.tp2.fsdp.sp.m2", ["gpt2"]),
@@ -306,7 +306,7 @@ def test_bytes_kept_of_a_block(mode: Recompute, model: str) -> None:
     assert kept_on(0, 1, layout, config) == [block_bytes(config, layout)] * config.num_layers
 
 
-@pytest.mark.parametrize("short", ["tp2", "tp2.sp", "cp2", "cp2.a2a", "dp2.z3", "tp2.cp2.sp"])
+@pytest.mark.parametrize("short", ["cp2.a2a", "dp2.z3", "tp2.cp2.sp"])
 def test_bytes_kept_of_a_cut_block(ranks: Ranks, short: str) -> None:
     for mode in MODES:
         layout, config = replace(Layout.parse(short), recompute=mode), replace(LLAMA, num_kv_heads=4)
@@ -384,7 +384,7 @@ def forward_bytes(layout: Layout, config: ModelConfig) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "short",
-    ["tp2", "tp2.sp", "cp2", "cp2.a2a.m2", "dp2.z3", "dp2.z3.keep.m2", "tp2.cp2.sp.m3", "tp4.sp.m2", "dp2.fsdp"],
+    ["tp2", "cp2.a2a.m2", "dp2.z3.keep.m2", "tp2.cp2.sp.m3", "dp2.fsdp"],
 )
 def test_bytes_sent_again(ranks: Ranks, short: str) -> None:
     """Exactly: full recompute sends the forward of the blocks once more; selective, under sequence parallel, gathers

@@ -144,18 +144,23 @@ def owed_bytes(share: Share, element_bytes: int) -> int:
 def activation_bytes(
     config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
 ) -> int:
-    """The most that a pipeline rank keeps at a time. With `full` that is when its last block runs again, whose head is
-    through by then."""
+    """The most that a pipeline rank keeps at a time. With `full` that may be while a block runs again: the head is
+    through by then, and if the backward is split, the blocks above wait for their W."""
     share = share_of(config, layout, microbatch)
     block = block_bytes(config, share, element_bytes, layout.recompute)
     head = head_bytes(config, share, element_bytes)
     blocks = {s: len(layers) for s, layers in enumerate(stage_layers(config, layout))}
     last = len(blocks) - 1
     whole = {s: number * block + (head if s == last else 0) for s, number in blocks.items()}
-    owed = {s: number * owed_bytes(share, element_bytes) for s, number in blocks.items()}
-    has_head = stage == layout.pp - 1
-    again = block_bytes(config, share, element_bytes) - block - head * has_head if layout.recompute == "full" else 0
-    return most_held(rank_actions(layout, stage), whole, owed) + again
+    left = owed_bytes(share, element_bytes)
+    owed = {s: number * left for s, number in blocks.items()}
+    within: dict[tuple[str, int], int] = {}
+    if layout.recompute == "full":
+        one = block_bytes(config, share, element_bytes) - block
+        for s, number in blocks.items():
+            within["B", s] = one - (head if s == last else 0)
+            within["I", s] = within["B", s] + (number - 1) * max(0, left - block)
+    return most_held(rank_actions(layout, stage), whole, owed, within)
 
 
 def logits_bytes(
@@ -175,11 +180,17 @@ def logits_bytes(
     )
 
 
-def most_held(actions: Sequence[Action], whole: Mapping[int, int], owed: Mapping[int, int]) -> int:
+def most_held(
+    actions: Sequence[Action], whole: Mapping[int, int], owed: Mapping[int, int],
+    within: Mapping[tuple[str, int], int] | None = None,
+) -> int:  # fmt: skip
     """The most bytes at a time where each forward of a virtual stage keeps `whole`, until its B, or until its I and
-    from then `owed` of it until its W."""
+    from then `owed` of it until its W. `within` is what a B or I of a stage has at most beyond what there was before
+    it."""
     held = most = 0
     for action in actions:
+        if within and action.kind in "BI":
+            most = max(most, held + within[action.kind, action.stage])
         if action.kind == "F":
             held += whole[action.stage]
         elif action.kind == "W":
