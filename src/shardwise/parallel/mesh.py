@@ -153,6 +153,19 @@ class Axis:
         moves = [dist.P2POp(end, each, group=self.group, group_peer=peer % self.size) for end, each, peer in ends]
         return one_after_another(self, dist.batch_isend_irecv(moves))
 
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """The bytes that the first rank of the axis gives, on all of its ranks; the others give None."""
+        if self.size == 1:
+            assert payload is not None
+            return payload
+        length = int(self.max(0 if payload is None else len(payload))[0])
+        x = torch.zeros(length, dtype=torch.uint8, device=self.device)
+        if payload is not None:
+            x.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        self.control_bytes_sent += x.nbytes * (payload is not None)
+        Pending(self, dist.broadcast(x, group=self.group, group_src=0, async_op=True)).wait()
+        return bytes(x.tolist())
+
     def sum(self, *values: float) -> list[float]:
         """The sums over the axis of a few numbers, for reports and decisions."""
         return self._control(values, "sum")
