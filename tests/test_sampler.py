@@ -1,15 +1,22 @@
 """Sampling against definitions written for one row of plain Python numbers."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
+from shardwise.serve.answer import end_ids
+from shardwise.serve.choose import choose
+from shardwise.serve.filters import draw, keep
+from shardwise.serve.penalties import Sampling, check_ids, generator_for
 from shardwise.serve.request import SamplingParams
-from shardwise.serve.sampler import draw, generator_for, keep, pick
+from shardwise.serve.sampler import Picked, at_once, by_row, pick
 
 ROWS = st.lists(st.integers(-24, 24).map(lambda quarter: quarter / 4), min_size=1, max_size=12)
 PARAMS = st.builds(
@@ -19,6 +26,10 @@ PARAMS = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.7, 0.33, 0.01]),
     min_p=st.sampled_from([0.0, 0.04, 0.23, 0.9]),
 )
+
+
+def tokens_of(picked: list[Picked]) -> list[int | None]:
+    return [each.token for each in picked]
 
 
 def softmax(row: list[float]) -> list[float]:
@@ -96,12 +107,12 @@ def test_top_p_of_a_large_vocabulary_with_ties(top_p: float, spread: float) -> N
     ids=str,
 )
 def test_frequencies(params: SamplingParams) -> None:
-    """Chi-square of 40,000 draws from one generator; at most 7 degrees of freedom, 0.1 % critical value 24.3."""
+    """Chi-square of 8,000 draws from one generator; at most 7 degrees of freedom, 0.1 % critical value 24.3."""
     row = [1.0, -0.5, 0.25, 2.0, -2.0, 0.0, 1.5, -30.0]
-    expected = [40_000 * each for each in distribution(row, params)[0]]
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.cat([pick(torch.tensor([row] * 400), [params] * 400, [generator] * 400)[0] for _ in range(100)])
-    counts = drawn.bincount(minlength=len(row)).tolist()
+    expected = [8_000 * each for each in distribution(row, params)[0]]
+    sampling = Sampling(replace(params, seed=0))
+    drawn = [token or 0 for _ in range(20) for token in tokens_of(pick(torch.tensor([row] * 400), [sampling] * 400))]
+    counts = torch.tensor(drawn).bincount(minlength=len(row)).tolist()
     assert all(count == 0 for count, mean in zip(counts, expected, strict=True) if mean < 1e-6)
     likely = [(count, mean) for count, mean in zip(counts, expected, strict=True) if mean > 1]
     assert sum((count - mean) ** 2 / mean for count, mean in likely) < 24.3
@@ -110,112 +121,269 @@ def test_frequencies(params: SamplingParams) -> None:
 def test_first_draws_of_many_seeds_have_the_frequencies_too() -> None:
     """Requests differ by seed alone; 4 degrees of freedom, 0.1 % critical value 18.5."""
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.08, 0.02])
-    generators = [generator_for(SamplingParams(seed=seed)) for seed in range(5000)]
-    tokens = draw(probabilities.log().expand(5000, 5), generators)
+    points = [Sampling(SamplingParams(seed=seed)).point() for seed in range(5000)]
+    tokens = draw(probabilities.log().expand(5000, 5), points)
     means = 5000 * probabilities
     assert float(((tokens.bincount(minlength=5) - means) ** 2 / means).sum()) < 18.5
 
 
-@given(seed=st.integers(-(2**63), 2**63 - 1), place=st.integers(0, 4), params=st.lists(PARAMS, min_size=5, max_size=5))
-@settings(max_examples=50)
-def test_a_seed_gives_the_same_tokens_in_any_company(seed: int, place: int, params: list[SamplingParams]) -> None:
-    logits = 3 * torch.randn(6, 5, 50, generator=torch.Generator().manual_seed(1))
-    mine = SamplingParams(temperature=1.2, top_p=0.95, seed=seed)
-    alone, generator = [], generator_for(mine)
-    for step in logits:
-        alone.append(int(pick(step[place : place + 1], [mine], [generator])[0]))
-    params[place] = mine
-    generators = [generator_for(each) for each in params]
-    company = [int(pick(step, params, generators)[0][place]) for step in logits]
+@given(rows=st.lists(st.tuples(ROWS, PARAMS), min_size=1, max_size=5), point=st.floats(0, 1, exclude_max=True))
+@settings(max_examples=200)
+def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
+    rows: list[tuple[list[float], SamplingParams]], point: float
+) -> None:
+    """choose.py against filters.py, which the tests above hold to the definition."""
+    for row, params in rows:
+        assume(distribution(row, params)[1] > 1e-6)
+        logits = torch.tensor([row])
+        assert choose(logits[0], params, point) == int(draw(keep(logits.clone(), [params]), [point])[0])
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"top_k": 50}, {"top_k": 900}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.01, "top_k": 30, "top_p": 0.8}],
+    ids=str,
+)
+def test_a_row_of_a_large_vocabulary_too(spread: float, fields: dict[str, Any]) -> None:
+    """20,011 tokens (blocks that do not divide it), with ties; 40 points, the ends of the line among them."""
+    params, random = SamplingParams(temperature=0.9, **fields), torch.Generator().manual_seed(9)
+    logits = (spread * torch.randn(20_011, generator=random)).round(decimals=2)
+    points = [0.0, 1 - 2**-53, *torch.rand(38, generator=random, dtype=torch.float64).tolist()]
+    filtered = keep(logits[None].clone(), [params])
+    expected = draw(filtered.expand(40, -1), points).tolist()
+    assert [choose(logits, params, point) for point in points] == expected
+
+
+ANY_PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.6, 1.0]),
+    top_k=st.sampled_from([0, 3, 40]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    frequency_penalty=st.sampled_from([0.0, 0.5, -1.5]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -0.3]),
+    logit_bias=st.dictionaries(st.integers(0, 6), st.sampled_from([-100.0, -1.5, 2.0, 100.0]), max_size=3),
+    min_tokens=st.integers(0, 4),
+    stop_token_ids=st.sampled_from([(), (2,), (0, 5)]),
+    ignore_eos=st.booleans(),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+def changed_by_definition(
+    row: list[float], params: SamplingParams, prompt: list[int], answer: list[int], eos: set[int]
+) -> list[float]:
+    row = list(row)
+    if len(answer) < params.min_tokens:
+        for id in {*params.stop_token_ids, *(() if params.ignore_eos else eos)}:
+            row[id] = -math.inf
+    for id, bias in params.logit_bias.items():
+        row[id] += bias
+    for id in {*prompt, *answer}:
+        row[id] = row[id] / params.repetition_penalty if row[id] > 0 else row[id] * params.repetition_penalty
+    for id in set(answer):
+        row[id] -= params.frequency_penalty * answer.count(id) + params.presence_penalty
+    return row
+
+
+TOKENS = st.lists(st.integers(0, 6), max_size=8)
+
+
+@given(
+    row=st.lists(st.integers(-12, 12).map(float), min_size=7, max_size=7),
+    params=ANY_PARAMS,
+    prompt=TOKENS,
+    answer=TOKENS,
+)
+@settings(max_examples=300)
+def test_what_a_sequence_changes_by_definition(
+    row: list[float], params: SamplingParams, prompt: list[int], answer: list[int]
+) -> None:
+    """Within 1e-5; and again after a fork, whose own tokens change only its own."""
+    sampling = Sampling(params, prompt, end_ids(params, {1}))
+    for token in answer:
+        sampling.add(token)
+    other = sampling.fork(1)
+    other.add(3)
+    for each, tokens in ((sampling, answer), (other, [*answer, 3])):
+        logits = torch.tensor(row)
+        each.change(logits)
+        expected = changed_by_definition(row, params, prompt, tokens, {1})
+        torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-6, atol=1e-5)
+        assert each.changes or logits.tolist() == row
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    logits = 4 * torch.randn(3, 60, generator=torch.Generator().manual_seed(10))
+    ids = torch.randint(60, (3, 40), generator=torch.Generator().manual_seed(11))
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits)
+    for row, tokens, theirs in zip(logits.clone(), ids.tolist(), expected, strict=True):
+        sampling = Sampling(SamplingParams(repetition_penalty=1.7), tokens[:25])
+        for token in tokens[25:]:
+            sampling.add(token)
+        sampling.change(row)
+        assert torch.equal(row, theirs)
+
+
+def run_on(steps: Tensor, samplings: list[Sampling], masks: list[Tensor | None]) -> list[list[Picked]]:
+    """What each row gets, step after step."""
+    told: list[list[Picked]] = [[] for _ in samplings]
+    for logits in steps:
+        for row, picked in enumerate(pick(logits, samplings, masks)):
+            told[row].append(picked)
+            samplings[row].add(picked.token or 0)
+    return told
+
+
+@pytest.mark.parametrize("vocab_size", [49, 1001, 4096])
+@given(seed=st.integers(-(2**63), 2**63 - 1), params=st.lists(ANY_PARAMS, min_size=5, max_size=5), masked=st.booleans())
+@settings(max_examples=25)
+def test_a_row_is_the_same_alone_and_in_company(
+    vocab_size: int, seed: int, params: list[SamplingParams], masked: bool
+) -> None:
+    """Tokens and the bits of log-probabilities, at widths that leave tails of vectors, and with one thread or two."""
+    steps = 3 * torch.randn(4, 5, vocab_size, generator=torch.Generator().manual_seed(1))
+    params = [replace(each, seed=seed) for each in params]
+    masks: list[Tensor | None] = [None] * 5
+    if masked:
+        masks[2] = torch.full((-(-vocab_size // 32),), 0x55555555, dtype=torch.int32)
+
+    def fresh() -> list[Sampling]:
+        return [Sampling(each, [1, 2, 2], {1}) for each in params]
+
+    company = run_on(steps, fresh(), masks)
+    for row in range(5):
+        assert run_on(steps[:, row : row + 1], fresh()[row : row + 1], masks[row : row + 1]) == [company[row]]
+    pair = run_on(steps[:, [3, 1]], [fresh()[3], fresh()[1]], [masks[3], masks[1]])
+    assert pair == [company[3], company[1]]
+
+
+@given(params=st.lists(ANY_PARAMS, min_size=4, max_size=4), fault=st.sampled_from([0.0, math.nan, math.inf]))
+@settings(max_examples=60)
+def test_rows_at_once_are_rows_one_by_one(params: list[SamplingParams], fault: float) -> None:
+    """What a GPU does, with rows that a sequence changes, masks, and a row that fails, against what a CPU does."""
+    logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(17))
+    logits[2, 7] += fault
+    masks = [None, torch.full((10,), 0x77777777, dtype=torch.int32), None, None]
+
+    def fresh() -> list[Sampling]:
+        return [Sampling(replace(each, seed=row), [1, 2, 2], {1}) for row, each in enumerate(params)]
+
+    assert at_once(logits, fresh(), masks) == by_row(logits, fresh(), masks)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_leave_a_row_the_same(threads: int) -> None:
+    """With more than one thread torch cuts the sum of a lone row among them, but not those of many rows."""
+    logits = 3 * torch.randn(5, 70_001, generator=torch.Generator().manual_seed(12))
+    params = [SamplingParams(seed=1, logprobs=2, top_p=0.9, temperature=0.1 * row) for row in range(5)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        company = pick(logits, [Sampling(each) for each in params])
+        alone = [pick(logits[row : row + 1], [Sampling(params[row])])[0] for row in range(5)]
+    finally:
+        torch.set_num_threads(before)
     assert alone == company
 
 
 def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, -1.0]])
-    generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    tokens, _ = pick(logits, [SamplingParams(temperature=0, top_k=2)] * 3, [generator] * 3)
-    assert tokens.tolist() == [1, 0, 2] and tokens.dtype == torch.int64
-    assert torch.equal(generator.get_state(), before)
+    sampling = Sampling(SamplingParams(temperature=0, top_k=2))
+    before = sampling.generator.get_state()
+    assert tokens_of(pick(logits, [sampling] * 3)) == [1, 0, 2]
+    assert torch.equal(sampling.generator.get_state(), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_log_probabilities_are_of_the_logits_as_they_came(dtype: torch.dtype) -> None:
-    """Against log_softmax in fp64 of the same (rounded) logits: within 1e-5."""
-    logits = (5 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(2))).to(dtype)
-    given_logits = logits.clone()
-    params = [SamplingParams(temperature=0.3 * row, top_k=row, top_p=0.9, seed=row) for row in range(8)]
-    tokens, logprobs = pick(logits, params, [generator_for(each) for each in params])
-    expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)
-    assert logprobs.dtype == torch.float32 and torch.equal(logits, given_logits)
-
-
-@pytest.mark.parametrize("params", [{"temperature": 1e-30}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1e-30}, {"temperature": 1e-300}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str
+)
 def test_the_narrowest_settings_are_greedy(params: dict[str, Any]) -> None:
     logits = 20 * torch.randn(16, 300, generator=torch.Generator().manual_seed(3))
-    tokens, logprobs = pick(logits, [SamplingParams(**params)] * 16, [None] * 16)
-    assert torch.equal(tokens, logits.argmax(-1)) and logprobs.isfinite().all()
+    expected = logits.argmax(-1).tolist()
+    assert tokens_of(pick(logits, [Sampling(SamplingParams(**params))] * 16)) == expected
+    assert draw(keep(logits, [SamplingParams(**params)] * 16), [0.999] * 16).tolist() == expected
 
 
 def test_tokens_without_probability_are_never_drawn() -> None:
     """Masked columns at both ends and between; 4 tokens stay, drawn 20,000 times at a temperature that flattens."""
-    logits = torch.full((2000, 64), -math.inf)
-    logits[:, [3, 20, 21, 60]] = torch.tensor([0.0, -1.0, -2.0, 1.0])
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(10):
-        tokens, _ = pick(logits, [SamplingParams(temperature=5.0)] * 2000, [generator] * 2000)
-        assert set(tokens.tolist()) == {3, 20, 21, 60}
+    logits = torch.full((1, 1000), -math.inf)
+    logits[:, [3, 20, 621, 960]] = torch.tensor([0.0, -1.0, -2.0, 1.0])
+    sampling = Sampling(SamplingParams(temperature=5.0, seed=4))
+    assert set(tokens_of(pick(logits.expand(10_000, -1), [sampling] * 10_000))) == {3, 20, 621, 960}
+    points = torch.rand(10_000, dtype=torch.float64).tolist()
+    assert set(draw(keep(logits, [sampling.params]).expand(10_000, -1), points).tolist()) == {3, 20, 621, 960}
+    assert [choose(logits[0], sampling.params, point) for point in (0.0, 1 - 2**-53)] == [3, 960]
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
     """One token has half of the probability, 200,000 share the rest; within 5 standard deviations of 400 draws."""
     logits = torch.zeros(1, 200_000)
     logits[0, 0] = math.log(199_999)
-    generator = torch.Generator().manual_seed(5)
-    drawn = [int(pick(logits, [SamplingParams()], [generator])[0]) for _ in range(400)]
+    sampling = Sampling(SamplingParams(seed=5))
+    drawn = [tokens_of(pick(logits, [sampling]))[0] for _ in range(400)]
     assert abs(drawn.count(0) - 200) < 50 and len(set(drawn)) > 150
 
 
-def test_a_row_with_nan_leaves_the_others_alone() -> None:
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {}, {"top_p": 0.9, "top_k": 10, "min_p": 0.01}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"logit_bias": {7: 0.5}}, {"logprobs": 2}], ids=str)
+@pytest.mark.parametrize("fault", [[(4, math.nan)], [(4, math.inf)], [(id, -math.inf) for id in range(20)]], ids=str)
+def test_a_row_that_nothing_can_be_chosen_from_fails_alone(
+    fields: dict[str, Any], changes: dict[str, Any], fault: list[tuple[int, float]]
+) -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(6))
-    params = [SamplingParams(seed=7, top_p=0.9, top_k=10, min_p=0.01)] * 3
-    tokens, _ = pick(logits, params, [generator_for(each) for each in params])
-    logits[1, 4] = math.nan
-    again, logprobs = pick(logits, params, [generator_for(each) for each in params])
-    assert again[[0, 2]].tolist() == tokens[[0, 2]].tolist() and 0 <= int(again[1]) < 20
-    assert logprobs.isnan().tolist() == [False, True, False]
+    params = SamplingParams(seed=7, **fields, **changes)
+    expected = pick(logits, [Sampling(params) for _ in range(3)])
+    for place, value in fault:
+        logits[1, place] = value
+    picked = pick(logits, [Sampling(params) for _ in range(3)])
+    assert picked == [expected[0], Picked(None), expected[2]] and None not in tokens_of(expected)
+
+
+def bits(ids: set[int], vocab_size: int) -> Tensor:
+    words = [sum(1 << id % 32 for id in ids if id // 32 == word) for word in range(-(-vocab_size // 32))]
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_what_is_allowed_is_taken(temperature: float) -> None:
+    """A row with few tokens allowed, one with none beside an end token that min_tokens bans, one without a mask."""
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(15))
+    logits[:, 50] = 60.0
+    params = SamplingParams(temperature=temperature, min_tokens=1, logprobs=0)
+    samplings = [Sampling(params, (), {31}) for _ in range(3)]
+    picked = pick(logits, samplings, [bits({0, 31, 63, 64, 99}, 100), bits({31}, 100), None])
+    assert picked[0].token in {0, 63, 64, 99} and picked[1] == Picked(None) and picked[2].token == 50
+    assert picked[0].logprob and picked[0].logprob.logprob < -50, "told of the logits as they came"
+    samplings[1].add(0)
+    assert tokens_of(pick(logits[1:2], samplings[1:2], [bits({31}, 100)])) == [31]
+
+
+def test_answers_to_one_request_have_seeds_of_their_own() -> None:
+    """Answer 0 is that of n = 1; no answer of one seed is the answer of another."""
+    steps = torch.randn(12, 1, 400, generator=torch.Generator().manual_seed(16))
+
+    def answer(seed: int, index: int, forked: bool) -> list[int | None]:
+        params = SamplingParams(seed=seed)
+        sampling = Sampling(params).fork(index) if forked else Sampling(params, index=index)
+        return tokens_of(run_on(steps, [sampling], [None])[0])
+
+    answers = [answer(seed, index, True) for seed in (-3, 4, 5) for index in range(4)]
+    assert answers == [answer(seed, index, False) for seed in (-3, 4, 5) for index in range(4)]
+    assert answers[0] == tokens_of(run_on(steps, [Sampling(SamplingParams(seed=-3))], [None])[0])
+    assert len({tuple(each) for each in answers}) == 12
 
 
 def test_without_a_seed_requests_differ() -> None:
     assert generator_for(SamplingParams()).initial_seed() != generator_for(SamplingParams()).initial_seed()
+    assert generator_for(SamplingParams(), 1).initial_seed() != generator_for(SamplingParams(), 1).initial_seed()
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"temperature": -0.1}, "temperature is -0.1, but it must be 0"),
-        ({"temperature": math.nan}, "temperature is nan"),
-        ({"temperature": math.inf}, "temperature is inf"),
-        ({"top_k": -2}, "top_k is -2"),
-        ({"top_k": 1.5}, "top_k is 1.5"),
-        ({"top_p": 0.0}, "top_p is 0.0, but it must be above 0"),
-        ({"top_p": 1.01}, "top_p is 1.01"),
-        ({"top_p": math.nan}, "top_p is nan"),
-        ({"min_p": -0.1}, "min_p is -0.1"),
-        ({"min_p": 1.1}, "min_p is 1.1"),
-        ({"seed": 2**63}, "seed is 9223372036854775808"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"stop": ("a", "")}, "stop must be texts that are not empty"),
-        ({"stop": [3]}, "stop must be texts that are not empty"),
-    ],
-)
-def test_params_out_of_range_are_refused(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        SamplingParams(**fields)
-
-
-def test_stop_takes_one_text_or_several() -> None:
-    assert SamplingParams(stop="\n").stop == ("\n",)  # type: ignore[arg-type]
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-    assert SamplingParams().stop == ()
+@pytest.mark.parametrize("fields", [{"logit_bias": {50: 1.0}}, {"stop_token_ids": [3, 50]}, {"stop_token_ids": [-1]}])
+def test_tokens_that_the_vocabulary_lacks_are_refused(fields: dict[str, Any]) -> None:
+    name, id = next(iter(fields)), -1 if -1 in next(iter(fields.values())) else 50
+    with pytest.raises(ValueError, match=f"^{name} names token {id}, but the vocabulary has ids from 0 to 49.$"):
+        check_ids(SamplingParams(**fields), 50)
+    check_ids(SamplingParams(logit_bias={49: 1.0}, stop_token_ids=(0,)), 50)

@@ -21,35 +21,49 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True) -> None:
         assert all(stop), "an empty stop string would stop at once"
-        self.stopped = False
+        self.stopped_by: str | None = None
         self._text: _Text = _ByteText(tokenizer) if tokenizer.is_byte_level else _PieceText(tokenizer)
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._stop = tuple(stop)
         self._waiting = ""
 
-    def add(self, token_id: int) -> str:
-        """Take the next id; returns the text that may be shown now, often one token's, sometimes none."""
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed: `stopped_by`."""
+        return self.stopped_by is not None
+
+    def add(self, token_id: int, may_stop: bool = True) -> str:
+        """Take the next id; returns the text that may be shown now, often one token's, sometimes none.
+
+        Without `may_stop` a stop string that is complete now is text like any other.
+        """
         if self.stopped or token_id in self._skipped:
             return ""
-        return self._show(self._text.add(token_id), hold=True)
+        return self._show(self._text.add(token_id), may_stop, hold=True)
 
-    def flush(self) -> str:
+    def flush(self, may_stop: bool = True) -> str:
         """The rest, when no more ids come: what still waited, with U+FFFD for a character that was cut in half."""
-        return "" if self.stopped else self._show(self._text.flush(), hold=False)
+        return "" if self.stopped else self._show(self._text.flush(), may_stop, hold=False)
 
-    def _show(self, text: str, hold: bool) -> str:
-        text = self._waiting + text
-        if cut := _first_stop(text, self._stop):
-            self.stopped, self._waiting = True, ""
-            return text[: cut[0]]
+    def _show(self, new: str, may_stop: bool, hold: bool) -> str:
+        text = self._waiting + new
+        if may_stop and (cut := _first_stop(text, self._stop, len(self._waiting))):
+            start, end = cut
+            self.stopped_by, self._waiting = text[start:end], ""
+            return text[:start]
         num_held = _num_held(text, self._stop) if hold else 0
         self._waiting = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
 
-def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
-    """Where the stop string that is completed first begins and ends; of two that end together, the longer."""
-    found = [(start + len(each), start) for each in stop if (start := text.find(each)) >= 0]
+def _first_stop(text: str, stop: Sequence[str], num_old: int) -> tuple[int, int] | None:
+    """Where the stop string that is completed first begins and ends; of two that end together, the longer.
+
+    It ends after the `num_old` characters that were looked at before.
+    """
+    found = [
+        (start + len(each), start) for each in stop if (start := text.find(each, max(0, num_old - len(each) + 1))) >= 0
+    ]
     if not found:
         return None
     end, start = min(found)

@@ -1,9 +1,8 @@
 """One prompt, one answer, token by token: prefill, then a step for each new token over the KV cache."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +15,11 @@ from shardwise.model.load import load_weights, read_config
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
+from shardwise.serve.answer import Answer
 from shardwise.serve.cache import Cache
-from shardwise.serve.detokenize import Detokenizer
+from shardwise.serve.penalties import Sampling, check_ids
 from shardwise.serve.request import SamplingParams
-from shardwise.serve.sampler import generator_for, pick
+from shardwise.serve.sampler import pick
 
 PREFILL_TOKENS = 512
 """Prompts are run in chunks of this many tokens, so that activations do not grow with the prompt."""
@@ -79,50 +79,44 @@ def check_length(config: ModelConfig, num_prompt: int, max_tokens: int) -> None:
 def generate(
     model: LoadedModel, prompt: Sequence[int], params: SamplingParams, show: Callable[[str], None] = lambda text: None
 ) -> Generated:
-    """Continue `prompt` until an end token, a stop string or `params.max_tokens`. `show` gets text as it is certain."""
+    """Continue `prompt` until an end token (which is not part), a stop string or `params.max_tokens`; one answer,
+    whatever `params.n`. `show` gets text as it is certain."""
     room = model.config.max_positions - len(prompt)
     max_tokens = max(1, room) if params.max_tokens is None else params.max_tokens
     check_length(model.config, len(prompt), max_tokens)
+    check_ids(params, model.config.vocab_size)
     decoder = Transformer(model.config)
     cache = Cache(model.config, len(prompt) + max_tokens, model.dtype, model.device)
-    detokenizer = Detokenizer(model.tokenizer, params.stop)
-    generators = [generator_for(params)]
+    answer = Answer(model.tokenizer, params, max_tokens)
+    sampling = Sampling(replace(params, logprobs=0), prompt, answer.end_ids)
     tokens: list[int] = []
     logprobs: list[float] = []
     shown: list[str] = []
     began = time.perf_counter()
     first_at = began
-    finish: Literal["stop", "length"] = "length"
-
-    def put(text: str) -> None:
-        if text:
-            shown.append(text)
-            show(text)
-
     logits = prefill(decoder, model, cache, prompt)
-    while len(tokens) < max_tokens:
-        picked, logprob = pick(logits, [params], generators)
-        token = int(picked[0])
-        if math.isnan(float(logprob[0])):
+    while True:
+        (picked,) = pick(logits, [sampling])
+        if picked.token is None or picked.logprob is None:
             raise ValueError("the model's logits are not numbers: its weights are damaged, or it diverged in training")
-        first_at = first_at if tokens else time.perf_counter()
-        if token in model.tokenizer.eos_ids:
-            finish = "stop"
+        first_at = first_at if answer.num_tokens else time.perf_counter()
+        sampling.add(picked.token)
+        piece = answer.add(picked.token)
+        if piece.text:
+            shown.append(piece.text)
+            show(piece.text)
+        if picked.token not in answer.end_ids:
+            tokens.append(picked.token)
+            logprobs.append(picked.logprob.logprob)
+        if piece.finish_reason is not None:
             break
-        tokens.append(token)
-        logprobs.append(float(logprob[0]))
-        put(detokenizer.add(token))
-        if detokenizer.stopped:
-            break
-        if len(tokens) < max_tokens:
-            logits = run(decoder, model, cache, [token])
-    put(detokenizer.flush())
+        logits = run(decoder, model, cache, [picked.token])
     ended = time.perf_counter()
     rate = (len(tokens) - 1) / (ended - first_at) if len(tokens) > 1 else 0.0
+    assert piece.finish_reason in ("stop", "length")
     return Generated(
-        "".join(shown), tuple(tokens), tuple(logprobs), len(prompt), "stop" if detokenizer.stopped else finish,
-        first_at - began, rate,
-    )  # fmt: skip
+        "".join(shown), tuple(tokens), tuple(logprobs), len(prompt), piece.finish_reason, first_at - began, rate
+    )
 
 
 def prefill(decoder: Transformer, model: LoadedModel, cache: Cache, prompt: Sequence[int]) -> Tensor:

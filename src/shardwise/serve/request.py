@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Form = Literal["json", "json_schema", "regex"]
 MAX_LOGPROBS = 20
 
 
@@ -29,6 +30,7 @@ class SamplingParams:
     ignore_eos: the model's own end tokens are tokens like others.
     logprobs: how many of the most probable tokens are told beside the chosen one, with their log-probabilities under
     the logits as they came; None: none, not even that of the chosen. prompt_logprobs: the same of the prompt's tokens.
+    structure: what all of the answer must follow: a JSON schema or a regex, as text, or any JSON object ("json", "").
     """
 
     temperature: float = 1.0
@@ -48,6 +50,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structure: tuple[Form, str] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))

@@ -48,7 +48,7 @@ class QueueFull(Exception):
 
     def __init__(self, num_waiting: int, retry_after_s: int) -> None:
         super().__init__(f"{num_waiting} requests are waiting already; try again in {retry_after_s} s")
-        self.retry_after_s = retry_after_s
+        self.num_waiting, self.retry_after_s = num_waiting, retry_after_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,260 @@
+"""The engine: a step anyone can recite. Requests come and go between steps.
+
+It knows nothing of processes, clients or HTTP: what is made goes out as pieces, under the name by which a request came
+in.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelConfig
+from shardwise.model.tokenizer import Tokenizer
+from shardwise.serve.answer import Answer, end_ids
+from shardwise.serve.batch import Batch, Part
+from shardwise.serve.link import Stats
+from shardwise.serve.logprobs import log_probabilities
+from shardwise.serve.penalties import Sampling, check_ids
+from shardwise.serve.request import Ask, Logprob, Piece
+from shardwise.serve.runner import Ran
+from shardwise.serve.sampler import Picked, pick
+from shardwise.serve.scheduler import QueueFull, Scheduler
+from shardwise.serve.sequence import Request
+from shardwise.serve.structure import Structure, Structures
+
+RATE_KEPT = 0.9
+"""Of the measured rate of tokens, from step to step."""
+
+Named = tuple[int, Piece]
+"""The name of a request, and a piece of it."""
+
+
+class Runs(Protocol):
+    """A runner, or one that tells the other ranks first."""
+
+    def run(self, batch: Batch) -> Ran: ...
+    def embed(self, tokens: Sequence[int]) -> list[float]: ...
+    def keep_alive(self) -> None: ...
+
+
+@dataclass
+class Job:
+    """A request under way: its n answers by id, each with what it takes to choose its tokens."""
+
+    name: int
+    ask: Ask
+    request: Request
+    samplings: dict[int, Sampling]
+    answers: dict[int, Answer]
+    structures: dict[int, Structure]
+    """Of those that must follow one."""
+    prompt: dict[int, Logprob] = field(default_factory=dict)
+    """By position, of those that asked for the log-probabilities of their prompt."""
+
+
+class Engine:
+    """Everything of a model that answers requests but the process it lives in."""
+
+    def __init__(
+        self, config: ModelConfig, tokenizer: Tokenizer, runner: Runs, scheduler: Scheduler, max_len: int
+    ) -> None:
+        self.config, self.tokenizer, self.runner, self.scheduler = config, tokenizer, runner, scheduler
+        self.max_len = max_len
+        self.jobs: dict[int, Job] = {}
+        """By the name of a request."""
+        self.job_of: dict[int, Job] = {}
+        """By the id of a sequence."""
+        self.structures: Structures | None = None
+        self.compiling: dict[int, tuple[Ask, Future[Structure]]] = {}
+        """By name, those that wait for their structure."""
+        self.num_steps = self.num_prompt_tokens = self.num_generated_tokens = self.num_failures = 0
+        self.tokens_per_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.jobs)
+
+    def add(self, name: int, ask: Ask) -> None:
+        """Queue a request, or have its structure compiled first. Raises QueueFull, and ValueError for one that can
+        never be served."""
+        self.check(ask)
+        if ask.params.structure is None:
+            self.begin(name, ask)
+        else:
+            self.structures = self.structures or Structures(self.tokenizer, self.config.vocab_size)
+            self.compiling[name] = ask, self.structures.compile(*ask.params.structure)
+
+    def begin_compiled(self) -> list[tuple[int, Exception]]:
+        """Queue those whose structure has been compiled; returns those that are refused, and why."""
+        refused: list[tuple[int, Exception]] = []
+        for name, (ask, structure) in list(self.compiling.items()):
+            if structure.done():
+                del self.compiling[name]
+                try:
+                    self.begin(name, ask, structure.result())
+                except (ValueError, QueueFull) as error:
+                    refused.append((name, error))
+        return refused
+
+    def begin(self, name: int, ask: Ask, structure: Structure | None = None) -> None:
+        params, room = ask.params, self.max_len - len(ask.tokens)
+        most = room if params.max_tokens is None else params.max_tokens
+        scheduler, scores = self.scheduler, params.prompt_logprobs is not None
+        request = Request(scheduler.next_id, list(ask.tokens), most, ask.priority, ask.salt, params.n, scores)
+        scheduler.add(request, self.tokens_per_s)
+        ends = end_ids(params, self.tokenizer.eos_ids)
+        samplings = {id: Sampling(params, ask.tokens, ends, index) for index, id in enumerate(request.ids)}
+        answers = {id: Answer(self.tokenizer, params, room, index) for index, id in enumerate(request.ids)}
+        structures = {id: structure.fork() for id in request.ids} if structure is not None else {}
+        self.jobs[name] = job = Job(name, ask, request, samplings, answers, structures)
+        self.job_of |= dict.fromkeys(request.ids, job)
+        self.num_prompt_tokens += len(ask.tokens)
+
+    def check(self, ask: Ask) -> None:
+        params, vocab_size, num_prompt = ask.params, self.config.vocab_size, len(ask.tokens)
+        check_ids(params, vocab_size)
+        if num_prompt and (min(ask.tokens) < 0 or max(ask.tokens) >= vocab_size):
+            raise ValueError(f"the prompt has ids beyond the vocabulary, which has {vocab_size}")
+        wanted = params.max_tokens or 1
+        if num_prompt + wanted > self.max_len:
+            room = self.max_len - num_prompt
+            works = f"max_tokens={room} works" if room > 0 else f"a prompt of {self.max_len - 1} tokens works"
+            raise ValueError(
+                f"{num_prompt} prompt tokens and {wanted} new ones are more than the {self.max_len} that a request may "
+                f"have; {works}"
+            )
+
+    def abort(self, name: int) -> None:
+        """End a request whose client has left. One that has ended is ignored."""
+        self.compiling.pop(name, None)
+        if (job := self.jobs.get(name)) is not None:
+            self.scheduler.abort(job.request)
+            self.forget(job)
+
+    def forget(self, job: Job) -> None:
+        del self.jobs[job.name]
+        for id in job.request.ids:
+            self.job_of.pop(id, None)
+
+    def step(self) -> list[Named]:
+        """Run one batch; what came of it."""
+        began = time.perf_counter()
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return []
+        ran, pieces = self.run(batch)
+        picked = self.pick(batch, ran)
+        tokens = {id: [0 if each.token is None else each.token for each in row] for id, row in picked.items()}
+        chosen = {id: iter(row) for id, row in picked.items()}
+        for each in self.scheduler.commit(batch, tokens):
+            job = self.job_of[each.id]
+            source = each.id if each.id in chosen else job.request.id
+            pieces.append((job.name, self.advance(job, each.id, next(chosen[source]))))
+        for name in [name for name, job in self.jobs.items() if not job.answers]:
+            self.forget(self.jobs[name])
+        self.count(batch, len(pieces), time.perf_counter() - began)
+        return pieces
+
+    def run(self, batch: Batch) -> tuple[Ran, list[Named]]:
+        """A batch that fails is run part by part, so that a request that fails inside the model fails alone."""
+        try:
+            return self.runner.run(batch), []
+        except RuntimeError as error:
+            if type(error).__name__ == "CollectiveFailed":
+                raise
+        logits: dict[int, Tensor] = {}
+        scores: dict[int, list[Tensor]] = {}
+        pieces: list[Named] = []
+        for part in batch.parts:
+            try:
+                ran = self.runner.run(Batch((part,), ()))
+                logits |= ran.logits
+                scores |= ran.scores
+            except RuntimeError:
+                pieces += self.fail(self.job_of[part.id])
+        return Ran(logits, scores), pieces
+
+    def fail(self, job: Job) -> Iterator[Named]:
+        """End all answers of a request with an error."""
+        self.scheduler.abort(job.request)
+        self.forget(job)
+        self.num_failures += 1
+        for answer in job.answers.values():
+            yield job.name, answer.end("error")
+
+    def pick(self, batch: Batch, ran: Ran) -> dict[int, list[Picked]]:
+        """The next tokens of each part that samples: n of the one that forks."""
+        rows: list[Tensor] = []
+        samplings: list[Sampling] = []
+        allowed: list[Tensor | None] = []
+        sampled = [part for part in batch.parts if part.samples and part.id in ran.logits]
+        for part in batch.parts:
+            if part.id in self.job_of and part.id in ran.scores:
+                self.score(self.job_of[part.id], part, ran.scores[part.id])
+        for part in sampled:
+            job = self.job_of[part.id]
+            ids = job.request.ids if part.samples > 1 else (part.id,)
+            rows += [ran.logits[part.id]] * part.samples
+            samplings += [job.samplings[id] for id in ids]
+            allowed += [job.structures[id].allowed() if job.structures else None for id in ids]
+        picked = iter(pick(torch.stack(rows), samplings, allowed)) if rows else iter(())
+        return {part.id: [next(picked) for _ in range(part.samples)] for part in sampled}
+
+    def score(self, job: Job, part: Part, chunks: Sequence[Tensor]) -> None:
+        """Take down the log-probabilities of a part's own tokens, each under the logits of the one before it."""
+        asked = job.ask.params.prompt_logprobs
+        assert asked is not None
+        at = 0
+        for logits in chunks:
+            following = part.tokens[at + 1 : at + 1 + len(logits)]
+            for offset, logprob in enumerate(log_probabilities(logits, following, [asked] * len(following)), 1):
+                job.prompt[part.start + at + offset] = logprob
+            at += len(logits)
+
+    def advance(self, job: Job, id: int, picked: Picked) -> Piece:
+        """One more token of an answer."""
+        answer = job.answers[id]
+        first = answer.num_tokens == 0 and answer.index == 0
+        if picked.token is None:
+            self.num_failures += 1
+            piece = answer.end("error")
+        else:
+            job.samplings[id].add(picked.token)
+            if job.structures:
+                job.structures[id].add(picked.token)
+            piece = answer.add(picked.token, picked.logprob)
+        if first:
+            scores = (
+                tuple(job.prompt[at] for at in sorted(job.prompt))
+                if job.ask.params.prompt_logprobs is not None
+                else None
+            )
+            piece = replace(piece, prompt=scores, num_cached_tokens=job.request.num_found)
+        if piece.finish_reason is not None:
+            self.scheduler.finish(id)
+            del job.answers[id]
+        return piece
+
+    def count(self, batch: Batch, num_tokens: int, seconds: float) -> None:
+        self.num_steps += 1
+        self.num_generated_tokens += num_tokens
+        rate = sum(len(part.tokens) for part in batch.parts) / seconds
+        self.tokens_per_s = rate if not self.tokens_per_s else RATE_KEPT * self.tokens_per_s + (1 - RATE_KEPT) * rate
+
+    def embed(self, tokens: Sequence[int]) -> list[float]:
+        """The mean of the last hidden states, of length 1. Raises ValueError for what is too long."""
+        if not 0 < len(tokens) <= self.max_len:
+            raise ValueError(f"an input must have 1 to {self.max_len} tokens, not {len(tokens)}")
+        return self.runner.embed(tokens)
+
+    def stats(self) -> Stats:
+        now, pages = self.scheduler.counters(), self.scheduler.pages.counts()
+        return Stats(
+            now.num_waiting, now.num_running, now.num_preemptions, pages.free, pages.used, pages.cached,
+            self.num_prompt_tokens, self.num_generated_tokens, self.num_steps,
+        )  # fmt: skip

@@ -1,0 +1,251 @@
+"""The engine's own process, or those of its tensor ranks: loads the model, hands out what memory there is to pages, and
+then steps while there is work.
+
+The first rank talks to the server over one connection and tells the others every batch before it runs it. When the
+server is gone, all end.
+"""
+
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from shardwise.model.load import load_weights, read_config
+from shardwise.model.tokenizer import check_vocabulary, load_tokenizer
+from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks
+from shardwise.parallel.mesh import make_mesh
+from shardwise.params import model_specs
+from shardwise.serve.batch import Batch, Part
+from shardwise.serve.engine import Engine
+from shardwise.serve.pages import Pages
+from shardwise.serve.request import Ask
+from shardwise.serve.runner import Ran, Runner
+from shardwise.serve.scheduler import Limits, QueueFull, Scheduler
+from shardwise.serve.settings import EngineSettings
+from shardwise.train.bench import reset_peaks
+from shardwise.train.metrics import peak_memory_bytes
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPILING_S = 0.005
+"""How often it is looked whether a structure has been compiled, if there is nothing else to do."""
+IDLE_S = 30.0
+"""Ranks that wait for a batch are told this often that there is none, or their collective would time out."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the server needs to know of an engine that has started."""
+
+    max_len: int
+    num_pages: int
+    page_tokens: int
+
+
+def main(settings: EngineSettings, address: str, failure: Connection) -> None:
+    """Entry of the engine's process. Why it failed is sent as a sentence."""
+    for number in STOP_SIGNALS:  # a terminal and `kill` reach all processes; the server alone decides
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        run_ranks(serve, settings.layout.world_size, settings, address)
+    except Exception as error:
+        failure.send((type(error).__name__, str(error)))
+        raise SystemExit(1) from None
+
+
+def serve(place: Place, settings: EngineSettings, address: str) -> None:
+    """Of one rank, until the server closes the connection."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    server = connect(address) if place.rank == 0 else None
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if server is not None:
+            server.send(("phase", name, time.perf_counter() - began))
+
+    runner, num_pages, max_len = start(place, settings, phase)
+    if server is None:
+        follow(runner)
+        return
+    scheduler = Scheduler(Pages(num_pages, settings.page_tokens), limits_of(settings))
+    tokenizer = load_tokenizer(settings.model)
+    engine = Engine(runner.config, tokenizer, Leader(runner), scheduler, max_len)
+    server.send(("ready", Ready(max_len, num_pages, settings.page_tokens)))
+    try:
+        converse(server, engine)
+    except (EOFError, OSError):
+        pass  # the server is gone
+    finally:
+        Leader(runner).tell(None)
+
+
+def connect(address: str) -> Connection:
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(address)
+    return Connection(link.detach())
+
+
+def limits_of(settings: EngineSettings) -> Limits:
+    return Limits(settings.max_batch_tokens, settings.max_running, settings.max_queued)
+
+
+# -- starting -----------------------------------------------------------------------------------------------
+
+
+def start(
+    place: Place, settings: EngineSettings, phase: Callable[[str], Any] = lambda name: nullcontext()
+) -> tuple[Runner, int, int]:
+    """(runner, pages, longest request). Raises ValueError for what does not fit, with what does."""
+    config = read_config(settings.model)
+    for problem in settings.layout.problems(config):
+        raise ValueError(f"layout {settings.layout}: {problem}")
+    max_len = settings.max_len or config.max_positions
+    if max_len > config.max_positions:
+        raise ValueError(f"max_len {max_len} is more than the model's {config.max_positions} positions")
+    mesh = make_mesh(settings.layout, place.rank, place.device, config.num_kv_heads)
+    dtype = DTYPES[settings.dtype]
+    with phase("weights"):
+        check_vocabulary(load_tokenizer(settings.model), config.vocab_size)
+        coord = settings.layout.coord(place.rank)
+        weights = load_weights(settings.model, config, model_specs(config), settings.layout, coord, dtype, place.device)
+        runner = Runner(config, weights, mesh, dtype, settings.page_tokens)
+    with phase("one full batch, for its memory"):
+        free_bytes = available_bytes(place.device) - batch_bytes(runner, settings)
+    with phase("pages"):
+        num_pages = choose_pages(runner, settings, max_len, int(mesh.world.max(-free_bytes)[0]) * -1)
+        runner.make_pages(num_pages)
+    return runner, num_pages, max_len
+
+
+def batch_bytes(runner: Runner, settings: EngineSettings) -> int:
+    """What a batch as large as they come takes while it runs, measured."""
+    length = min(settings.max_batch_tokens, runner.config.max_positions)
+    num_pages = -(-length // settings.page_tokens)
+    runner.make_pages(num_pages)
+    device = runner.mesh.device
+    reset_peaks(device)
+    before = peak_memory_bytes(device)
+    tokens = tuple(token % runner.config.vocab_size for token in range(length))
+    runner.run(Batch((Part(0, tokens, 0, tuple(range(num_pages)), 1, False),), ()))
+    return max(0, peak_memory_bytes(device) - before)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that pages may take: most of what a GPU has left, half of what a machine has, which others use too."""
+    if device.type == "cuda":
+        return int(0.92 * torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo") as file:
+        told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    return told["MemAvailable"] // 2
+
+
+def choose_pages(runner: Runner, settings: EngineSettings, max_len: int, free_bytes: int) -> int:
+    """As many as all requests that run at a time could ever fill, or as memory has room for. Raises ValueError if that
+    is not one request of `max_len`."""
+    per_request = -(-max_len // settings.page_tokens)
+    room_bytes = free_bytes if settings.kv_bytes is None else settings.kv_bytes
+    fitting = max(0, room_bytes) // runner.page_bytes
+    if fitting < per_request:
+        works = fitting * settings.page_tokens
+        hint = f"--max-len {works} fits" if works >= 2 else "a smaller model, or more memory, works"
+        raise ValueError(
+            f"a request of {max_len} tokens needs {per_request * runner.page_bytes / 1e9:,.3g} GB of KV cache on each "
+            f"rank, which has {room_bytes / 1e9:,.3g} GB for it; {hint}"
+        )
+    return fitting if settings.kv_bytes is not None else min(fitting, per_request * settings.max_running)
+
+
+# -- ranks --------------------------------------------------------------------------------------------------
+
+Command = tuple[str, Any] | None
+"""What the ranks do together: ("run", batch), ("embed", tokens), ("wait", None); None: end."""
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Rank 0's runner: what it does, it tells the others to do as well."""
+
+    runner: Runner
+
+    def run(self, batch: Batch) -> Ran:
+        self.tell(("run", batch))
+        return self.runner.run(batch)
+
+    def embed(self, tokens: Sequence[int]) -> list[float]:
+        self.tell(("embed", list(tokens)))
+        return self.runner.embed(tokens)
+
+    def keep_alive(self) -> None:
+        self.tell(("wait", None))
+
+    def tell(self, command: Command) -> None:
+        axis = self.runner.mesh.tp
+        if axis.size > 1:
+            axis.broadcast(pickle.dumps(command))
+
+
+def follow(runner: Runner) -> None:
+    """Every other rank: what it is told, until the end."""
+    while (command := pickle.loads(runner.mesh.tp.broadcast(None))) is not None:
+        what, given = command
+        try:
+            if what == "run":
+                runner.run(given)
+            elif what == "embed":
+                runner.embed(given)
+        except Exception as error:
+            if type(error).__name__ == "CollectiveFailed":
+                raise
+            # rank 0 met it too, and decides what becomes of the batch
+
+
+# -- talking to the server ----------------------------------------------------------------------------------
+
+
+def converse(server: Connection, engine: Engine) -> None:
+    """Take what comes between steps; wait for it where there is nothing to do."""
+    while True:
+        while server.poll(0 if engine.has_work else COMPILING_S if engine.compiling else IDLE_S):
+            answer(server, engine, server.recv())
+        for name, error in engine.begin_compiled():
+            refuse(server, name, error)
+        if engine.has_work:
+            if pieces := engine.step():
+                server.send(("pieces", pieces))
+        elif not engine.compiling:
+            engine.runner.keep_alive()
+
+
+def answer(server: Connection, engine: Engine, message: tuple[Any, ...]) -> None:
+    what, name, *given = message
+    try:
+        if what == "add":
+            (ask,) = given
+            assert isinstance(ask, Ask)
+            engine.add(name, ask)
+        elif what == "abort":
+            engine.abort(name)
+        elif what == "embed":
+            server.send(("answer", name, engine.embed(*given)))
+        else:
+            assert what == "stats"
+            server.send(("answer", name, engine.stats()))
+    except (ValueError, QueueFull) as error:
+        refuse(server, name, error)
+
+
+def refuse(server: Connection, name: int, error: Exception) -> None:
+    if isinstance(error, QueueFull):
+        server.send(("full", name, (error.num_waiting, error.retry_after_s)))
+    else:
+        server.send(("refused", name, str(error)))

@@ -1,0 +1,134 @@
+"""When an answer ends and what is shown of it, against the definition on text whose every letter is a token."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shardwise.model.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from shardwise.serve.answer import Answer, end_ids
+from shardwise.serve.request import FinishReason, Logprob, Piece, SamplingParams
+from smollm2 import smollm2_gguf
+
+BYTES = byte_tokenizer()
+EOS = 256
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from([None, 6, 9]),
+    min_tokens=st.integers(0, 5),
+    stop=st.lists(st.text("ab", min_size=1, max_size=3), max_size=3).map(tuple),
+    stop_token_ids=st.sampled_from([(), (ord("c"),), (ord("c"), EOS)]),
+    ignore_eos=st.booleans(),
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    num_tokens: int
+    text: str
+    reason: FinishReason | None
+    stopped_by: str | int | None = None
+
+
+def by_definition(tokens: list[int], params: SamplingParams, room: int) -> Ended:
+    """The rules one after another at every token; an end token that is not one here is special and has no text."""
+    text = ""
+    for num, token in enumerate(tokens, 1):
+        may_stop = num > params.min_tokens
+        if may_stop and token == EOS and not params.ignore_eos:
+            return Ended(num, text, "stop")
+        if may_stop and token in params.stop_token_ids:
+            return Ended(num, text, "stop", token)
+        new = "" if token == EOS else chr(token)
+        text += new
+        complete = sorted((each for each in params.stop if new and text.endswith(each)), key=len)
+        if may_stop and complete:
+            return Ended(num, text[: -len(complete[-1])], "stop", complete[-1])
+        if num == room or num == params.max_tokens:
+            return Ended(num, text, "length")
+    return Ended(len(tokens), text, None)
+
+
+def take(answer: Answer, tokens: list[int]) -> list[Piece]:
+    """The pieces of `tokens` up to the end."""
+    pieces = []
+    for token in tokens:
+        pieces.append(answer.add(token, Logprob(token, -1.0)))
+        if answer.finish_reason is not None:
+            break
+    return pieces
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+@given(
+    tokens=st.lists(st.sampled_from([*b"aabbc", EOS]), min_size=1, max_size=12), params=PARAMS, room=st.integers(1, 12)
+)
+@example([*b"ab"], SamplingParams(stop=("ab",), min_tokens=1), 9)  # begins before min_tokens, ends after: it counts
+@example([*b"abb"], SamplingParams(stop=("ab", "abb", "bb"), min_tokens=2), 9)
+@example([*b"aaa"], SamplingParams(stop=("aa",), min_tokens=2), 9)
+@example([*b"ab"], SamplingParams(stop=("ab",), min_tokens=2, max_tokens=2), 9)
+@settings(max_examples=400)
+def test_an_answer_by_definition(tokens: list[int], params: SamplingParams, room: int) -> None:
+    expected = by_definition(tokens, params, room)
+    answer = Answer(BYTES, params, room, index=3)
+    pieces = take(answer, tokens)
+    assert (answer.num_tokens, answer.finish_reason) == (expected.num_tokens, expected.reason)
+    assert [token for piece in pieces for token in piece.tokens] == tokens[: expected.num_tokens]
+    assert [each.id for piece in pieces for each in piece.logprobs] == tokens[: expected.num_tokens]
+    assert (pieces[-1].finish_reason, pieces[-1].stopped_by) == (expected.reason, expected.stopped_by)
+    assert all(piece.finish_reason is None and piece.stopped_by is None for piece in pieces[:-1])
+    if expected.reason is None:
+        assert expected.text.startswith(text_of(pieces))
+        pieces.append(answer.end("abort"))
+        assert pieces[-1].finish_reason == "abort" and pieces[-1].tokens == ()
+    assert text_of(pieces) == expected.text and {piece.index for piece in pieces} == {3}
+
+
+def test_what_can_end_an_answer() -> None:
+    params = SamplingParams(stop_token_ids=(7, 9))
+    assert end_ids(params, {1, 7}) == {1, 7, 9} == Answer(replace(BYTES, eos_ids=frozenset({1, 7})), params, 5).end_ids
+    assert end_ids(replace(params, ignore_eos=True), {1, 2}) == {7, 9}
+
+
+def pieces_of(tokenizer: Tokenizer, text: str, **fields: Any) -> list[Piece]:
+    params = SamplingParams(**{"max_tokens": None, **fields})
+    return take(Answer(tokenizer, params, 100), tokenizer.encode(text))
+
+
+def test_real_tokens_reach_over_the_borders_of_stop_strings() -> None:
+    """Tokens that hold several letters: the text is cut inside one, and the token counts."""
+    tokenizer = load_tokenizer(smollm2_gguf())
+    tokens = tokenizer.encode("The capital of France")
+    pieces = pieces_of(tokenizer, "The capital of France", stop=("tal o", "x"))
+    assert text_of(pieces) == "The capi" and pieces[-1].stopped_by == "tal o"
+    assert [token for piece in pieces for token in piece.tokens] == tokens[:3]
+    later = pieces_of(tokenizer, "The capital of France", stop=("api", "l of", "nce"), min_tokens=3)
+    assert text_of(later) == "The capital of Fra" and later[-1].stopped_by == "nce"
+    end = next(iter(tokenizer.eos_ids))
+    answer = Answer(tokenizer, SamplingParams(stop=("capitals",)), 100)
+    pieces = take(answer, [*tokens[:2], end])
+    assert [piece.text for piece in pieces] == ["The", " ", "capital"] and pieces[-1].finish_reason == "stop"
+
+
+def test_a_special_token_that_ends_nothing_is_shown_if_wanted() -> None:
+    params = SamplingParams(ignore_eos=True, max_tokens=2)
+    shown = [text_of(take(Answer(BYTES, params, 9, skip_special=skip), [65, EOS])) for skip in (True, False)]
+    assert shown == ["A", "A<|endoftext|>"]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_waited_is_shown_when_a_request_ends_early(reason: FinishReason) -> None:
+    answer = Answer(BYTES, SamplingParams(stop=("ABC",)), 9)
+    assert text_of(take(answer, [*b"xAB", 0xE2])) == "x"
+    assert answer.end(reason) == Piece(0, "AB�", finish_reason=reason) and answer.finish_reason == reason
+    with pytest.raises(AssertionError, match="has ended"):
+        answer.add(65)
+
+
+def test_a_token_without_a_log_probability() -> None:
+    assert Answer(BYTES, SamplingParams(), 9).add(65) == Piece(0, "A", (65,))

@@ -1,0 +1,62 @@
+"""Log-probabilities against log_softmax in fp64 and a stable sort."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise.serve.logprobs import log_probabilities, most_probable
+from shardwise.serve.penalties import Sampling
+from shardwise.serve.request import Logprob, SamplingParams
+from shardwise.serve.sampler import pick
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_log_probabilities_are_of_the_logits_as_they_came(dtype: torch.dtype) -> None:
+    """Against log_softmax in fp64 of the same (rounded) logits: within 1e-5, whatever is changed or filtered."""
+    logits = (5 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(2))).to(dtype)
+    given_logits = logits.clone()
+    filters: dict[str, Any] = {"top_p": 0.9, "repetition_penalty": 1.5, "logit_bias": {3: 20}, "logprobs": 5}
+    params = [SamplingParams(temperature=0.3 * row, top_k=row, seed=row, **filters) for row in range(8)]
+    expected = logits.double().log_softmax(-1)
+    for row, picked in enumerate(pick(logits, [Sampling(each, [5, 6]) for each in params])):
+        assert picked.logprob and picked.logprob.id == picked.token
+        assert picked.logprob.logprob == pytest.approx(float(expected[row, picked.token]), abs=1e-5)
+        assert_top(picked.logprob, logits[row], 5)
+    assert torch.equal(logits, given_logits)
+
+
+def assert_top(told: Logprob, logits: Tensor, num_top: int) -> None:
+    """The first of a stable sort, with log-probabilities within 1e-5."""
+    order = logits.float().argsort(descending=True, stable=True)[:num_top].tolist()
+    assert [id for id, _ in told.top] == order
+    expected = logits.double().log_softmax(-1)[order].tolist()
+    assert [logprob for _, logprob in told.top] == pytest.approx(expected, abs=1e-5)
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 3), min_size=9, max_size=9), min_size=1, max_size=4), k=st.integers(1, 10))
+def test_the_most_probable_of_equal_ones_have_the_lowest_ids(rows: list[list[int]], k: int) -> None:
+    logits = torch.tensor(rows).float()
+    assert most_probable(logits, k) == logits.argsort(dim=-1, descending=True, stable=True)[:, :k].tolist()
+
+
+def test_log_probabilities_of_a_prompt() -> None:
+    """Of the tokens that are there, not chosen: rows with and without the most probable beside them."""
+    logits = 3 * torch.randn(70, 500, generator=torch.Generator().manual_seed(13))
+    tokens = torch.randint(500, (70,), generator=torch.Generator().manual_seed(14)).tolist()
+    told = log_probabilities(logits, tokens, [row % 4 for row in range(70)])
+    expected = logits.double().log_softmax(-1)
+    for row, each in enumerate(told):
+        assert each.id == tokens[row] and each.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
+        assert_top(each, logits[row], row % 4)
+
+
+def test_log_probabilities_are_told_to_those_who_ask() -> None:
+    asked = [SamplingParams(logprobs=num) for num in (None, 0, 2)]
+    none, zero, two = pick(torch.randn(3, 20), [Sampling(each) for each in asked])
+    assert (
+        none.logprob is None and zero.logprob and zero.logprob.top == () and two.logprob and len(two.logprob.top) == 2
+    )

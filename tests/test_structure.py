@@ -1,0 +1,97 @@
+"""Structured output on the real vocabulary: whatever is drawn from what is allowed follows the schema or the regex."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shardwise.model.tokenizer import Tokenizer, load_tokenizer
+from shardwise.serve.answer import Answer
+from shardwise.serve.penalties import Sampling
+from shardwise.serve.request import SamplingParams
+from shardwise.serve.sampler import pick
+from shardwise.serve.structure import Structure, Structures
+from smollm2 import smollm2_gguf
+
+pytest.importorskip("llguidance")
+VOCAB = 49152
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "ages": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(smollm2_gguf())
+
+
+@pytest.fixture(scope="module")
+def structures(tokenizer: Tokenizer) -> Iterator[Structures]:
+    made = Structures(tokenizer, VOCAB)
+    yield made
+    made.close()
+
+
+def drawn(structure: Structure, tokenizer: Tokenizer, seed: int, num_tokens: int = 200) -> tuple[str, str | None]:
+    """What a model says that knows nothing but that it should come to an end, and why it ended."""
+    ends = {id: 9.0 for id in (*tokenizer.eos_ids, *tokenizer.encode("]}"))}
+    params = SamplingParams(seed=seed, max_tokens=num_tokens, logit_bias=ends)
+    answer = Answer(tokenizer, params, num_tokens)
+    sampling, text = Sampling(params), ""
+    while answer.finish_reason is None:
+        (picked,) = pick(torch.zeros(1, VOCAB), [sampling], [structure.allowed()])
+        assert picked.token is not None
+        sampling.add(picked.token)
+        structure.add(picked.token)
+        text += answer.add(picked.token).text
+    return text, answer.finish_reason
+
+
+def test_a_schema_is_followed(structures: Structures, tokenizer: Tokenizer) -> None:
+    """Five answers forked from one compilation."""
+    start = structures.compile("json_schema", json.dumps(SCHEMA)).result()
+    for seed in range(5):
+        text, reason = drawn(start.fork(), tokenizer, seed)
+        assert reason == "stop" and not re.search(r"\s{41}", text)
+        told = json.loads(text)
+        assert told.keys() == {"name", "ages"} and told["name"] in ("Ann", "Bob")
+        assert all(isinstance(age, int) for age in told["ages"])
+
+
+def test_a_regex_is_followed_to_its_end(structures: Structures, tokenizer: Tokenizer) -> None:
+    for seed in range(5):
+        text, reason = drawn(structures.compile("regex", r"[a-f]{3}-(yes|no)-[0-9]{2}").result(), tokenizer, seed)
+        assert reason == "stop" and re.fullmatch(r"[a-f]{3}-(yes|no)-[0-9]{2}", text)
+
+
+def test_any_object(structures: Structures, tokenizer: Tokenizer) -> None:
+    structure = structures.compile("json").result()
+    for token in tokenizer.encode('{"a": [1, {"b": null}]}'):
+        assert allows(structure, token)
+        structure.add(token)
+    assert all(allows(structure, end) for end in tokenizer.eos_ids)
+
+
+def allows(structure: Structure, token: int) -> bool:
+    return bool(int(structure.allowed()[token // 32]) >> token % 32 & 1)
+
+
+def test_after_a_token_that_was_not_allowed_nothing_is(structures: Structures, tokenizer: Tokenizer) -> None:
+    structure = structures.compile("json").result()
+    structure.add(tokenizer.encode("x")[0])
+    assert not structure.allowed().any() and len(structure.allowed()) == VOCAB // 32
+    assert pick(torch.zeros(1, VOCAB), [Sampling(SamplingParams())], [structure.allowed()])[0].token is None
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [("regex", "a+["), ("json_schema", "{"), ("json_schema", '{"type": "objec"}'), ("json_schema", "3")],
+)
+def test_what_cannot_be_used_is_a_sentence(structures: Structures, form: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^the {form} cannot be used: [^\n]+$"):
+        structures.compile(form, text).result()  # type: ignore[arg-type]
