@@ -2,7 +2,7 @@
 really saves."""
 
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -29,7 +29,6 @@ from shardwise.parallel.apply import seams_of
 from shardwise.parallel.context import make_attend
 from shardwise.parallel.mesh import make_mesh
 from shardwise.parallel.pipeline import Pipeline
-from shardwise.parallel.schedules import rank_actions
 from shardwise.parallel.zero import Store
 from shardwise.params import boxes, model_specs, units
 from shardwise.plan.activations import (
@@ -37,8 +36,8 @@ from shardwise.plan.activations import (
     activation_bytes,
     block_bytes,
     head_bytes,
+    head_gradient_bytes,
     logits_bytes,
-    most_held,
     saved_tensors,
     share_of,
 )
@@ -111,7 +110,8 @@ def test_the_table_of_the_docstring(t: int, sp: bool, each: int, head_dim: int, 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 def test_the_first_stage_of_a_pipeline_keeps_what_one_rank_would(p: int) -> None:
-    """p micro-batches of L / p layers (section 4.2.3), with 1f1b; later stages one less each, with gpipe all do."""
+    """p micro-batches of L / p layers (section 4.2.3), with 1f1b; later stages one less each, with gpipe all do.
+    Besides, what goes to other stages: up for as long, down until the end of the step, of all before the last peak."""
     config, microbatch = gpt(96, 12_288, 96), MicroBatchShape(1, 2048)
     block = block_bytes(config, share_of(config, Layout(), microbatch), 2)
 
@@ -119,14 +119,19 @@ def test_the_first_stage_of_a_pipeline_keeps_what_one_rank_would(p: int) -> None
         return activation_bytes(config, Layout.parse(short), stage, microbatch, 2)
 
     head = head_bytes(config, share_of(config, Layout(), microbatch), 2)
-    schedule = ".1f1b" if p > 1 else ""
-    layout = f"pp{p}{schedule}.m64"
-    assert kept(layout, 0) == 96 * block + (head if p == 1 else 0)
-    assert [kept(layout, stage) for stage in range(1, p - 1)] == [(p - i) * 96 // p * block for i in range(1, p - 1)]
-    if p > 1:
-        assert kept(layout, p - 1) == 96 // p * block + head
-        assert kept(f"pp{p}.gpipe.m3", 0) == 3 * 96 // p * block
-        assert kept(f"pp{p}.1f1b", 0) == 96 // p * block, "no more than there are"
+    blocks = [96 // p] * p
+    shares = f".l{'-'.join(map(str, blocks))}" if p > 1 else ""
+    layout = f"pp{p}.1f1b{shares}.m64" if p > 1 else "dp1.m64"
+    given = 2048 * 12_288 * 2
+    if p == 1:
+        assert kept(layout, 0) == 96 * block + head
+        return
+    assert kept(layout, 0) == 96 * block + p * given
+    for stage in range(1, p):
+        held = (p - stage) * (blocks[stage] * block + given) + (64 - (p - stage)) * given
+        assert kept(layout, stage) == held + (head - given if stage == p - 1 else 0)
+    assert kept(f"pp{p}.gpipe.m3{shares}", 0) == 3 * (blocks[0] * block + given)
+    assert kept(f"pp{p}.1f1b{shares}", 0) == blocks[0] * block + given, "no more than there are"
 
 
 def test_llama_by_hand() -> None:
@@ -272,8 +277,8 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 class Keeping:
-    """Follows what a pipeline keeps in a step: what its graphs have saved, inputs of pieces, and tapes; apart from
-    weights, and from angles, of which there is one for all blocks."""
+    """Follows what a pipeline keeps in a step: what its graphs have saved, inputs of pieces, tapes, and what it has
+    sent; apart from weights, and from angles, of which there is one for all blocks."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.most = pipeline, Counter[str]()
@@ -298,7 +303,8 @@ class Keeping:
                            if tuple(x.shape) in shapes and not x.is_sparse)  # fmt: skip
         weights = storages(unit.weights for unit in store.units.values())
         apart = weights | storages(x for context in pipeline._contexts.values() for x in context.turned or ())
-        kept = storages([*(each.tensor for each in self.alive), *inputs, *owed])
+        sent = [*(x for x, _ in pipeline._leaving.values()), *pipeline._activations.values()]
+        kept = storages([*(each.tensor for each in self.alive), *inputs, *owed, *sent])
         sizes = {
             "activations": sum(size for at, size in kept.items() if at not in apart and at not in of_head),
             "gradient of the head": sum(size for at, size in of_head.items() if at not in apart),
@@ -329,10 +335,9 @@ def kept_on(rank: int, world: int, short: str, model: str, precision: str) -> tu
         take_step(program, mesh, batch, 0.0, 0.0)
     microbatch, stage = MicroBatchShape(2, SEQ_LEN), mesh.pp.rank
     share = share_of(config, layout, microbatch)
-    of_head = defaultdict(int, {layout.pp * layout.chunks - 1: share.vocab * share.hidden * dtype.itemsize})
     planned = {
         "activations": activation_bytes(config, layout, stage, microbatch, dtype.itemsize),
-        "gradient of the head": most_held(rank_actions(layout, stage), of_head, of_head),
+        "gradient of the head": head_gradient_bytes(layout, stage, share.vocab * share.hidden * dtype.itemsize),
     }
     return +keeping.most, +Counter(planned)
 

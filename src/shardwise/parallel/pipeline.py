@@ -103,7 +103,7 @@ class Pipeline:
         if action.kind == "F":
             self.forward(action, microbatches[action.microbatch])
         elif action.kind in "BI":
-            self.backward(action, scale)
+            self.backward(action, microbatches[action.microbatch], scale)
         elif action.kind == "W":
             self.weights_backward(action)
         elif action.kind == "RECV":
@@ -149,9 +149,11 @@ class Pipeline:
             self._contexts[at] = self.work.context(microbatch)
         return self._contexts[at]
 
-    def backward(self, action: Action, scale: float) -> None:
-        """B, or the first half of it."""
+    def backward(self, action: Action, microbatch: MicroBatch, scale: float) -> None:
+        """B, or the first half of it; of a piece that has no F, that as well."""
         key, piece = (action.stage, action.microbatch), self.work.pieces[action.piece]
+        if (action.piece, action.microbatch) not in self._saved:
+            self.forward(action, microbatch)
         saved = self._saved[action.piece, action.microbatch]
         self.store.need(piece.reads(action.kind))
         if saved.y is None:

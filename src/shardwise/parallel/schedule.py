@@ -42,11 +42,13 @@ class Action:
 @dataclass(frozen=True)
 class Piece:
     """A piece of compute, and the units of state whose weights it uses. A piece that only looks rows up has a backward
-    that does not read its weights."""
+    that does not read its weights. One `at_once` works its gradients out on the way forward, as the loss does, which
+    keeps no logits."""
 
     name: str
     units: tuple[str, ...]
     looks_up: bool = False
+    at_once: bool = False
 
     def reads(self, kind: Kind) -> tuple[str, ...]:
         """The units whose weights an action of this piece reads. W multiplies what F and I left, and reads none."""
@@ -58,7 +60,7 @@ def model_pieces(config: ModelConfig) -> tuple[Piece, ...]:
     embed = ("embed", "positions") if config.positions == "learned" else ("embed",)
     blocks = (Piece(f"blocks.{layer}", (f"blocks.{layer}",)) for layer in range(config.num_layers))
     head = ("final", "embed") if config.tied else ("final",)
-    return (Piece("embed", embed, looks_up=True), *blocks, Piece("head", head))
+    return (Piece("embed", embed, looks_up=True), *blocks, Piece("head", head, at_once=True))
 
 
 def stage_pieces(config: ModelConfig, layout: Layout) -> tuple[tuple[Piece, ...], ...]:
@@ -91,14 +93,21 @@ def lower(
     2; in stage 3 a unit is given back after each use that the next action does not share, with `keep` once no
     micro-batch that has used it is to come back. With `overlap` each GATHER and RECV starts one action early, to run
     beside that one.
+
+    In a pipeline a piece that does all its work at once does it in its backward, and has no F: between the two it would
+    keep its gradients, and other stages wait for what they need not.
     """
     of = {piece.name: piece for stage in stages for piece in stage}
-    compute = [replace(action, piece=piece.name) for action in actions for piece in in_order(action, stages)]
+    trains = any(action.kind != "F" for action in actions)
+    later = {piece.name for piece in of.values() if piece.at_once and trains and len(stages) > 1}
+    split = [[replace(action, piece=piece.name) for piece in in_order(action, stages)
+              if not (action.kind == "F" and piece.name in later)] for action in actions]  # fmt: skip
+    compute = [action for pieces in split for action in pieces]
     before: list[list[Action]] = [[] for _ in compute]
     after: list[list[Action]] = [[] for _ in compute]
     at = 0
-    for action in actions:
-        last = at + len(stages[action.stage]) - 1
+    for action, pieces in zip(actions, split, strict=True):
+        last = at + len(pieces) - 1
         received, sent = transfers(action, len(stages))
         if received is not None:
             before[max(0, at - 1) if overlap else at].append(received)

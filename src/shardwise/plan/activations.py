@@ -144,49 +144,67 @@ def owed_bytes(share: Share, element_bytes: int) -> int:
 def activation_bytes(
     config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
 ) -> int:
-    """The most that a pipeline rank keeps at a time. With `full` that may be while a block runs again: the head is
-    through by then, and if the backward is split, the blocks above wait for their W."""
+    """The most that a pipeline rank keeps at a time. What a stage gives to the next it keeps until the gradient comes
+    back, and what it gives to the one before until the end of the step. The head, in a pipeline, runs in its backward,
+    and with `full` so does each block, once the head is through; if the backward is split, those above wait for W."""
     share = share_of(config, layout, microbatch)
     block = block_bytes(config, share, element_bytes, layout.recompute)
-    head = head_bytes(config, share, element_bytes)
+    again = block_bytes(config, share, element_bytes) - block if layout.recompute == "full" else 0
+    head, left = head_bytes(config, share, element_bytes), owed_bytes(share, element_bytes)
     blocks = {s: len(layers) for s, layers in enumerate(stage_layers(config, layout))}
     last = len(blocks) - 1
-    whole = {s: number * block + (head if s == last else 0) for s, number in blocks.items()}
-    left = owed_bytes(share, element_bytes)
-    owed = {s: number * left for s, number in blocks.items()}
+    if not last:
+        return blocks[0] * block + max(head, again)
+    given = share.outer_tokens * share.hidden * element_bytes
     within: dict[tuple[str, int], int] = {}
-    if layout.recompute == "full":
-        one = block_bytes(config, share, element_bytes) - block
-        for s, number in blocks.items():
-            within["B", s] = one - (head if s == last else 0)
-            within["I", s] = within["B", s] + (number - 1) * max(0, left - block)
-    return most_held(rank_actions(layout, stage), whole, owed, within)
+    for s, number in blocks.items():
+        above = (number - 1) * max(0, left - block)
+        first = head - given if s == last else again
+        within["B", s] = max(first, again - given)
+        within["I", s] = max(first, again - given + (above if layout.recompute == "full" else 0))
+    return most_held(
+        rank_actions(layout, stage),
+        whole={s: number * block + given for s, number in blocks.items()},
+        owed={s: number * left for s, number in blocks.items()},
+        within=within,
+        sent={s: given if s else 0 for s in blocks},
+    )
+
+
+def head_gradient_bytes(layout: Layout, stage: int, num_bytes: int) -> int:
+    """Of the head's gradient, which has `num_bytes` and is there with the loss, the most that a pipeline rank keeps at
+    a time: of one micro-batch, or of all between their I and W."""
+    last = layout.pp * layout.chunks - 1
+    if stage < layout.pp - 1:
+        return 0
+    if not last:
+        return num_bytes
+    none, one = defaultdict[int, int](int), defaultdict(int, {last: num_bytes})
+    within = {(kind, s): one[s] for kind in "BI" for s in range(last + 1)}
+    return most_held(rank_actions(layout, stage), none, one, within)
 
 
 def logits_bytes(
     config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
 ) -> int:
-    """Of the head, the gradient of its weight, which the loss has on the way forward, and a chunk of logits; that of
-    the softmax is in fp32, and the same where the logits are."""
+    """Of the head, the gradient of its weight and a chunk of logits; that of the softmax is in fp32, and the same where
+    the logits are."""
     if stage < layout.pp - 1:
         return 0
     share = share_of(config, layout, microbatch)
     rows = longest_chunk(share.tokens, PRODUCT_BYTES // (share.vocab * element_bytes))
     wide_rows = longest_chunk(rows, SOFTMAX_BYTES // (share.vocab * 4)) if element_bytes < 4 else 0
-    last = layout.pp * layout.chunks - 1
-    gradient = defaultdict(int, {last: share.vocab * share.hidden * element_bytes})
-    return most_held(rank_actions(layout, stage), gradient, gradient) + share.vocab * (
-        rows * element_bytes + wide_rows * 4
-    )
+    gradient = head_gradient_bytes(layout, stage, share.vocab * share.hidden * element_bytes)
+    return gradient + share.vocab * (rows * element_bytes + wide_rows * 4)
 
 
 def most_held(
     actions: Sequence[Action], whole: Mapping[int, int], owed: Mapping[int, int],
-    within: Mapping[tuple[str, int], int] | None = None,
+    within: Mapping[tuple[str, int], int] | None = None, sent: Mapping[int, int] | None = None,
 ) -> int:  # fmt: skip
     """The most bytes at a time where each forward of a virtual stage keeps `whole`, until its B, or until its I and
     from then `owed` of it until its W. `within` is what a B or I of a stage has at most beyond what there was before
-    it."""
+    it; `sent` what it leaves to the end."""
     held = most = 0
     for action in actions:
         if within and action.kind in "BI":
@@ -197,6 +215,7 @@ def most_held(
             held -= owed[action.stage]
         else:
             held += (owed[action.stage] if action.kind == "I" else 0) - whole[action.stage]
+            held += sent[action.stage] if sent else 0
         most = max(most, held)
     return most
 
