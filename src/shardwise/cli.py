@@ -23,11 +23,13 @@ from shardwise.commands.generate import add_generate
 from shardwise.commands.parity import add_parity
 from shardwise.commands.plan import add_plan
 from shardwise.commands.schedule import add_schedule
+from shardwise.commands.serve import add_serve
 from shardwise.commands.train import add_config, add_train
 from shardwise.hardware import nearest
 
 COMMANDS = (
-    add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_generate, add_bench, add_demo,
+    add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_generate, add_serve,
+    add_bench, add_demo,
 )  # fmt: skip
 
 

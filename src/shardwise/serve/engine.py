@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.model.tokenizer import Tokenizer
+from shardwise.parallel.mesh import CollectiveFailed
 from shardwise.serve.answer import Answer, end_ids
 from shardwise.serve.batch import Batch, Part
 from shardwise.serve.link import Stats
@@ -164,18 +165,21 @@ class Engine:
         """A batch that fails is run part by part, so that a request that fails inside the model fails alone."""
         try:
             return self.runner.run(batch), []
-        except RuntimeError as error:
-            if type(error).__name__ == "CollectiveFailed":
-                raise
+        except CollectiveFailed:
+            raise
+        except Exception:
+            pass
         logits: dict[int, Tensor] = {}
         scores: dict[int, list[Tensor]] = {}
         pieces: list[Named] = []
         for part in batch.parts:
+            if part.id not in self.job_of:
+                continue  # of a request that has just failed
             try:
                 ran = self.runner.run(Batch((part,), ()))
                 logits |= ran.logits
                 scores |= ran.scores
-            except RuntimeError:
+            except Exception:
                 pieces += self.fail(self.job_of[part.id])
         return Ran(logits, scores), pieces
 

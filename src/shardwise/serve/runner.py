@@ -95,7 +95,7 @@ class Runner:
         sampled = [part.id for part in parts if part.samples]
         scores = {}
         for part in parts:
-            if part.scores:
+            if part.scores and len(part.tokens) > 1:
                 before = x[ends[part.id] - len(part.tokens) : ends[part.id] - 1]
                 scores[part.id] = [self.logits(rows) for rows in before.split(SCORED_ROWS)]
         if not sampled:

@@ -28,7 +28,7 @@ class EngineSettings:
         layout = self.layout
         if layout != Layout(tp=layout.tp):
             raise ValueError(f"serving cuts a model over tensor ranks alone, not as {layout}; tp{layout.tp} works")
-        for name, least in (("max_len", 2), ("kv_bytes", 1)):
+        for name, least in (("max_len", 2), ("kv_bytes", 1), ("max_running", 1), ("max_queued", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")

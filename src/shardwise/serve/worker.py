@@ -20,7 +20,7 @@ import torch
 from shardwise.model.load import load_weights, read_config
 from shardwise.model.tokenizer import check_vocabulary, load_tokenizer
 from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks
-from shardwise.parallel.mesh import make_mesh
+from shardwise.parallel.mesh import CollectiveFailed, make_mesh
 from shardwise.params import model_specs
 from shardwise.serve.batch import Batch, Part
 from shardwise.serve.engine import Engine
@@ -203,10 +203,10 @@ def follow(runner: Runner) -> None:
                 runner.run(given)
             elif what == "embed":
                 runner.embed(given)
-        except Exception as error:
-            if type(error).__name__ == "CollectiveFailed":
-                raise
-            # rank 0 met it too, and decides what becomes of the batch
+        except CollectiveFailed:
+            raise
+        except Exception:
+            pass  # rank 0 met it too, and decides what becomes of the batch
 
 
 # -- talking to the server ----------------------------------------------------------------------------------

@@ -1,0 +1,579 @@
+"""What the server answers: against the model itself, against the documented shapes, and to requests that are wrong."""
+
+import base64
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+import torch
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.server import make_app
+from shardwise.serve.service import ServerSettings
+from tiny_engine import TinyEngine, TinyModel, talking_model
+
+LOGPROB = 1e-5  # absolute, in fp32
+GREEDY = {"temperature": 0, "max_tokens": 12}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], **GREEDY}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return talking_model()
+
+
+@pytest.fixture
+def engine(model: TinyModel) -> TinyEngine:
+    return TinyEngine(model)
+
+
+@pytest.fixture
+def client(engine: TinyEngine) -> Iterator[TestClient]:
+    with client_of(engine) as client:
+        yield client
+
+
+def client_of(engine: TinyEngine, **changes: Any) -> TestClient:
+    app = make_app(engine, ServerSettings(**{"model_names": ("tiny", "other/name"), **changes}))
+    return TestClient(app)
+
+
+def post(client: TestClient, path: str, body: Any, status: int = 200, **headers: str) -> Any:
+    answer = client.post(path, json=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def tokens_used(answer: dict[str, Any]) -> dict[str, int]:
+    """Without how many of them were found in the cache, which depends on who asked before."""
+    return {name: number for name, number in answer["usage"].items() if name != "prompt_tokens_details"}
+
+
+def stream(client: TestClient, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events before [DONE], each parsed."""
+    answer = client.post(path, json={**body, "stream": True})
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+# What is answered
+
+
+@torch.no_grad()
+def their_answer(model: TinyModel, tokens: list[int], num_new: int) -> tuple[list[int], list[float]]:
+    """What transformers goes on with, greedily, and the log-probabilities of that."""
+    num_prompt, logprobs = len(tokens), []
+    for _ in range(num_new):
+        row = model.theirs(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+        tokens = [*tokens, int(row.argmax())]
+        logprobs.append(float(row.max()))
+    return tokens[num_prompt:], logprobs
+
+
+@pytest.mark.parametrize("prompt", ["Hello, world", "é→ is not ASCII", "a"])
+def test_a_completion_is_what_the_model_says(client: TestClient, model: TinyModel, prompt: str) -> None:
+    tokens, logprobs = their_answer(model, list(prompt.encode()), 12)
+    answer = post(client, "/v1/completions", {"prompt": prompt, "logprobs": 0, "ignore_eos": True, **GREEDY})
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (bytes(tokens).decode(errors="replace"), "length")
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=LOGPROB)
+    num_prompt, num_new = len(prompt.encode()), 12
+    expected = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    assert answer["usage"] == {**expected, "prompt_tokens_details": {"cached_tokens": 0}}
+    assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
+
+
+@pytest.mark.parametrize("give_ids", [False, True])
+def test_an_echo_has_the_log_probabilities_that_transformers_computes(
+    client: TestClient, model: TinyModel, give_ids: bool
+) -> None:
+    text = "The sky is blue"
+    ids = list(text.encode())
+    body = {"prompt": ids if give_ids else text, "echo": True, "logprobs": 3, "temperature": 0, "max_tokens": 1}
+    (choice,) = post(client, "/v1/completions", body)["choices"]
+    found = choice["logprobs"]
+    with torch.no_grad():
+        rows = model.theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [float(row[id]) for row, id in zip(rows, ids[1:], strict=False)] + [float(rows[-1].max())]
+    assert choice["text"].startswith(text)
+    assert found["tokens"][: len(ids)] == list(text) and len(found["tokens"]) == len(ids) + 1
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert found["token_logprobs"][1:] == pytest.approx(expected, abs=LOGPROB)
+    for row, top, logprob in zip(rows, found["top_logprobs"][1:], found["token_logprobs"][1:], strict=True):
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(row.topk(3).values.tolist(), abs=LOGPROB)
+        assert logprob in top.values()
+    assert found["text_offset"][: len(ids)] == list(range(len(ids)))
+
+
+def test_the_echo_alone(client: TestClient) -> None:
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = post(client, "/v1/completions", body)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("abc", "length", 0)
+    assert choice["logprobs"]["tokens"] == list("abc")
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"n": 3, "temperature": 1.0, "seed": 7}, {"prompt": ["ab", "cde"], "n": 2, "temperature": 0.5, "seed": 1},
+    {"echo": True, "logprobs": 2}, {"prompt": [[97, 98], [99]]}, {"max_tokens": 1}, {"stop": ["{", "\n"]},
+])  # fmt: skip
+def test_a_streamed_completion_adds_up_to_the_whole(client: TestClient, changes: dict[str, Any]) -> None:
+    body = {"prompt": "Hello", **GREEDY, **changes}
+    whole = post(client, "/v1/completions", body)
+    *chunks, last = stream(client, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert last["choices"] == [] and tokens_used(last) == tokens_used(whole)
+    assert all(chunk["usage"] is None and chunk["id"] == last["id"] for chunk in chunks)
+    for choice in whole["choices"]:
+        mine = [each for chunk in chunks for each in chunk["choices"] if each["index"] == choice["index"]]
+        assert "".join(each["text"] for each in mine) == choice["text"]
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        for name in choice["logprobs"] or ():
+            assert [entry for each in mine for entry in each["logprobs"][name]] == choice["logprobs"][name]
+
+
+def test_choices_are_in_the_order_of_the_prompts(client: TestClient) -> None:
+    prompts = ["abc", "x", "Hello, world"]
+    alone = [post(client, "/v1/completions", {"prompt": each, **GREEDY})["choices"][0]["text"] for each in prompts]
+    choices = post(client, "/v1/completions", {"prompt": prompts, **GREEDY, "n": 2, "best_of": 2})["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert [choice["text"] for choice in choices] == [text for text in alone for _ in range(2)]
+
+
+def test_every_sampling_field_reaches_the_engine(client: TestClient, engine: TinyEngine) -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 3,
+        "frequency_penalty": 0.5, "presence_penalty": -0.5, "n": 2, "max_tokens": 4, "min_tokens": 1, "stop": ["zz"],
+        "stop_token_ids": [7], "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1,
+    }  # fmt: skip
+    ours = {"prompt": "ab", "logit_bias": {"5": -1.5}, "priority": -2, "cache_salt": "mine"}
+    answer = post(client, "/v1/completions", {**ours, **fields, "user": "somebody", "not_known_yet": 1})
+    (ask,) = engine.asked
+    assert ask.params == SamplingParams(**{**fields, "stop": ("zz",), "logit_bias": {5: -1.5}})
+    assert (ask.tokens, ask.priority, ask.salt) == ((97, 98), -2, "mine")
+    assert len(answer["choices"][1]["prompt_logprobs"]) == 2
+
+
+def test_null_is_as_good_as_left_out(client: TestClient, engine: TinyEngine) -> None:
+    names = "model temperature n stop max_tokens logit_bias stream stream_options suffix echo logprobs"
+    post(client, "/v1/completions", {"prompt": "a", **dict.fromkeys(names.split())})
+    post(client, "/v1/completions", {"prompt": "a"})
+    assert engine.asked[0] == engine.asked[1] and engine.asked[0].params == SamplingParams()
+
+
+def test_what_was_found_in_the_cache_is_told_unless_the_salt_is_another(client: TestClient) -> None:
+    body = {"prompt": "x" * 40, "max_tokens": 1}
+    found = [
+        post(client, "/v1/completions", {**body, **salt})["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for salt in ({}, {}, {"cache_salt": "mine"})
+    ]
+    assert found == [0, 32, 0]  # whole pages of 16
+
+
+def test_the_default_length_of_a_completion_gives_way_to_a_long_prompt(client: TestClient) -> None:
+    answer = post(client, "/v1/completions", {"prompt": "a" * 250, "temperature": 0, "ignore_eos": True})
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+def test_prompt_logprobs_have_the_form_of_vllm(client: TestClient) -> None:
+    body = {"prompt": "ab", "prompt_logprobs": 2, **GREEDY}
+    first, second = post(client, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    assert first is None and second[str(ord("b"))]["decoded_token"] == "b"
+    assert sorted(entry["rank"] for entry in second.values() if entry["rank"]) == [1, 2]
+    assert post(client, "/v1/chat/completions", {**CHAT, "prompt_logprobs": 0})["prompt_logprobs"][0] is None
+
+
+def test_a_chat_is_its_template_gone_on_with(client: TestClient) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "be short"}, {"role": "user", "content": parts, "name": "me"}]
+    prompt = "system: be short\nuser: one\ntwo\nassistant: "
+    text = post(client, "/v1/completions", {"prompt": prompt, **GREEDY})
+    chat = post(client, "/v1/chat/completions", {"messages": messages, **GREEDY})
+    assert chat["choices"][0]["message"] == {"role": "assistant", "content": text["choices"][0]["text"]}
+    assert tokens_used(chat) == tokens_used(text) and chat["object"] == "chat.completion"
+
+
+def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(client: TestClient) -> None:
+    messages = [{"role": "user", "content": "x" * 180}]
+    unlimited = post(client, "/v1/chat/completions", {"messages": messages, "temperature": 0, "ignore_eos": True})
+    assert unlimited["usage"]["total_tokens"] == 256
+    both = {"messages": messages, "max_tokens": 9, "max_completion_tokens": 3, "ignore_eos": True}
+    assert post(client, "/v1/chat/completions", both)["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_streamed_chat_adds_up_to_the_whole(client: TestClient, n: int) -> None:
+    body = {**CHAT, "n": n, "seed": 5, "temperature": 1.0, "logprobs": True, "top_logprobs": 2}
+    whole = post(client, "/v1/chat/completions", body)
+    *chunks, last = stream(client, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    assert last["choices"] == [] and tokens_used(last) == tokens_used(whole)
+    for choice in whole["choices"]:
+        mine = [each for chunk in chunks for each in chunk["choices"] if each["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(each["delta"].get("content", "") for each in mine) == choice["message"]["content"]
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        entries = [entry for each in mine[1:] for entry in each["logprobs"]["content"]]
+        assert entries == choice["logprobs"]["content"] and len(entries[0]["top_logprobs"]) == 2
+
+
+def test_log_probabilities_of_a_chat_spell_its_bytes(client: TestClient) -> None:
+    body = {**CHAT, "logprobs": True, "top_logprobs": 1}
+    (choice,) = post(client, "/v1/chat/completions", body)["choices"]
+    entries = choice["logprobs"]["content"]
+    spelled = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert spelled.decode(errors="replace") == choice["message"]["content"]
+    for entry in entries:  # greedy: the chosen is the likeliest
+        assert entry["logprob"] == pytest.approx(entry["top_logprobs"][0]["logprob"], abs=LOGPROB)
+        assert entry["token"] == entry["top_logprobs"][0]["token"]
+
+
+def test_embeddings_in_both_forms_have_length_one(client: TestClient) -> None:
+    floats = post(client, "/v1/embeddings", {"input": ["abc", "x"]})
+    packed = post(client, "/v1/embeddings", {"input": [[97, 98, 99], [120]], "encoding_format": "base64"})
+    assert [entry["index"] for entry in floats["data"]] == [0, 1]
+    assert floats["usage"] == packed["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+    for one, other in zip(floats["data"], packed["data"], strict=True):
+        vector = struct.unpack(f"<{len(one['embedding'])}f", base64.b64decode(other["embedding"]))
+        assert vector == pytest.approx(one["embedding"], abs=1e-7)
+        assert math.hypot(*vector) == pytest.approx(1, abs=1e-6)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=40))
+def test_text_comes_back_from_its_tokens(client: TestClient, text: str) -> None:
+    tokens = post(client, "/tokenize", {"prompt": text})
+    ids = list(text.encode())
+    assert tokens == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": None}
+    assert post(client, "/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": text}
+
+
+def test_messages_are_tokenized_in_their_template(client: TestClient) -> None:
+    body = {"messages": CHAT["messages"], "return_token_strs": True}
+    assert "".join(post(client, "/tokenize", body)["token_strs"]) == "user: hi\nassistant: "
+    without = post(client, "/tokenize", {**body, "add_generation_prompt": False})
+    assert "".join(without["token_strs"]) == "user: hi\n"
+
+
+def test_models(client: TestClient) -> None:
+    models = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["tiny", "other/name"] and models[0]["max_model_len"] == 256
+    assert client.get("/v1/models/other/name").json() == models[1]
+    assert client.get("/v1/models/nobody").json()["error"]["code"] == "model_not_found"
+    assert post(client, "/v1/completions", {"prompt": "a", "model": "other/name"})["model"] == "other/name"
+
+
+SCHEMA_OF_A_TOWN = {
+    "type": "object", "properties": {"name": {"enum": ["Rome", "Oslo"]}, "old": {"type": "boolean"}},
+    "required": ["name", "old"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "town", "schema": SCHEMA_OF_A_TOWN}}},
+    {"guided_json": SCHEMA_OF_A_TOWN}, {"structured_outputs": {"json": json.dumps(SCHEMA_OF_A_TOWN)}},
+])  # fmt: skip
+def test_an_answer_follows_its_schema(client: TestClient, asked: dict[str, Any]) -> None:
+    body = {"messages": CHAT["messages"], "max_tokens": 200, "seed": 3, "logit_bias": {"32": -100, "10": -100}, **asked}
+    (choice,) = post(client, "/v1/chat/completions", body)["choices"]
+    town = json.loads(choice["message"]["content"])
+    assert choice["finish_reason"] == "stop" and town["name"] in ("Rome", "Oslo") and town["old"] in (True, False)
+
+
+def test_an_answer_follows_its_regex(client: TestClient) -> None:
+    body = {"prompt": "a", "guided_regex": "[a-f]{3}-[0-9]{2}", "max_tokens": 20}
+    (choice,) = post(client, "/v1/completions", body)["choices"]
+    assert re.fullmatch("[a-f]{3}-[0-9]{2}", choice["text"])
+
+
+# What is refused
+
+PROMPT = {"prompt": "a"}
+WRONG: list[tuple[str, Any, str | None, str]] = [
+    ("/v1/completions", {**PROMPT, "temperature": -1}, "temperature", "greedy"),
+    ("/v1/completions", {**PROMPT, "temperature": "1"}, "temperature", "must be a valid number"),
+    ("/v1/completions", {**PROMPT, "temperature": True}, "temperature", "must be a valid number"),
+    ("/v1/completions", {**PROMPT, "max_tokens": -5}, "max_tokens", "at least 1"),
+    ("/v1/completions", {**PROMPT, "max_tokens": 0}, "max_tokens", "at least 1 unless"),
+    ("/v1/completions", {**PROMPT, "max_tokens": 1.5}, "max_tokens", "must be a valid integer"),
+    ("/v1/completions", {**PROMPT, "max_tokens": 10**300}, "max_tokens", "must be less than"),
+    ("/v1/completions", {**PROMPT, "top_k": 2**62, "top_p": 0}, "top_p", "above 0"),
+    ("/v1/completions", {**PROMPT, "seed": 2**63}, "seed", "must be less than"),
+    ("/v1/completions", {**PROMPT, "n": 0}, "n", "greater than or equal to 1"),
+    ("/v1/completions", {**PROMPT, "n": 129}, "n", "less than or equal to 128"),
+    ("/v1/completions", {**PROMPT, "best_of": 2}, "best_of", "must be n"),
+    ("/v1/completions", {**PROMPT, "suffix": "b"}, "suffix", "not supported"),
+    ("/v1/completions", {**PROMPT, "logprobs": 21}, "logprobs", "from 0 to 20"),
+    ("/v1/completions", {**PROMPT, "stop": [""]}, "stop", "1 to 1000 characters"),
+    ("/v1/completions", {**PROMPT, "stop": 3}, "stop", "a text or a list of texts"),
+    ("/v1/completions", {**PROMPT, "logit_bias": {"a": 1}}, "logit_bias", "'a' is none"),
+    ("/v1/completions", {**PROMPT, "logit_bias": {"264": 1}}, "logit_bias", "below 264"),
+    ("/v1/completions", {**PROMPT, "logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
+    ("/v1/completions", {**PROMPT, "stream_options": {}}, "stream_options", "stream: true"),
+    ("/v1/completions", {**PROMPT, "response_format": {"type": "xml"}}, "response_format", "'text', 'json_object' or"),
+    ("/v1/completions", {**PROMPT, "response_format": {"type": "json_schema"}}, "response_format", "an object"),
+    ("/v1/completions", {**PROMPT, "guided_json": {}, "guided_regex": "a"}, None, "must not come together"),
+    ("/v1/completions", {**PROMPT, "structured_outputs": {"choice": ["a"]}}, "structured_outputs", "under regex"),
+    ("/v1/completions", {**PROMPT, "guided_regex": "("}, None, "("),
+    ("/v1/completions", {**PROMPT, "priority": 2**31}, "priority", "less than"),
+    ("/v1/completions", {}, "prompt", "field required"),
+    ("/v1/completions", {"prompt": ""}, "prompt", "is empty"),
+    ("/v1/completions", {"prompt": []}, "prompt", "not empty"),
+    ("/v1/completions", {"prompt": [[]]}, "prompt", "none empty"),
+    ("/v1/completions", {"prompt": ["a", ""]}, "prompt", "is empty"),
+    ("/v1/completions", {"prompt": ["a", 1]}, "prompt", "a list of texts"),
+    ("/v1/completions", {"prompt": [True]}, "prompt", "a list of texts"),
+    ("/v1/completions", {"prompt": [-1]}, None, "-1 is not"),
+    ("/v1/completions", {"prompt": [264]}, None, "from 0 to 263, and 264 is not"),
+    ("/v1/completions", {"prompt": [10**4000]}, None, "from 0 to 263"),
+    ("/v1/completions", {"prompt": ["a"] * 1025}, "prompt", "1025 prompts"),
+    ("/v1/completions", {"prompt": "a" * 256}, None, "room for 256 in a request; a prompt of 255 tokens fits"),
+    ("/v1/completions", {"prompt": "a" * 250, "max_tokens": 7}, "max_tokens", "max_tokens of 6 fits"),
+    ("/v1/chat/completions", {}, "messages", "field required"),
+    ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
+    ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages", "messages.0.role: field required"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages", "a text or a list of parts"),
+    ("/v1/chat/completions", {"messages": [{"role": "u", "content": [{"type": "file"}]}]}, "messages", "type file"),
+    ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": ""}]}, None, "no wizards here"),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+    ("/v1/chat/completions", {**CHAT, "logprobs": 2}, "logprobs", "must be a valid boolean"),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, None, "tools are not supported"),
+    ("/v1/chat/completions", {**CHAT, "response_format": "json"}, "response_format", "must be"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions", "left out"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+    ("/v1/embeddings", {"input": "a" * 257}, "input", "room for 256"),
+    ("/tokenize", {}, None, "not both"),
+    ("/detokenize", {"tokens": [2**70]}, None, "from 0 to 263"),
+    ("/detokenize", {"tokens": "ab"}, "tokens", "must be a valid list"),
+    ("/v1/completions", [1], None, "must be a JSON object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param", "says"), WRONG)
+def test_a_wrong_request_is_a_400_that_names_the_field(
+    client: TestClient, engine: TinyEngine, path: str, body: Any, param: str | None, says: str
+) -> None:
+    error = post(client, path, body, 400)["error"]
+    assert says in error["message"] and error["param"] == param
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 300
+    assert engine.engine.num_steps == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_must_not_be_called_are_no_hindrance(client: TestClient, stream: bool) -> None:
+    answer = client.post("/v1/chat/completions", json={**CHAT, "tools": [{}], "tool_choice": "none", "stream": stream})
+    assert answer.status_code == 200
+
+
+RAW = {
+    "no JSON": b"{", "nothing": b"", "NaN": b'{"prompt": "a", "temperature": NaN}', "deep": b"[" * 200_000,
+    "infinite": b'{"prompt": "a", "temperature": 1e999}', "invalid UTF-8": b'{"prompt": "\xff"}',
+    "lone surrogate": b'{"prompt": "\\ud800"}', "huge number": b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}",
+    "deep value": b'{"prompt": "a", "logit_bias": ' + b'{"a":' * 150 + b"1" + b"}" * 151,
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
+    "not text": b'{"prompt": "\x00"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_body_that_is_no_json_is_a_400(client: TestClient, name: str) -> None:
+    answer = client.post("/v1/completions", content=RAW[name], headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_json_must_be_called_json(client: TestClient) -> None:
+    """A page in a browser may send plain text anywhere without asking first."""
+    answer = client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 400 and "content-type: application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)])
+def test_unknown_paths_and_methods(client: TestClient, method: str, path: str, status: int) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status and answer.json()["error"]["code"]
+
+
+def test_an_unknown_model_is_a_404(client: TestClient) -> None:
+    error = post(client, "/v1/completions", {"prompt": "a", "model": "no-such"}, 404)["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model") and "tiny" in error["message"]
+
+
+# Failures of the engine
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_full_queue_is_a_429_and_a_dead_engine_a_503(model: TinyModel, path: str, stream: bool) -> None:
+    body = {**PROMPT, **CHAT, "stream": stream}
+    engine = TinyEngine(model, queue=1)
+    with client_of(engine) as client:
+        engine.engine.add(-1, Ask((1,), SamplingParams()))  # it waits until somebody steps
+        full = client.post(path, json=body)
+        assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+        assert full.json()["error"]["type"] == "rate_limit_error"
+        engine.death = "rank 1 was killed"
+        dead = client.post(path, json=body)
+        assert dead.status_code == 503 and dead.json()["error"]["message"] == "rank 1 was killed"
+        assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 503
+        assert "shardwise_kv_pages" not in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_that_the_model_fails_on_fails_alone(client: TestClient, engine: TinyEngine, path: str) -> None:
+    body = {**PROMPT, **CHAT, "ignore_eos": True}
+    num_prompt = post(client, path, body)["usage"]["prompt_tokens"]
+    engine.runner.fails_at = num_prompt + 2
+    assert post(client, path, body, 500)["error"]["code"] == "model_failed"
+    *chunks, error = stream(client, path, body)
+    assert chunks and error["error"]["code"] == "model_failed" and error["error"]["type"] == "server_error"
+    engine.runner.fails_at = None
+    post(client, path, body)
+    assert engine.num_running == 0
+
+
+def test_a_fault_of_our_own_tells_nothing_of_the_inside(
+    client: TestClient, engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(engine, "embed", broken)
+    answer = client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "mine"})
+    assert answer.status_code == 500 and "secret" not in answer.text and answer.headers["x-request-id"] == "mine"
+
+
+# The door
+
+PATHS = ("/v1/models", "/v1/models/tiny", "/ready", "/metrics", "/openapi.json", "/nowhere")
+
+
+def test_keys_guard_every_path_but_health(engine: TinyEngine) -> None:
+    with client_of(engine, api_keys=("first", "second")) as client:
+        assert client.get("/health").status_code == 200
+        for path in PATHS:
+            for key in ("", "Bearer third", "Bearer firs", "Basic first", "first", "Bearer", "Bearer é"):
+                answer = client.get(path, headers=[(b"authorization", key.encode("latin-1"))])
+                assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+            for key in ("Bearer first", "bearer second"):
+                assert client.get(path, headers={"authorization": key}).status_code != 401
+        post(client, "/v1/completions", PROMPT, 401)
+        post(client, "/v1/completions", PROMPT, 200, authorization="Bearer second")
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_body_has_a_limit_with_and_without_a_told_length(engine: TinyEngine, in_chunks: bool) -> None:
+    def content(size: int) -> Any:
+        body = json.dumps({"prompt": "a", "user": ""}).encode()
+        body = body[:-2] + b"u" * (size - len(body)) + body[-2:]
+        return (body[at : at + 65536] for at in range(0, size, 65536)) if in_chunks else body
+
+    with client_of(engine, max_body_bytes=MIB) as client:
+        headers = {"content-type": "application/json"}
+        assert client.post("/v1/completions", content=content(MIB), headers=headers).status_code == 200
+        large = client.post("/v1/completions", content=content(MIB + 1), headers=headers)
+    assert large.status_code == 413 and large.json()["error"]["code"] == "too_large"
+    assert ("content-length" in large.request.headers) != in_chunks
+
+
+@pytest.mark.parametrize(
+    ("given", "is_taken"), [("my-id.7/x", True), ("a" * 129, False), ("two words", False), ("", False)]
+)
+def test_a_request_has_an_id(client: TestClient, given: str, is_taken: bool) -> None:
+    answer = client.post("/v1/completions", json=PROMPT, headers={"x-request-id": given})
+    name = answer.headers["x-request-id"]
+    assert answer.json()["id"] == f"cmpl-{name}" and (name == given) == is_taken and len(name) >= 9
+    assert client.get("/nowhere").headers["x-request-id"] != client.get("/nowhere").headers["x-request-id"]
+
+
+def test_pages_of_others_may_ask_only_where_that_is_wanted(engine: TinyEngine) -> None:
+    asks = {"origin": "http://a.example", "access-control-request-method": "POST"}
+    with client_of(engine) as client:
+        assert "access-control-allow-origin" not in client.options("/v1/completions", headers=asks).headers
+        assert "access-control-allow-origin" not in client.get("/health", headers=asks).headers
+    with client_of(engine, cors_origins=("http://a.example",), api_keys=("key",)) as client:
+        allowed = client.options("/v1/completions", headers={**asks, "access-control-request-headers": "authorization"})
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "http://a.example"
+        refused = client.get("/v1/models", headers=asks)  # a browser shows an error only to pages that are allowed
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "http://a.example"
+        assert client.options("/v1/completions", headers={**asks, "origin": "http://b.example"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"api_keys": ("",)}, "API key"),
+        ({"max_body_bytes": MIB - 1}, "1 MiB"),
+        ({"model_names": ()}, "must not be empty"),
+    ],
+)
+def test_settings_that_cannot_work(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ServerSettings(**{"model_names": ("m",), **changes})
+
+
+# What it tells of itself
+
+
+def test_metrics_count_what_was_done(client: TestClient) -> None:
+    post(client, "/v1/completions", {"prompt": ["ab", "c"], **GREEDY, "ignore_eos": True})
+    stream(client, "/v1/chat/completions", {**CHAT, "ignore_eos": True})
+    post(client, "/v1/completions", {"prompt": "a", "temperature": -1}, 400)
+    text = client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = {
+        (each.name, *each.labels.values()): each.value for family in families.values() for each in family.samples
+    }  # fmt: skip
+    states = {labels[1]: value for labels, value in samples.items() if labels[0] == "shardwise_kv_pages"}
+    assert set(states) == {"free", "used", "cached"} and states["used"] == 0
+    assert sum(states.values()) == samples["shardwise_kv_pages_total",]
+    assert samples["shardwise_generated_tokens_total",] == 36
+    assert samples["shardwise_prompt_tokens_total",] == 3 + len("user: hi\nassistant: ")
+    assert samples["shardwise_time_to_first_token_seconds_count",] == 3
+    assert samples["shardwise_time_between_tokens_seconds_count",] == 33
+    assert samples["shardwise_request_seconds_count",] == 2
+    assert samples["shardwise_answers_total", "length"] == 3
+    assert samples["shardwise_errors_total", "invalid_value"] == 1
+    assert "pid" not in text
+
+
+def test_two_servers_do_not_mix(model: TinyModel) -> None:
+    with client_of(TinyEngine(model)) as one, client_of(TinyEngine(model)) as other:
+        post(one, "/v1/completions", {**PROMPT, **GREEDY})
+        assert "shardwise_request_seconds_count 1.0" in one.get("/metrics").text
+        assert "shardwise_request_seconds_count 0.0" in other.get("/metrics").text
+
+
+def test_the_document_describes_every_path_and_no_422(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    assert {path for path in document["paths"] if path.startswith("/v1")} == {
+        "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name}",
+    }  # fmt: skip
+    assert "422" not in json.dumps(document)
+
+
+def schema_of(app: FastAPI) -> Any:
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+SCHEMA = schema_of(make_app(TinyEngine(talking_model()), ServerSettings(("tiny",))))
+
+
+@SCHEMA.parametrize()
+@settings(max_examples=10, suppress_health_check=list(HealthCheck), deadline=None, derandomize=True)
+def test_nothing_that_the_document_allows_or_forbids_is_a_5xx(case: Any) -> None:
+    if isinstance(case.body, dict):  # what is drawn may ask for much
+        case.body.pop("n", None)
+    answer = case.call()
+    assert answer.status_code < 500, answer.text

@@ -1,0 +1,134 @@
+"""An engine of the kind that the server is given, without its process: the real one around a drawn model. Whoever waits
+for a piece steps it, and a test can hold all steps."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shardwise.config import ModelConfig, from_hugging_face
+from shardwise.layout import Layout
+from shardwise.model.tokenizer import Tokenizer, byte_tokenizer
+from shardwise.parallel.mesh import make_mesh
+from shardwise.serve.batch import Batch
+from shardwise.serve.engine import Engine
+from shardwise.serve.link import EngineDied, Stats
+from shardwise.serve.pages import Pages
+from shardwise.serve.request import Ask, Piece
+from shardwise.serve.runner import Ran, Runner
+from shardwise.serve.scheduler import Limits, Scheduler
+from tiny_models import our_weights, tiny_model
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'wizard' %}{{ raise_exception('no wizards here') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+NUM_PAGES, PAGE_TOKENS, MAX_LEN = 128, 16, 256
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model as transformers has it, and the same as we do."""
+
+    theirs: PreTrainedModel
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer
+
+
+def talking_model() -> TinyModel:
+    """It talks bytes, in chats too."""
+    theirs = tiny_model("llama", vocab_size=264, max_position_embeddings=MAX_LEN)
+    tokenizer = replace(byte_tokenizer(), chat_template=TEMPLATE)
+    return TinyModel(theirs, from_hugging_face(theirs.config.to_dict()), our_weights(theirs), tokenizer)
+
+
+class FragileRunner(Runner):
+    """Its logits are no numbers from a position on, if a test says so."""
+
+    fails_at: int | None = None
+
+    def run(self, batch: Batch) -> Ran:
+        ran = super().run(batch)
+        for part in batch.parts:
+            if self.fails_at is not None and part.start + len(part.tokens) > self.fails_at:
+                ran.logits[part.id].fill_(torch.nan)
+        return ran
+
+    def keep_alive(self) -> None:
+        pass
+
+
+class TinyEngine:
+    """Steps wait for `may_step`; `death` ends it with these words; `queue` is how many requests may wait."""
+
+    def __init__(self, model: TinyModel, queue: int = 64) -> None:
+        self.tokenizer, self.config = model.tokenizer, model.config
+        self.max_len, self.vocab_size = MAX_LEN, model.config.vocab_size
+        mesh = make_mesh(Layout(), 0, torch.device("cpu"), model.config.num_kv_heads)
+        self.runner = FragileRunner(model.config, dict(model.weights), mesh, torch.float32, PAGE_TOKENS)
+        self.runner.make_pages(NUM_PAGES)
+        self.scheduler = Scheduler(Pages(NUM_PAGES, PAGE_TOKENS), Limits(64, 16, queue))
+        self.engine = Engine(model.config, model.tokenizer, self.runner, self.scheduler, MAX_LEN)
+        self.names = count()
+        self.pieces: dict[int, list[Piece | Exception]] = {}
+        self.may_step = asyncio.Event()
+        self.may_step.set()
+        self.asked: list[Ask] = []
+        self.death: str | None = None
+        self.is_closed = False
+
+    @property
+    def num_running(self) -> int:
+        return len(self.engine.jobs)
+
+    def check(self) -> None:
+        if self.death:
+            raise EngineDied(self.death)
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        self.check()
+        name = next(self.names)
+        self.engine.add(name, ask)
+        self.asked.append(ask)
+        self.pieces[name] = []
+        left = ask.params.n
+        try:
+            while left:
+                while not self.pieces[name]:
+                    await asyncio.sleep(0)
+                    await self.may_step.wait()
+                    self.step()
+                piece = self.pieces[name].pop(0)
+                if isinstance(piece, Exception):
+                    raise piece
+                left -= piece.finish_reason is not None
+                yield piece
+        finally:
+            del self.pieces[name]
+            self.engine.abort(name)
+
+    def step(self) -> None:
+        self.check()
+        for name, error in self.engine.begin_compiled():
+            if name in self.pieces:
+                self.pieces[name].append(error)
+        for name, piece in self.engine.step():
+            if name in self.pieces:
+                self.pieces[name].append(piece)
+
+    async def embed(self, tokens: Sequence[int]) -> list[float]:
+        self.check()
+        return self.engine.embed(tokens)
+
+    async def stats(self) -> Stats:
+        self.check()
+        self.scheduler.pages.audit([request.pages for request in self.scheduler.running])
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        self.is_closed = True
