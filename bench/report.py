@@ -119,10 +119,10 @@ STAGES = (
     Stage("sp", "tp2.sp", DTENSORS, TENSOR_WORK, TENSOR_BARS),
     Stage("cp", "cp2", CONTEXTS, CONTEXT_WORK, CONTEXT_BARS),
     Stage("a2a", "cp2.a2a", CONTEXTS, CONTEXT_WORK, CONTEXT_BARS),
-    Stage("gpipe", "pp2.gpipe.m8", (PIPELINES["gpipe"],), PIPELINE_WORK, PIPELINE_BARS),
-    Stage("1f1b", "pp2.1f1b.m8", (PIPELINES["1f1b"],), PIPELINE_WORK, PIPELINE_BARS),
-    Stage("interleaved", "pp2.interleaved.v2.m8", (PIPELINES["interleaved"],), PIPELINE_WORK, PIPELINE_BARS),
-    Stage("zb", "pp2.zb-h1.m8", (PIPELINES["zb1p"],), PIPELINE_WORK, PIPELINE_BARS),
+    Stage("gpipe", "pp2.gpipe.l9-3.m8", (PIPELINES["gpipe"],), PIPELINE_WORK, PIPELINE_BARS),
+    Stage("1f1b", "pp2.1f1b.l9-3.m8", (PIPELINES["1f1b"],), PIPELINE_WORK, PIPELINE_BARS),
+    Stage("interleaved", "pp2.interleaved.v2.l5-2-4-1.m8", (PIPELINES["interleaved"],), PIPELINE_WORK, PIPELINE_BARS),
+    Stage("zb", "pp2.zb-h1.l9-3.m8", (PIPELINES["zb1p"],), PIPELINE_WORK, PIPELINE_BARS),
 )
 
 
