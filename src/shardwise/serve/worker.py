@@ -20,6 +20,7 @@ import torch
 from shardwise.model.load import load_weights, read_config
 from shardwise.model.tokenizer import check_vocabulary, load_tokenizer
 from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks
+from shardwise.parallel.memory import peak_memory_bytes, reset_peaks
 from shardwise.parallel.mesh import CollectiveFailed, make_mesh
 from shardwise.params import model_specs
 from shardwise.serve.batch import Batch, Part
@@ -29,8 +30,6 @@ from shardwise.serve.request import Ask
 from shardwise.serve.runner import Ran, Runner
 from shardwise.serve.scheduler import Limits, QueueFull, Scheduler
 from shardwise.serve.settings import EngineSettings
-from shardwise.train.bench import reset_peaks
-from shardwise.train.metrics import peak_memory_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COMPILING_S = 0.005

@@ -4,9 +4,7 @@ that layouts, and other software given the same work, can be compared.
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -14,12 +12,12 @@ from shardwise.config import ModelConfig, from_hugging_face
 from shardwise.layout import Layout
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
 from shardwise.parallel.launch import Place, device_of, run_ranks
+from shardwise.parallel.memory import peak_memory_bytes, peak_resident_bytes, reset_peaks
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.plan.memory import training_ledgers
 from shardwise.train.check import check_batch, check_fits, check_joined
 from shardwise.train.data import Batch, MicroBatch
 from shardwise.train.loop import all_loss, take_step
-from shardwise.train.metrics import peak_memory_bytes, peak_resident_bytes
 from shardwise.train.optim import AdamW
 from shardwise.train.watch import StopRequest
 
@@ -133,11 +131,3 @@ def wait_for_all(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
     mesh.world.barrier()
-
-
-def reset_peaks(device: torch.device) -> None:
-    """Forget what this process held before, where the system can: a single rank runs in the process that asked."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)

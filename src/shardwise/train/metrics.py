@@ -1,7 +1,6 @@
 """What a run tells: a line of JSON a step, a progress bar, and TensorBoard for those who look there."""
 
 import json
-import resource
 import sys
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.hardware import device_for
+from shardwise.parallel.memory import peak_memory_bytes
 from shardwise.parallel.mesh import Mesh
 
 MATRIX_SIZE = 1024
@@ -35,21 +35,6 @@ class StepMetrics:
     mfu: float
     peak_bytes: list[int]
     comm_bytes: dict[str, int]
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: of the GPU, or resident in the process."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """VmHWM of proc(5) where there is one, since getrusage counts in what the process that started this one held."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
