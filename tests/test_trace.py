@@ -212,7 +212,7 @@ OWN = {  # by the layout whose sizes it has
 def test_a_run_takes_a_schedule_of_ones_own(ranks: Ranks, data: Path, tmp_path: Path, short: str) -> None:
     """Which is executed, and computes what the layout's does: to the last bit but where Ws come in another order."""
     path = write(tmp_path / "own.csv", OWN[short])
-    run = trained(ranks, data, tmp_path / "run", short, schedule=str(path))
+    run = trained(ranks, data, tmp_path / "run", short, pipeline_table=str(path))
     usual = trained(ranks, data, tmp_path / "usual", short)
     for found, wanted in zip(losses(run), losses(usual), strict=True):
         assert found == pytest.approx(wanted, rel=1e-6)
@@ -238,5 +238,5 @@ def test_a_run_takes_a_schedule_of_ones_own(ranks: Ranks, data: Path, tmp_path: 
 def test_a_schedule_that_does_not_suit_is_refused(data: Path, tmp_path: Path, short: str, text: str, said: str) -> None:
     path = write(tmp_path / "own.csv", text)
     with pytest.raises(ValueError) as refused:
-        check_run(tiny_settings(data, tmp_path / "run", layout=short, schedule=str(path), num_layers=5))
+        check_run(tiny_settings(data, tmp_path / "run", layout=short, pipeline_table=str(path), num_layers=5))
     assert said in str(refused.value)

@@ -51,8 +51,8 @@ def check_run(settings: Settings) -> Run:
         check_same_tokenizer(weights, tokenizer, data.folder)
     check_expressible(config)
     check_trainable(layout, config)
-    if settings.run.schedule:
-        check_schedule(read_csv(Path(settings.run.schedule)), layout)
+    if settings.run.pipeline_table:
+        check_schedule(read_csv(Path(settings.run.pipeline_table)), layout)
     check_store(layout, settings)
     check_memory(config, layout, settings)
     if tokens.vocab_size > config.vocab_size:

@@ -158,7 +158,7 @@ def make_program(settings: Settings, config: ModelConfig, mesh: Mesh, weights: P
     reduce_dtype = torch.float32 if run.reduction == "fp32" else grad_dtype
     update = AdamW(optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay).update
     offload = make_offload(run.offload, offload_folder(settings))
-    schedule = read_csv(Path(run.schedule)) if run.schedule else None
+    schedule = read_csv(Path(run.pipeline_table)) if run.pipeline_table else None
     program = apply(config, mesh, dtype, grad_dtype, update, reduce_dtype, run.bucket_bytes, run.overlap, offload,
                     schedule)  # fmt: skip
     if resumed:

@@ -65,7 +65,7 @@ class OptimizerSettings:
 class RunSettings:
     folder: str = setting("runs/first", "where metrics, checkpoints and the resolved settings go")
     layout: str = setting("dp1", "how the work is cut, e.g. dp4 or dp2.m4; see docs/layout.md")
-    schedule: str = setting(
+    pipeline_table: str = setting(
         "", "a .csv file with a schedule of your own, in place of the layout's; see docs/schedules.md"
     )
     steps: int = setting(200, "optimizer steps in all")
