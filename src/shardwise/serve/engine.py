@@ -4,6 +4,7 @@ It knows nothing of processes, clients or HTTP: what is made goes out as pieces,
 in.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -25,8 +26,11 @@ from shardwise.serve.request import Ask, Logprob, Piece
 from shardwise.serve.runner import Ran
 from shardwise.serve.sampler import Picked, pick
 from shardwise.serve.scheduler import QueueFull, Scheduler
+from shardwise.serve.scheduler import check as check_request
 from shardwise.serve.sequence import Request
 from shardwise.serve.structure import Structure, Structures
+
+log = logging.getLogger(__name__)
 
 RATE_KEPT = 0.9
 """Of the measured rate of tokens, from step to step."""
@@ -36,7 +40,7 @@ Named = tuple[int, Piece]
 
 
 class Runs(Protocol):
-    """A runner, or one that tells the other ranks first."""
+    """A runner, or one that tells the other ranks first. `run` copies pages before it does what can fail."""
 
     def run(self, batch: Batch) -> Ran: ...
     def embed(self, tokens: Sequence[int]) -> list[float]: ...
@@ -87,6 +91,9 @@ class Engine:
         if ask.params.structure is None:
             self.begin(name, ask)
         else:
+            num_waiting, scheduler = len(self.scheduler.waiting) + len(self.compiling), self.scheduler
+            if num_waiting >= scheduler.limits.max_queued:
+                raise QueueFull(num_waiting, scheduler.retry_after_s(self.tokens_per_s))
             self.structures = self.structures or Structures(self.tokenizer, self.config.vocab_size)
             self.compiling[name] = ask, self.structures.compile(*ask.params.structure)
 
@@ -96,6 +103,9 @@ class Engine:
         for name, (ask, structure) in list(self.compiling.items()):
             if structure.done():
                 del self.compiling[name]
+                if (failure := structure.exception()) is not None:
+                    refused.append((name, failure if isinstance(failure, ValueError) else ValueError(str(failure))))
+                    continue
                 try:
                     self.begin(name, ask, structure.result())
                 except (ValueError, QueueFull) as error:
@@ -103,11 +113,8 @@ class Engine:
         return refused
 
     def begin(self, name: int, ask: Ask, structure: Structure | None = None) -> None:
-        params, room = ask.params, self.max_len - len(ask.tokens)
-        most = room if params.max_tokens is None else params.max_tokens
-        scheduler, scores = self.scheduler, params.prompt_logprobs is not None
-        request = Request(scheduler.next_id, list(ask.tokens), most, ask.priority, ask.salt, params.n, scores)
-        scheduler.add(request, self.tokens_per_s)
+        params, room, request = ask.params, self.max_len - len(ask.tokens), self.request(ask)
+        self.scheduler.add(request, self.tokens_per_s)
         ends = end_ids(params, self.tokenizer.eos_ids)
         samplings = {id: Sampling(params, ask.tokens, ends, index) for index, id in enumerate(request.ids)}
         answers = {id: Answer(self.tokenizer, params, room, index) for index, id in enumerate(request.ids)}
@@ -116,11 +123,17 @@ class Engine:
         self.job_of |= dict.fromkeys(request.ids, job)
         self.num_prompt_tokens += len(ask.tokens)
 
+    def request(self, ask: Ask) -> Request:
+        params = ask.params
+        most = self.max_len - len(ask.tokens) if params.max_tokens is None else params.max_tokens
+        scores = params.prompt_logprobs is not None
+        return Request(self.scheduler.next_id, list(ask.tokens), most, ask.priority, ask.salt, params.n, scores)
+
     def check(self, ask: Ask) -> None:
+        """Raise ValueError, with what would work, for a request that can never be served."""
         params, vocab_size, num_prompt = ask.params, self.config.vocab_size, len(ask.tokens)
         check_ids(params, vocab_size)
-        if num_prompt and (min(ask.tokens) < 0 or max(ask.tokens) >= vocab_size):
-            raise ValueError(f"the prompt has ids beyond the vocabulary, which has {vocab_size}")
+        self.check_tokens(ask.tokens)
         wanted = params.max_tokens or 1
         if num_prompt + wanted > self.max_len:
             room = self.max_len - num_prompt
@@ -129,10 +142,17 @@ class Engine:
                 f"{num_prompt} prompt tokens and {wanted} new ones are more than the {self.max_len} that a request may "
                 f"have; {works}"
             )
+        check_request(self.request(ask), self.scheduler.pages, self.scheduler.limits)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        if tokens and (min(tokens) < 0 or max(tokens) >= self.config.vocab_size):
+            raise ValueError(f"the prompt has ids beyond the vocabulary, which has {self.config.vocab_size}")
 
     def abort(self, name: int) -> None:
         """End a request whose client has left. One that has ended is ignored."""
-        self.compiling.pop(name, None)
+        if name in self.compiling:
+            _, structure = self.compiling.pop(name)
+            structure.cancel()
         if (job := self.jobs.get(name)) is not None:
             self.scheduler.abort(job.request)
             self.forget(job)
@@ -158,7 +178,7 @@ class Engine:
             pieces.append((job.name, self.advance(job, each.id, next(chosen[source]))))
         for name in [name for name, job in self.jobs.items() if not job.answers]:
             self.forget(self.jobs[name])
-        self.count(batch, len(pieces), time.perf_counter() - began)
+        self.count(batch, sum(len(piece.tokens) for _, piece in pieces), time.perf_counter() - began)
         return pieces
 
     def run(self, batch: Batch) -> tuple[Ran, list[Named]]:
@@ -168,18 +188,21 @@ class Engine:
         except CollectiveFailed:
             raise
         except Exception:
-            pass
+            log.exception("a batch has failed; its requests are run one by one")
         logits: dict[int, Tensor] = {}
         scores: dict[int, list[Tensor]] = {}
         pieces: list[Named] = []
         for part in batch.parts:
-            if part.id not in self.job_of:
-                continue  # of a request that has just failed
+            if part.id not in self.job_of:  # another answer to its prompt has failed
+                continue
             try:
                 ran = self.runner.run(Batch((part,), ()))
                 logits |= ran.logits
                 scores |= ran.scores
+            except CollectiveFailed:
+                raise
             except Exception:
+                log.exception("request %d has failed inside the model", self.job_of[part.id].name)
                 pieces += self.fail(self.job_of[part.id])
         return Ran(logits, scores), pieces
 
@@ -196,7 +219,7 @@ class Engine:
         rows: list[Tensor] = []
         samplings: list[Sampling] = []
         allowed: list[Tensor | None] = []
-        sampled = [part for part in batch.parts if part.samples and part.id in ran.logits]
+        sampled = [part for part in batch.parts if part.id in ran.logits and part.id in self.job_of]
         for part in batch.parts:
             if part.id in self.job_of and part.id in ran.scores:
                 self.score(self.job_of[part.id], part, ran.scores[part.id])
@@ -254,6 +277,7 @@ class Engine:
         """The mean of the last hidden states, of length 1. Raises ValueError for what is too long."""
         if not 0 < len(tokens) <= self.max_len:
             raise ValueError(f"an input must have 1 to {self.max_len} tokens, not {len(tokens)}")
+        self.check_tokens(tokens)
         return self.runner.embed(tokens)
 
     def stats(self) -> Stats:

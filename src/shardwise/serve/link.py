@@ -1,4 +1,5 @@
-"""What the server sees of the engine, which lives in a process of its own."""
+"""What the server sees of the engine, which lives in a process of its own. Imports no torch, and so neither does the
+server."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from shardwise.model.tokenizer import Tokenizer
 from shardwise.serve.request import Ask, Piece
 from shardwise.serve.scheduler import QueueFull
 
-__all__ = ["Engine", "EngineDied", "QueueFull", "Stats"]
+__all__ = ["Engine", "EngineDied", "QueueFull", "Ready", "Stats"]
 
 
 class EngineDied(Exception):
@@ -29,6 +30,15 @@ class Stats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the server needs to know of an engine that has started."""
+
+    max_len: int
+    num_pages: int
+    page_tokens: int
 
 
 class Engine(Protocol):

@@ -1,6 +1,7 @@
 """A model without a server: `LLM(model).generate(prompts)`, in the shape that vLLM's users know."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +106,9 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[RequestOutput, Piece]]:
         """Each piece as it comes, with what its prompt has got so far. Who stops early ends what is under way."""
-        outputs: dict[int, RequestOutput] = {}
+        engine, outputs = self.engine, dict[int, RequestOutput]()
+        if engine.has_work or engine.compiling:
+            raise ValueError("another stream of this LLM is under way; it must end, or be closed, before the next")
         asked = as_list(prompts)
         each_params = [params or SamplingParams()] * len(asked) if not isinstance(params, Sequence) else params
         if len(each_params) != len(asked):
@@ -114,22 +117,36 @@ class LLM:
             )
         waiting = [self.ask(prompt, mine) for prompt, mine in zip(asked, each_params, strict=True)]
         for ask, _ in waiting:
-            self.engine.check(ask)
+            engine.check(ask)
         waiting.reverse()
         try:
-            while waiting or self.engine.has_work:
-                while waiting and self.engine.scheduler.counters().num_waiting < self.settings.max_queued:
+            while waiting or engine.has_work or engine.compiling:
+                while waiting and self.num_waiting < self.settings.max_queued:
                     ask, text = waiting.pop()
                     name, self.next_name = self.next_name, self.next_name + 1
                     answers = [CompletionOutput(index) for index in range(ask.params.n)]
                     outputs[name] = RequestOutput(name, text, list(ask.tokens), answers)
-                    self.engine.add(name, ask)
-                for name, piece in self.engine.step():
+                    engine.add(name, ask)
+                self.begin_compiled()
+                for name, piece in engine.step():
                     outputs[name].add(piece)
                     yield outputs[name], piece
         finally:
             for name in outputs:
-                self.engine.abort(name)
+                engine.abort(name)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.engine.scheduler.waiting) + len(self.engine.compiling)
+
+    def begin_compiled(self) -> None:
+        """Queue those whose structure has been compiled, if all have room; wait for one if nothing else is to do."""
+        engine = self.engine
+        if not engine.has_work:
+            wait([structure for _, structure in engine.compiling.values()], return_when=FIRST_COMPLETED)
+        if self.num_waiting <= self.settings.max_queued:
+            for _, error in engine.begin_compiled():
+                raise error
 
     def ask(self, prompt: Prompt, params: SamplingParams) -> tuple[Ask, str | None]:
         text = prompt if isinstance(prompt, str) else None

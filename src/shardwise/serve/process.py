@@ -1,20 +1,25 @@
 """The server's end of the engine, which lives in a process of its own: requests go in, pieces come out, asynchronously.
 
 So a step of the model never waits for a client, and no client for a step. One thread takes what the engine says and
-gives it to the event loop. If the engine dies, all who wait are told why, and another is started.
+gives it to the event loop, another gives it what it is told, which it takes between steps. If the engine dies, all who
+wait are told why, and another is started.
 """
 
 import asyncio
+import atexit
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from shardwise.config import ModelConfig
@@ -40,12 +45,12 @@ class RemoteEngine:
         self.waiting: dict[int, asyncio.Queue[Any]] = {}
         """By name, those who wait for pieces or an answer."""
         self.process: EngineProcess | None = None
-        self.closing = False
+        self.running = self.closing = False
 
     async def start(self) -> None:
         """Returns when the engine is ready. Raises ValueError for what cannot be served, EngineDied for the rest."""
         loop = asyncio.get_running_loop()
-        process = EngineProcess(self.settings)
+        self.process = process = EngineProcess(self.settings)
         ready: asyncio.Future[Any] = loop.create_future()
 
         def take(message: tuple[Any, ...]) -> None:
@@ -56,7 +61,6 @@ class RemoteEngine:
 
         process.listen(hear)
         told = await ready
-        self.max_len, self.process = told.max_len, process
         pages, tokens = told.num_pages, told.num_pages * told.page_tokens
         self.say(
             f"{pages:,} pages of {told.page_tokens} tokens: {tokens:,} in all, {self.max_len:,} in a request at most"
@@ -71,13 +75,18 @@ class RemoteEngine:
         elif what == "phase":
             self.say("{}: {:.2f} s".format(*rest))
         elif what == "ready":
+            self.max_len, self.running = rest[0].max_len, True
             ready.set_result(rest[0])
         elif what == "dead":
             self.bury(process, ready, *rest)
         else:
             name, given = rest
-            error = {"full": lambda: QueueFull(*given), "refused": lambda: ValueError(given)}.get(what)
-            self.give(name, error() if error else given)
+            errors = {
+                "full": lambda: QueueFull(*given),
+                "refused": lambda: ValueError(given),
+                "failed": lambda: RuntimeError(given),
+            }
+            self.give(name, errors[what]() if what in errors else given)
 
     def give(self, name: int, what: Any) -> None:
         if name in self.waiting:  # else who asked has left
@@ -86,32 +95,38 @@ class RemoteEngine:
     def bury(self, process: "EngineProcess", ready: "asyncio.Future[Any]", kind: str, reason: str) -> None:
         """Tell all who wait, and start another engine, unless this one never started or ended at once."""
         error = ValueError(reason) if kind == "ValueError" else EngineDied(reason)
+        self.process, self.running = None, False
         if not ready.done():
             ready.set_exception(error)
             return
         if self.closing:
             return
-        self.process = None
         for name in self.waiting:
             self.give(name, EngineDied(f"the engine has ended: {reason}"))
         self.say(f"the engine has ended: {reason}")
         if time.monotonic() - process.began_s > QUICK_S:
             self.say("it is started again")
-            self.restart = asyncio.create_task(self.start())
+            self.restart = asyncio.create_task(self.start_again())
         else:
             self.say("it ended soon after it had begun, so it is not started again")
 
+    async def start_again(self) -> None:
+        try:
+            await self.start()
+        except (ValueError, EngineDied) as error:
+            if not self.closing:
+                self.say(f"it could not be started: {error}")
+
     @property
     def is_ready(self) -> bool:
-        return self.process is not None and not self.closing
+        return self.running and not self.closing
 
     def tell(self, *message: Any) -> None:
-        if self.process is None:
+        if self.closing:
+            raise EngineDied("the server is shutting down")
+        if self.process is None or not self.running:
             raise EngineDied("the engine is not running; it is being started again, or has failed for good")
-        try:
-            self.process.send(message)
-        except OSError as error:
-            raise EngineDied(f"the engine cannot be reached: {error}") from None
+        self.process.outgoing.put(message)
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """The pieces of all n answers as they come. Who leaves early aborts the rest. Raises ValueError for a request
@@ -165,7 +180,8 @@ class RemoteEngine:
 
 
 class EngineProcess:
-    """A process, a socket in a folder that only this user may enter, and a thread that listens."""
+    """A process, a socket in a folder that only this user may enter, and two threads: one listens, one sends what is
+    put into `outgoing`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.began_s = time.monotonic()
@@ -178,22 +194,28 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self.failure, failing = context.Pipe(duplex=False)
         self.process = context.Process(target=enter, args=(settings, address, failing), name="engine")
-        self.process.start()
+        with signals_held_back():
+            self.process.start()
         failing.close()
         self.connection: Connection | None = None
+        self.outgoing: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        atexit.register(self.end)  # or Python would wait for the process, and the process for the server
 
     def listen(self, take: Callable[[tuple[Any, ...]], None]) -> None:
         """Give every message to `take`, from a thread; the last is ("dead", kind, reason)."""
 
         def run() -> None:
-            with suppress(EOFError, OSError):
+            with suppress(EOFError, OSError, RuntimeError):  # the last: the loop is closed
                 self.connection = self.accept()
+                threading.Thread(target=self.send, name="messages to the engine", daemon=True).start()
                 while self.connection is not None:
                     take(self.connection.recv())
-            with suppress(RuntimeError):  # the loop is closed
-                take(("dead", *self.reason()))
+            reason = self.reason()
+            with suppress(RuntimeError):
+                take(("dead", *reason))
 
-        threading.Thread(target=run, name="engine's messages", daemon=True).start()
+        self.thread = threading.Thread(target=run, name="messages of the engine", daemon=True)
+        self.thread.start()
 
     def accept(self) -> Connection | None:
         """The engine's connection; None if it has ended before it made one."""
@@ -204,30 +226,51 @@ class EngineProcess:
         return None
 
     def reason(self) -> tuple[str, str]:
-        """Why the process has ended, or ends now that it cannot be heard any more."""
+        """Why the process has ended, or ends now that it cannot be heard any more. Nothing of it is left."""
+        self.hang_up()
+        self.outgoing.put(None)
         self.process.join(END_S)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self.socket.close()
         self.folder.cleanup()
+        atexit.unregister(self.end)
         with suppress(EOFError, OSError):
             if self.failure.poll():
                 kind, told = self.failure.recv()
                 return kind, told
         return "EngineDied", f"its process ended with code {self.process.exitcode}"
 
-    def send(self, message: Any) -> None:
-        assert self.connection is not None
-        self.connection.send(message)
+    def send(self) -> None:
+        with suppress(OSError):  # the engine is gone, as the other thread hears too
+            while (message := self.outgoing.get()) is not None and self.connection is not None:
+                self.connection.send(message)
 
     def end(self) -> None:
+        """End the process and return once it has gone; one that has not yet connected is killed."""
+        if self.connection is None:
+            self.process.kill()
+        self.hang_up()
+        self.thread.join()
+
+    def hang_up(self) -> None:
         """Close the connection, which the engine takes as the end."""
         if self.connection is not None:
-            with suppress(OSError):
-                socket.socket(fileno=os.dup(self.connection.fileno())).shutdown(socket.SHUT_RDWR)
-        self.process.join(END_S)
-        if self.process.is_alive():
-            self.process.kill()
+            with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as same:
+                same.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """A process that is started in the block holds them back as well, until it has said that it ignores them."""
+    resource_tracker.ensure_running()  # now, since starting it lets signals through
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def enter(settings: EngineSettings, address: str, failure: Connection) -> None:

@@ -115,9 +115,9 @@ class Runner:
         mine, tp = self.head.apply(x), self.mesh.tp
         if tp.size == 1:
             return mine
-        columns = torch.empty(tp.size, *mine.shape, dtype=mine.dtype, device=mine.device)
+        columns = mine.new_empty(tp.size * len(mine), mine.shape[1])
         tp.all_gather(mine.contiguous(), columns).wait()
-        return columns.transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
+        return columns.view(tp.size, *mine.shape).transpose(0, 1).flatten(1)[:, : self.config.vocab_size]
 
     @torch.inference_mode()
     def embed(self, tokens: Sequence[int]) -> list[float]:

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from shardwise.layout import Layout
+from shardwise.serve.scheduler import Limits
 
 Dtype = Literal["bf16", "fp32"]
+BLOCK_TOKENS = 128
+"""Attention adds up blocks of this many positions (kernels/paged.py), each of whole pages."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,12 @@ class EngineSettings:
         layout = self.layout
         if layout != Layout(tp=layout.tp):
             raise ValueError(f"serving cuts a model over tensor ranks alone, not as {layout}; tp{layout.tp} works")
-        for name, least in (("max_len", 2), ("kv_bytes", 1), ("max_running", 1), ("max_queued", 1)):
+        if self.dtype not in get_args(Dtype):
+            raise ValueError(f"dtype is {self.dtype}, but a model is served in {' or '.join(get_args(Dtype))}")
+        if self.page_tokens < 1 or BLOCK_TOKENS % self.page_tokens:
+            raise ValueError(f"page_tokens is {self.page_tokens}, but it must divide {BLOCK_TOKENS}; 16 works")
+        Limits(self.max_batch_tokens, self.max_running, self.max_queued)
+        for name, least in (("max_len", 2), ("kv_bytes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")

@@ -10,12 +10,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 
 from shardwise.model.load import load_weights, read_config
 from shardwise.model.tokenizer import check_vocabulary, load_tokenizer
@@ -25,6 +26,7 @@ from shardwise.parallel.mesh import CollectiveFailed, make_mesh
 from shardwise.params import model_specs
 from shardwise.serve.batch import Batch, Part
 from shardwise.serve.engine import Engine
+from shardwise.serve.link import Ready
 from shardwise.serve.pages import Pages
 from shardwise.serve.request import Ask
 from shardwise.serve.runner import Ran, Runner
@@ -38,31 +40,27 @@ IDLE_S = 30.0
 """Ranks that wait for a batch are told this often that there is none, or their collective would time out."""
 
 
-@dataclass(frozen=True)
-class Ready:
-    """What the server needs to know of an engine that has started."""
-
-    max_len: int
-    num_pages: int
-    page_tokens: int
-
-
 def main(settings: EngineSettings, address: str, failure: Connection) -> None:
     """Entry of the engine's process. Why it failed is sent as a sentence."""
     for number in STOP_SIGNALS:  # a terminal and `kill` reach all processes; the server alone decides
         signal.signal(number, signal.SIG_IGN)
     try:
-        run_ranks(serve, settings.layout.world_size, settings, address)
+        refusal = run_ranks(serve, settings.layout.world_size, settings, address)
+        if refusal is not None:
+            raise ValueError(refusal)
     except Exception as error:
-        failure.send((type(error).__name__, str(error)))
+        with suppress(OSError):  # the server is gone
+            failure.send((type(error).__name__, str(error)))
         raise SystemExit(1) from None
 
 
-def serve(place: Place, settings: EngineSettings, address: str) -> None:
-    """Of one rank, until the server closes the connection."""
+def serve(place: Place, settings: EngineSettings, address: str) -> str | None:
+    """Of one rank, until the server closes the connection. Returns why, if there is something that cannot be served."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if place.world_size > 1:
+        set_parent_death_signal(signal.SIGKILL)
     server = connect(address) if place.rank == 0 else None
 
     @contextmanager
@@ -72,20 +70,20 @@ def serve(place: Place, settings: EngineSettings, address: str) -> None:
         if server is not None:
             server.send(("phase", name, time.perf_counter() - began))
 
-    runner, num_pages, max_len = start(place, settings, phase)
+    try:
+        runner, num_pages, max_len = start(place, settings, phase)
+    except ValueError as error:
+        return str(error)
     if server is None:
         follow(runner)
-        return
+        return None
     scheduler = Scheduler(Pages(num_pages, settings.page_tokens), limits_of(settings))
     tokenizer = load_tokenizer(settings.model)
     engine = Engine(runner.config, tokenizer, Leader(runner), scheduler, max_len)
     server.send(("ready", Ready(max_len, num_pages, settings.page_tokens)))
-    try:
-        converse(server, engine)
-    except (EOFError, OSError):
-        pass  # the server is gone
-    finally:
-        Leader(runner).tell(None)
+    serve_until_gone(server, engine)
+    Leader(runner).tell(None)
+    return None
 
 
 def connect(address: str) -> Connection:
@@ -121,8 +119,13 @@ def start(
     with phase("one full batch, for its memory"):
         free_bytes = available_bytes(place.device) - batch_bytes(runner, settings)
     with phase("pages"):
-        num_pages = choose_pages(runner, settings, max_len, int(mesh.world.max(-free_bytes)[0]) * -1)
-        runner.make_pages(num_pages)
+        free_bytes = int(mesh.world.max(-free_bytes)[0]) * -1
+        num_pages = choose_pages(runner, settings, max_len, free_bytes)
+        try:
+            runner.make_pages(num_pages)
+        except RuntimeError:
+            held = f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into memory"
+            raise ValueError(f"{held}; kv_bytes of {free_bytes} works") from None
     return runner, num_pages, max_len
 
 
@@ -211,11 +214,18 @@ def follow(runner: Runner) -> None:
 # -- talking to the server ----------------------------------------------------------------------------------
 
 
+def serve_until_gone(server: Connection, engine: Engine) -> None:
+    with suppress(EOFError, OSError):
+        converse(server, engine)
+
+
 def converse(server: Connection, engine: Engine) -> None:
     """Take what comes between steps; wait for it where there is nothing to do."""
     while True:
-        while server.poll(0 if engine.has_work else COMPILING_S if engine.compiling else IDLE_S):
+        patience_s = 0 if engine.has_work else COMPILING_S if engine.compiling else IDLE_S
+        while server.poll(patience_s):
             answer(server, engine, server.recv())
+            patience_s = 0
         for name, error in engine.begin_compiled():
             refuse(server, name, error)
         if engine.has_work:
@@ -241,6 +251,10 @@ def answer(server: Connection, engine: Engine, message: tuple[Any, ...]) -> None
             server.send(("answer", name, engine.stats()))
     except (ValueError, QueueFull) as error:
         refuse(server, name, error)
+    except CollectiveFailed:
+        raise
+    except RuntimeError as error:  # of the model
+        server.send(("failed", name, str(error)))
 
 
 def refuse(server: Connection, name: int, error: Exception) -> None:

@@ -1,0 +1,164 @@
+"""Engines in the test's own process, what they answer, and an audit after each of their steps."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelConfig, from_hugging_face
+from shardwise.layout import Layout
+from shardwise.model.layers import Causal
+from shardwise.model.tokenizer import Tokenizer, byte_tokenizer
+from shardwise.model.transformer import Transformer
+from shardwise.parallel.mesh import make_mesh
+from shardwise.serve.engine import Engine, Runs
+from shardwise.serve.generate import LoadedModel
+from shardwise.serve.pages import Pages
+from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams
+from shardwise.serve.runner import Runner
+from shardwise.serve.scheduler import Limits, Scheduler
+from tiny_models import our_weights, tiny_model
+
+BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
+LIMITS = Limits(512, 32, 1024)
+
+
+def tiny(name: str = "llama", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """A drawn model that talks bytes and never comes to an end by itself."""
+    theirs = tiny_model(name, dtype, **BYTES)
+    tokenizer = replace(byte_tokenizer(), eos_ids=frozenset())
+    config = from_hugging_face(theirs.config.to_dict())
+    return LoadedModel(config, our_weights(theirs), tokenizer, dtype, torch.device("cpu"))
+
+
+def runner_of(model: LoadedModel) -> Runner:
+    mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
+    return Runner(model.config, dict(model.weights), mesh, model.dtype, page_tokens=16)
+
+
+def engine_of(
+    runner: Runner, tokenizer: Tokenizer, num_pages: int = 128, limits: Limits = LIMITS, runs: Runs | None = None,
+    max_len: int | None = None,
+) -> Engine:  # fmt: skip
+    """An engine whose pages hold NaN until they are written. `runs` stands between it and the runner."""
+    runner.make_pages(num_pages)
+    for pages in (*runner.keys, *runner.values):
+        pages.fill_(torch.nan)
+    scheduler = Scheduler(Pages(num_pages, runner.page_tokens), limits)
+    config: ModelConfig = runner.config
+    return Engine(
+        config, tokenizer, AsLeader(runner) if runs is None else runs, scheduler, max_len or config.max_positions
+    )
+
+
+@dataclass
+class AsLeader:
+    """A runner that has nobody to keep alive."""
+
+    runner: Runner
+
+    def run(self, batch: Any) -> Any:
+        return self.runner.run(batch)
+
+    def embed(self, tokens: Sequence[int]) -> list[float]:
+        return self.runner.embed(tokens)
+
+    def keep_alive(self) -> None:
+        pass
+
+
+@dataclass
+class Got:
+    """One of n answers, as far as it has come. `prompt`: the log-probabilities of the prompt."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    reason: str | None = None
+    prompt: tuple[Logprob, ...] | None = None
+    num_cached: int = 0
+
+    def add(self, piece: Piece) -> None:
+        assert self.reason is None, "a piece came after the last"
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.reason = piece.finish_reason
+        self.prompt = piece.prompt if piece.prompt is not None else self.prompt
+        self.num_cached += piece.num_cached_tokens
+
+    @property
+    def said(self) -> tuple[str, list[int], list[Logprob], str | None]:
+        return self.text, self.tokens, self.logprobs, self.reason
+
+
+class Asked:
+    """An engine and what all who asked it have got, by name."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.got: dict[int, list[Got]] = {}
+
+    def add(self, ask: Ask) -> int:
+        name = len(self.got)
+        self.got[name] = [Got() for _ in range(ask.params.n)]
+        self.engine.add(name, ask)
+        return name
+
+    def step(self) -> None:
+        engine = self.engine
+        for name, error in engine.begin_compiled():
+            raise AssertionError(f"{name} was refused") from error
+        for name, piece in engine.step():
+            self.got[name][piece.index].add(piece)
+        audit(engine)
+
+    def drain(self) -> None:
+        while self.engine.has_work or self.engine.compiling:
+            self.step()
+        assert_empty(self.engine)
+
+
+def audit(engine: Engine) -> None:
+    engine.scheduler.audit()
+    ids = {id for job in engine.jobs.values() for id in job.request.ids}
+    assert set(engine.job_of) == ids >= set(engine.scheduler.requests)
+    assert all(job.answers for job in engine.jobs.values())
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing is left of anybody."""
+    audit(engine)
+    counters = engine.scheduler.counters()
+    assert (counters.num_waiting, counters.num_running, engine.scheduler.pages.counts().used) == (0, 0, 0)
+    assert not engine.jobs and not engine.job_of and not engine.compiling and not engine.scheduler.requests
+
+
+def answers(engine: Engine, asks: Iterable[Ask]) -> list[list[Got]]:
+    """All n answers to each, run together."""
+    asked = Asked(engine)
+    for ask in asks:
+        asked.add(ask)
+    asked.drain()
+    return list(asked.got.values())
+
+
+def greedy(max_tokens: int | None = 12, **changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "logprobs": 3} | changes)
+
+
+def drawn_tokens(num_tokens: int, seed: int, vocab_size: int = 256) -> tuple[int, ...]:
+    random = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, vocab_size, (num_tokens,), generator=random).tolist())
+
+
+@torch.inference_mode()
+def plain_logprobs(model: LoadedModel, tokens: Sequence[int]) -> Tensor:
+    """log_softmax [T, V] of a plain forward of the model over a text, with logits in fp32."""
+
+    ids = torch.tensor([list(tokens)])
+    plain = Transformer(model.config)
+    hidden = plain.hidden(model.weights, ids, torch.arange(len(tokens))[None], Causal(model.config))[0]
+    return (hidden.float() @ model.weights[plain.head_name].float().T).log_softmax(-1)

@@ -1,0 +1,391 @@
+"""The engine against plain generation, and through everything that can go wrong in it."""
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from engines import (
+    Asked,
+    AsLeader,
+    Got,
+    answers,
+    assert_empty,
+    drawn_tokens,
+    engine_of,
+    greedy,
+    plain_logprobs,
+    runner_of,
+    tiny,
+)
+from shardwise.model.layers import Causal
+from shardwise.model.tokenizer import byte_tokenizer
+from shardwise.model.transformer import Transformer
+from shardwise.serve.batch import Batch, Part
+from shardwise.serve.generate import LoadedModel, generate, load_model
+from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.runner import Ran, Runner
+from shardwise.serve.scheduler import Limits, QueueFull
+from smollm2 import smollm2_gguf
+from tiny_models import MODELS
+
+ERROR = 1e-4  # of log-probabilities, against products that add in another order
+MARK = 255
+"""The token at which models here fail."""
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def runner(model: LoadedModel) -> Runner:
+    return runner_of(model)
+
+
+def values(got: Got) -> torch.Tensor:
+    return torch.tensor([each.logprob for each in got.logprobs])
+
+
+# -- against other definitions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_plain_generation(name: str) -> None:
+    model = tiny(name)
+    prompts = [drawn_tokens(count, count) for count in (1, 5, 16, 33, 50)]
+    found = answers(engine_of(runner_of(model), model.tokenizer), [Ask(prompt, greedy(14)) for prompt in prompts])
+    for prompt, (got,) in zip(prompts, found, strict=True):
+        expected = generate(model, prompt, greedy(14))
+        assert (got.tokens, got.text, got.reason) == (list(expected.tokens), expected.text, "length")
+        torch.testing.assert_close(values(got), torch.tensor(expected.logprobs), rtol=0, atol=ERROR)
+
+
+def test_drawn_tokens_are_those_of_plain_generation(model: LoadedModel, runner: Runner) -> None:
+    asks = [
+        Ask(drawn_tokens(9, seed), SamplingParams(0.9, top_k=50, top_p=0.9, seed=seed, max_tokens=20, logprobs=0))
+        for seed in range(4)
+    ]
+    for ask, (got,) in zip(asks, answers(engine_of(runner, model.tokenizer), asks), strict=True):
+        assert got.tokens == list(generate(model, ask.tokens, ask.params).tokens)
+
+
+def test_smollm2_in_fp32_says_what_plain_generation_says() -> None:
+    model = load_model(smollm2_gguf(), torch.float32, torch.device("cpu"))
+    prompts = [model.tokenizer.encode(text) for text in ("Once upon a time", "def fibonacci(n):\n")]
+    asks = [Ask(tuple(prompt), greedy(12)) for prompt in prompts]
+    for prompt, (got,) in zip(prompts, answers(engine_of(runner_of(model), model.tokenizer), asks), strict=True):
+        expected = generate(model, prompt, greedy(12))
+        assert got.tokens == list(expected.tokens)
+        torch.testing.assert_close(values(got), torch.tensor(expected.logprobs), rtol=0, atol=ERROR)
+
+
+@pytest.mark.parametrize("num_pages", [128, 9])
+@pytest.mark.parametrize("budget", [11, 40, 512])
+def test_logprobs_of_a_prompt_are_those_of_a_plain_forward(
+    model: LoadedModel, runner: Runner, num_pages: int, budget: int
+) -> None:
+    prompts = [drawn_tokens(count, count) for count in (1, 2, 12, 30, 41, 50)]
+    engine = engine_of(runner, model.tokenizer, num_pages, Limits(budget, 8, 64))
+    asks = [Ask(prompt, greedy(min(40, 64 - len(prompt)), prompt_logprobs=5)) for prompt in prompts]
+    for prompt, (got,) in zip(prompts, answers(engine, [*asks, *asks])[len(asks) :], strict=True):
+        expected = plain_logprobs(model, prompt)
+        assert got.prompt is not None and [each.id for each in got.prompt] == list(prompt[1:])
+        for row, told in zip(expected, got.prompt, strict=False):
+            assert abs(row[told.id] - told.logprob) < ERROR
+            top = torch.tensor([logprob for _, logprob in told.top])
+            torch.testing.assert_close(top, row.topk(5).values, rtol=0, atol=ERROR)
+    assert (engine.scheduler.counters().num_preemptions > 0) == (num_pages == 9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_an_embedding_is_the_mean_of_the_last_hidden_states(name: str) -> None:
+    theirs = tiny(name)
+    engine = engine_of(runner_of(theirs), theirs.tokenizer)
+    tokens = drawn_tokens(23, 0)
+    with torch.inference_mode():
+        hidden = Transformer(theirs.config).hidden(
+            theirs.weights, torch.tensor([tokens]), torch.arange(23)[None], Causal(theirs.config)
+        )[0]
+    expected = torch.nn.functional.normalize(hidden.mean(0), dim=0)
+    torch.testing.assert_close(torch.tensor(engine.embed(tokens)), expected, rtol=0, atol=1e-5)
+    for wrong in ((), drawn_tokens(65, 0), (264,), (-1,)):
+        with pytest.raises(ValueError, match=r"1 to 64 tokens|vocabulary"):
+            engine.embed(wrong)
+
+
+# -- failures -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Failing(AsLeader):
+    """A runner that raises after it has written pages, for each batch that `fails` names."""
+
+    fails: Callable[[Batch], bool]
+    error: type[Exception] = RuntimeError
+
+    def run(self, batch: Batch) -> Ran:
+        ran = self.runner.run(batch)
+        if self.fails(batch):
+            raise self.error("the device has had enough")
+        return ran
+
+
+def is_marked(part: Part) -> bool:
+    return MARK in part.tokens
+
+
+def company(num: int = 6) -> list[Ask]:
+    """Requests of all kinds, none of which says or hears MARK."""
+    kinds = [greedy(9), greedy(9, n=3, temperature=1.0, seed=4), greedy(12, prompt_logprobs=1)]
+    bias = {MARK: -100.0}
+    return [
+        Ask(
+            tuple(token % 250 for token in drawn_tokens(7 + 6 * number, number)),
+            replace(kinds[number % 3], logit_bias=bias),
+        )
+        for number in range(num)
+    ]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, MemoryError])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("budget", [40, 512])
+def test_a_request_that_fails_inside_the_model_fails_alone(
+    model: LoadedModel, runner: Runner, error: type[Exception], n: int, budget: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = answers(engine_of(runner, model.tokenizer, limits=Limits(budget, 32, 64)), company())
+    runs = Failing(runner, lambda batch: any(map(is_marked, batch.parts)), error)
+    engine = engine_of(runner, model.tokenizer, limits=Limits(budget, 32, 64), runs=runs)
+    bad = [Ask((*drawn_tokens(count, 1), MARK, 3), greedy(9, n=n)) for count in (4, 47)]
+    asks = company()
+    found = answers(engine, [*asks[:3], bad[0], *asks[3:], bad[1]])
+    for mine in (found.pop(3), found.pop()):
+        assert [got.reason for got in mine] == ["error"] * n
+        assert not any(got.tokens for got in mine)
+    assert [[got.said for got in mine] for mine in found] == [[got.said for got in mine] for mine in wanted]
+    assert engine.num_failures == 2
+    assert "request 3 has failed inside the model" in caplog.text and "the device has had enough" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [0, 1, 2])
+def test_an_answer_that_fails_takes_those_to_the_same_prompt_with_it(
+    model: LoadedModel, runner: Runner, answer: int
+) -> None:
+    """After its fork, in a later step; those of the others before and after it were run already, or not yet."""
+    asks, bad = company(2), Ask(drawn_tokens(5, 0), SamplingParams(seed=1, n=3, max_tokens=9))
+    wanted = answers(engine_of(runner, model.tokenizer), asks)
+    engine = engine_of(
+        runner, model.tokenizer, runs=Failing(runner, lambda batch: any(
+            part.id == 1 + answer and part.start == 7 for part in batch.parts
+        ))
+    )  # fmt: skip
+    found = answers(engine, [asks[0], bad, asks[1]])
+    assert [got.reason for got in found[1]] == ["error"] * 3
+    assert [len(got.tokens) for got in found[1]] == [3] * 3
+    assert [[got.said for got in found[number]] for number in (0, 2)] == [[got.said for got in mine] for mine in wanted]
+
+
+def test_a_batch_that_is_too_much_is_run_part_by_part(model: LoadedModel, runner: Runner) -> None:
+    wanted = answers(engine_of(runner, model.tokenizer), company(8))
+    engine = engine_of(runner, model.tokenizer, runs=Failing(runner, lambda batch: len(batch.parts) > 1))
+    found = answers(engine, company(8))
+    assert [[got.said for got in mine] for mine in found] == [[got.said for got in mine] for mine in wanted]
+    assert [mine[0].prompt for mine in found] == [mine[0].prompt for mine in wanted]
+
+
+@dataclass
+class Damaged(AsLeader):
+    """A runner of a model whose logits are no numbers after MARK."""
+
+    def run(self, batch: Batch) -> Ran:
+        ran = self.runner.run(batch)
+        bad = {part.id for part in batch.parts if is_marked(part)}
+        return Ran({id: row * torch.nan if id in bad else row for id, row in ran.logits.items()}, ran.scores)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_no_numbers_end_one_request(model: LoadedModel, runner: Runner, temperature: float) -> None:
+    wanted = answers(engine_of(runner, model.tokenizer), company())
+    engine = engine_of(runner, model.tokenizer, runs=Damaged(runner))
+    bad = Ask((1, 2, MARK), SamplingParams(temperature=temperature, n=2, max_tokens=1))
+    *found, mine = answers(engine, [*company(), bad])
+    assert [(got.reason, got.tokens) for got in mine] == [("error", [])] * 2
+    assert [[got.said for got in mine] for mine in found] == [[got.said for got in mine] for mine in wanted]
+
+
+@pytest.mark.parametrize("moment", ["queued", "prompt", "first", "answering", "ended", "twice"])
+def test_an_abort_leaves_nothing_behind(model: LoadedModel, runner: Runner, moment: str) -> None:
+    asks = company()
+    wanted = answers(engine_of(runner, model.tokenizer), asks)
+    asked = Asked(engine_of(runner, model.tokenizer, limits=Limits(40, 8, 64)))
+    for ask in asks[:3]:
+        asked.add(ask)
+    asked.step()
+    name = asked.add(Ask(drawn_tokens(55, 3), greedy(9, n=1 if moment == "ended" else 3)))
+    for ask in asks[3:]:
+        asked.add(ask)
+    engine, mine = asked.engine, asked.got[name]
+    until: dict[str, Callable[[], bool]] = {
+        "queued": lambda: True,
+        "prompt": lambda: 0 < engine.jobs[name].request.num_computed < 55,
+        "first": lambda: len(mine[0].tokens) == 1,
+        "answering": lambda: len(mine[0].tokens) == 4,
+        "ended": lambda: mine[0].reason is not None,
+        "twice": lambda: len(mine[0].tokens) == 4,
+    }
+    while not until[moment]():
+        asked.step()
+    before = [list(got.tokens) for got in mine]
+    engine.abort(name)
+    if moment == "twice":
+        engine.abort(name)
+    engine.abort(999)
+    asked.drain()
+    assert [got.tokens for got in mine] == before
+    del asked.got[name]
+    assert [[got.said for got in each] for each in asked.got.values()] == [
+        [got.said for got in each] for each in wanted
+    ]
+
+
+def test_a_full_queue_says_when_to_come_back(model: LoadedModel, runner: Runner) -> None:
+    engine = engine_of(runner, model.tokenizer, limits=Limits(9, 1, 2))
+    for name in range(2):
+        engine.add(name, Ask((1, 2, 3), greedy(5)))
+    with pytest.raises(QueueFull) as full:
+        engine.add(2, Ask((1, 2, 3), greedy(5)))
+    assert full.value.retry_after_s >= 1
+    engine.step()
+    engine.add(2, Ask((1, 2, 3), greedy(5)))
+    with pytest.raises(QueueFull):
+        engine.add(3, Ask((1, 2, 3), greedy(5)))
+    while engine.has_work:
+        engine.step()
+    assert_empty(engine)
+    assert engine.stats().generated_tokens == 15
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (Ask((), greedy(4)), "at least one token"),
+        (Ask((1, 264), greedy(4)), "vocabulary"),
+        (Ask((-1,), greedy(4)), "vocabulary"),
+        (Ask((1,) * 64, greedy(1)), "a prompt of 63 tokens works"),
+        (Ask((1,) * 64, greedy(None)), "a prompt of 63 tokens works"),
+        (Ask((1,) * 60, greedy(5)), "max_tokens=4 works"),
+        (Ask((1,), greedy(4, n=33)), "only 32 sequences"),
+        (Ask((1,), greedy(4, n=10**9)), "only 32 sequences"),
+        (Ask((1,), greedy(4, stop_token_ids=(300,))), "token 300"),
+        (Ask((1,), greedy(4, n=33, structure=("regex", "a"))), "only 32 sequences"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_when_it_is_added(
+    model: LoadedModel, runner: Runner, ask: Ask, said: str
+) -> None:
+    engine = engine_of(runner, model.tokenizer)
+    with pytest.raises(ValueError, match=said):
+        engine.check(ask)
+    with pytest.raises(ValueError, match=said):
+        engine.add(0, ask)
+    assert_empty(engine)
+
+
+def test_a_request_beyond_all_pages_is_refused(model: LoadedModel, runner: Runner) -> None:
+    engine = engine_of(runner, model.tokenizer, num_pages=2)
+    with pytest.raises(ValueError, match="max_tokens=23 works"):
+        engine.add(0, Ask((1,) * 10, greedy(30)))
+    assert len(answers(engine, [Ask((1,) * 10, greedy(23))])[0][0].tokens) == 23
+
+
+def test_lengths_are_kept(model: LoadedModel, runner: Runner) -> None:
+    engine = engine_of(runner, model.tokenizer)
+    (whole,) = answers(engine, [Ask((1, 2, 3), greedy(30))])[0]
+    end = next(token for token in whole.tokens if whole.tokens.index(token) > 3)
+    place = whole.tokens.index(end)
+    asks = [
+        Ask((1, 2, 3), greedy(30, stop_token_ids=(end,))),
+        Ask((1, 2, 3), greedy(30, stop_token_ids=(end,), min_tokens=place + 2)),
+        Ask((1, 2, 3), greedy(1)),
+        Ask((1, 2, 3), greedy(None)),
+        Ask((1,) * 63, greedy(1)),
+    ]
+    (stopped,), (longer,), (one,), (most,), (last,) = answers(engine, asks)
+    assert (stopped.reason, stopped.tokens) == ("stop", whole.tokens[: place + 1])
+    assert len(longer.tokens) >= place + 2 and end not in longer.tokens[: place + 1]
+    assert [len(each.tokens) for each in (one, most, last)] == [1, 61, 1]
+    assert most.reason == "length"
+
+
+# -- structures ---------------------------------------------------------------------------------------------
+
+
+def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(model: LoadedModel, runner: Runner) -> None:
+    pytest.importorskip("llguidance")
+    engine = engine_of(runner, byte_tokenizer(), limits=Limits(20, 4, 4))
+    ends = greedy(9, structure=("regex", "ab+"))
+    engine.add(0, Ask((1, 2), greedy(9, structure=("json_schema", '{"type": 3}'))))
+    engine.add(1, Ask((1, 2), greedy(9, structure=("regex", "(("))))
+    engine.add(2, Ask((1, 2), ends))
+    engine.add(3, Ask((1, 2), ends))
+    with pytest.raises(QueueFull):
+        engine.add(4, Ask((1, 2), ends))
+    engine.abort(2)
+    refused: list[tuple[int, Exception]] = []
+    texts = ""
+    while engine.compiling or engine.has_work:
+        refused += engine.begin_compiled()
+        for name, piece in engine.step():
+            assert name == 3
+            texts += piece.text
+    refused.sort(key=lambda each: each[0])
+    assert [(name, type(error)) for name, error in refused] == [(0, ValueError), (1, ValueError)]
+    assert "json_schema cannot be used" in str(refused[0][1]) and "regex cannot be used" in str(refused[1][1])
+    assert re.fullmatch("ab+", texts)
+    assert_empty(engine)
+
+
+# -- many ---------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Runner) -> None:
+    """Some are aborted, some fail, memory is short."""
+    chance = random.Random(0)
+    runs = Failing(runner, lambda batch: any(map(is_marked, batch.parts)))
+    asked = Asked(engine_of(runner, model.tokenizer, 14, Limits(60, 10, 40), runs))
+    engine, aborted, failing, num_full = asked.engine, set(), set(), 0
+    bias = {MARK: -100.0}
+    while len(asked.got) < 1000:
+        for _ in range(chance.randrange(8)):
+            n = chance.choice([1, 1, 1, 2, 4])
+            prompt = drawn_tokens(chance.randint(1, 22), chance.randrange(20), 250)
+            params = SamplingParams(
+                temperature=chance.choice([0, 1.0]), n=n, max_tokens=chance.choice([1, 3, 3, 40]), logit_bias=bias,
+                prompt_logprobs=chance.choice([None, None, 0]), logprobs=0, stop=chance.choice([(), ("e",)]),
+            )  # fmt: skip
+            fails = chance.random() < 0.06
+            try:
+                name = asked.add(
+                    Ask((*prompt, MARK) if fails else prompt, params, chance.randrange(3), chance.choice("ab"))
+                )
+            except QueueFull:
+                num_full += 1
+                del asked.got[len(asked.got) - 1]
+            else:
+                failing |= {name} if fails else set()
+        for name in chance.sample(sorted(engine.jobs), min(len(engine.jobs), chance.randrange(2))):
+            engine.abort(name)
+            aborted.add(name)
+        asked.step()
+    asked.drain()
+    for name, mine in asked.got.items():
+        if name not in aborted:
+            assert all(got.reason == "error" if name in failing else got.reason in ("stop", "length") for got in mine)
+    counters = engine.scheduler.counters()
+    assert counters.num_preemptions > 0 and counters.num_found_tokens > 0 and num_full > 0 and len(aborted) > 100
+    assert engine.num_failures == len(failing - aborted) > 10

@@ -1,0 +1,187 @@
+"""Greedy answers have the same bits in any company: on the real SmolLM2, and on drawn mixtures of requests."""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import (
+    Asked,
+    Got,
+    answers,
+    drawn_tokens,
+    engine_of,
+    greedy,
+    plain_logprobs,
+    runner_of,
+    tiny,
+)
+from shardwise.serve.generate import LoadedModel, load_model
+from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.runner import Runner
+from shardwise.serve.scheduler import Limits
+from smollm2 import smollm2_gguf
+
+ERROR = 2e-2  # of log-probabilities, on average, against products that add in another order; 4 times that of each
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> LoadedModel:
+    return load_model(smollm2_gguf(), torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def smollm2_runner(smollm2: LoadedModel) -> Runner:
+    return runner_of(smollm2)
+
+
+def test_smollm2_is_as_a_plain_forward_has_it(smollm2: LoadedModel, smollm2_runner: Runner) -> None:
+    prompts = [smollm2.tokenizer.encode(text) for text in ("The capital of France is", "1, 2, 3, 4,")]
+    asks = [Ask(tuple(prompt), greedy(16, prompt_logprobs=2)) for prompt in prompts]
+    for prompt, (got,) in zip(prompts, answers(engine_of(smollm2_runner, smollm2.tokenizer), asks), strict=True):
+        expected = plain_logprobs(smollm2, [*prompt, *got.tokens])
+        told = torch.tensor([each.logprob for each in got.logprobs])
+        chosen = expected[len(prompt) - 1 : -1].gather(1, torch.tensor(got.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(told, chosen, rtol=0, atol=4 * ERROR)
+        assert (told - chosen).abs().mean() < ERROR
+        assert (expected[len(prompt) - 1 : -1].amax(-1) - chosen).max() < ERROR
+        assert "Paris" in got.text or "5, 6, 7" in got.text
+
+
+@pytest.fixture(scope="module")
+def asks(smollm2: LoadedModel) -> list[Ask]:
+    """24, greedy; the last 8 begin like each other."""
+    shared = smollm2.tokenizer.encode("You are a helpful assistant who answers every question in one short sentence. ")
+    texts = [
+        "The capital of France is", "1, 2, 3, 4,", "Once upon a time", "def fibonacci(n):\n", "Water boils at",
+        "The quick brown fox", "In the beginning", "E = mc", "Dear Sir or Madam,", "Roses are red,", "import os\n",
+        "My favourite colour", "The best way to learn", "Q: What is 2 + 2?\nA:", "a", "It was a dark and stormy night",
+    ]  # fmt: skip
+    prompts = [smollm2.tokenizer.encode(text) for text in texts]
+    prompts += [shared + smollm2.tokenizer.encode(f"Question {number}: what is {number}?") for number in range(8)]
+    return [Ask(tuple(prompt), greedy(4 + number % 5)) for number, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def alone(smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask]) -> list[list[Got]]:
+    """What each answers when it has an engine for itself."""
+    engine = engine_of(smollm2_runner, smollm2.tokenizer)
+    found = []
+    for number, ask in enumerate(asks):
+        found += answers(engine, [replace(ask, salt=str(number))])
+        assert found[-1][0].num_cached == 0
+    return found
+
+
+def assert_same(found: Sequence[Sequence[Got]], wanted: Sequence[Sequence[Got]]) -> None:
+    """The same tokens and log-probabilities, bit for bit."""
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert all(each.said == theirs[0].said for each in mine)
+
+
+@pytest.mark.parametrize(("budget", "num_running"), [(65, 8), (512, 32)])
+def test_smollm2_says_the_same_in_company(
+    smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask], alone: list[list[Got]], budget: int, num_running: int
+) -> None:
+    engine = engine_of(smollm2_runner, smollm2.tokenizer, limits=Limits(budget, num_running, 64))
+    assert_same(answers(engine, asks), alone)
+    again = answers(engine, asks[-8:])
+    assert_same(again, alone[-8:])
+    assert all(
+        got.num_cached == 16 * ((len(ask.tokens) - 1) // 16) for ask, (got,) in zip(asks[-8:], again, strict=True)
+    )
+
+
+def test_smollm2_says_the_same_after_it_was_preempted(
+    smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask], alone: list[list[Got]]
+) -> None:
+    small = copy.copy(smollm2_runner)
+    small.page_tokens, small.keys, small.values = 1, [], []
+    engine = engine_of(small, smollm2.tokenizer, 50, Limits(100, 12, 64))
+    assert_same(answers(engine, asks[:16]), alone[:16])
+    assert engine.scheduler.counters().num_preemptions > 0
+
+
+def test_smollm2_says_the_same_beside_all_kinds(
+    smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask], alone: list[list[Got]]
+) -> None:
+    pytest.importorskip("llguidance")
+    engine = engine_of(smollm2_runner, smollm2.tokenizer)
+    mine = [replace(ask, params=replace(ask.params, n=2)) for ask in asks[::6]]
+    drawn = [Ask(ask.tokens, SamplingParams(seed=number, max_tokens=8, n=2, min_p=0.01, repetition_penalty=1.2))
+             for number, ask in enumerate(asks[1::6])]  # fmt: skip
+    formed = [
+        Ask(ask.tokens, replace(ask.params, structure=("regex", "[a-z ]{4,9}"), max_tokens=8)) for ask in asks[2::6]
+    ]
+    scored = [Ask(ask.tokens, replace(ask.params, prompt_logprobs=1, logit_bias={5: 1.0})) for ask in asks[3::6]]
+    found = answers(engine, [ask for each in zip(mine, drawn, formed, scored, strict=True) for ask in each])
+    assert_same(found[::4], alone[::6])
+    for kind, number in ((drawn, 1), (formed, 2), (scored, 3)):
+        single = answers(engine_of(smollm2_runner, smollm2.tokenizer), kind[-1:])[0]
+        assert [got.said for got in single] == [got.said for got in found[number::4][-1]]
+    assert all(re.fullmatch("[a-z ]{4,9}", got.text) for (got,) in found[2::4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drawn_company_changes_nothing(dtype: torch.dtype) -> None:
+    model = tiny("qwen3", dtype)
+    runner = runner_of(model)
+    memo: dict[str, list[tuple[object, ...]]] = {}
+
+    def said(ask: Ask) -> list[tuple[object, ...]]:
+        if repr(ask) not in memo:
+            memo[repr(ask)] = [got.said for got in answers(engine_of(runner, model.tokenizer), [ask])[0]]
+        return memo[repr(ask)]
+
+    @given(data=st.data())
+    @settings(max_examples=12)
+    def check(data: st.DataObject) -> None:
+        kinds = st.builds(
+            lambda seed, count, n, hot, most: Ask(
+                (*drawn_tokens(20, seed % 2), *drawn_tokens(count, seed)),
+                SamplingParams(temperature=hot, seed=seed, n=n, max_tokens=most, logprobs=1, presence_penalty=hot),
+            ),
+            st.integers(0, 3), st.integers(1, 25), st.integers(1, 3), st.sampled_from([0, 1.0]), st.integers(1, 16),
+        )  # fmt: skip
+        some = data.draw(st.lists(kinds, min_size=1, max_size=8))
+        num_running = data.draw(st.integers(3, 9))
+        limits = Limits(data.draw(st.integers(num_running + 1, 80)), num_running, 64)
+        engine = engine_of(runner, model.tokenizer, data.draw(st.integers(4, 40)), limits)
+        found = answers(engine, some)
+        for ask, mine in zip(some, found, strict=True):
+            assert [got.said for got in mine] == said(ask)
+
+    check()
+
+
+def test_smollm2_answers_in_json_while_others_go_on(
+    smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask], alone: list[list[Got]]
+) -> None:
+    pytest.importorskip("llguidance")
+    asked = Asked(engine_of(smollm2_runner, smollm2.tokenizer))
+    chat = smollm2.tokenizer.chat([{"role": "user", "content": "Make up a person, as JSON with name and age."}])
+    prompt = tuple(smollm2.tokenizer.encode(chat))
+    params = SamplingParams(seed=5, temperature=0.7, n=2, max_tokens=60, structure=("json_schema", json.dumps(SCHEMA)))
+    formed = asked.add(Ask(prompt, params))
+    assert not asked.engine.has_work  # it is being compiled
+    plain = asked.add(asks[0])
+    asked.step()
+    assert asked.got[plain][0].tokens or asked.engine.jobs  # others need not wait for it
+    asked.drain()
+    assert_same([asked.got[plain]], alone[:1])
+    for got in asked.got[formed]:
+        person = json.loads(got.text)
+        assert got.reason == "stop" and set(person) == {"name", "age"}
+        assert isinstance(person["name"], str) and isinstance(person["age"], int) and len(person["name"]) <= 12

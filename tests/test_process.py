@@ -1,0 +1,399 @@
+"""The engine in its own process: it starts, refuses, dies, is started again and ends, and nothing of it is left."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines import AsLeader, answers, engine_of, runner_of
+from shardwise.kernels.paged import BLOCK_TOKENS
+from shardwise.layout import Layout
+from shardwise.model.load import read_config
+from shardwise.model.tokenizer import byte_tokenizer, load_tokenizer
+from shardwise.serve import process, worker
+from shardwise.serve import settings as limits
+from shardwise.serve.generate import load_model
+from shardwise.serve.link import EngineDied
+from shardwise.serve.process import RemoteEngine
+from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.scheduler import QueueFull
+from shardwise.serve.settings import EngineSettings
+from smollm2 import smollm2_gguf
+from tiny_models import tiny_model
+
+PATIENCE_S = 120.0  # only a test that fails waits that long
+LONG = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+PROMPT = (72, 101, 108)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama", vocab_size=264, max_position_embeddings=4096).save_pretrained(path)
+    byte_tokenizer().save(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where sockets are, so that one that is left can be seen."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, PATIENCE_S))
+
+
+def remote(path: Path, said: list[str] | None = None, **settings: Any) -> RemoteEngine:
+    chosen: dict[str, Any] = {"dtype": "fp32", "kv_bytes": 1 << 23} | settings
+    return RemoteEngine(
+        EngineSettings(path, **chosen), read_config(path), load_tokenizer(path), ([] if said is None else said).append
+    )
+
+
+async def tokens_of(
+    engine: RemoteEngine, params: SamplingParams = SHORT, prompt: tuple[int, ...] = PROMPT
+) -> list[int]:
+    return [token async for piece in engine.generate(Ask(prompt, params)) for token in piece.tokens]
+
+
+def pid_of(engine: RemoteEngine) -> int:
+    assert engine.process is not None and engine.process.process.pid is not None
+    return engine.process.process.pid
+
+
+def interrupt(*pids: int) -> None:
+    """As a terminal and `kill` do it to a whole group."""
+    for pid in pids:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started, zombies too, but for the tracker of Python's own."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            told, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(told.rsplit(")", 1)[1].split()[1]) == pid and b"resource_tracker" not in command:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def assert_gone(pid: int) -> None:
+    """The process has ended, and so has each that it had started."""
+    until = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until
+    assert pid not in children(os.getpid())
+
+
+def test_smollm2_starts_answers_and_ends(own_temporary_folder: Path) -> None:
+    async def check() -> None:
+        said: list[str] = []
+        before = set(os.listdir("/proc/self/fd"))
+        engine = remote(smollm2_gguf(), said, dtype="bf16", kv_bytes=1 << 28, max_queued=2)
+        assert not engine.is_ready
+        await engine.start()
+        assert engine.is_ready and engine.max_len == 8192
+        assert [line.split(":")[0] for line in said[:3]] == ["weights", "one full batch, for its memory", "pages"]
+        assert all(re.fullmatch(r".*: \d+\.\d\d s", line) for line in said[:3])
+        assert "728 pages of 16 tokens: 11,648 in all, 8,192 in a request at most" in said[3]
+        prompt = tuple(engine.tokenizer.encode("The capital of France is"))
+        texts = [piece.text async for piece in engine.generate(Ask(prompt, SHORT))]
+        assert "Paris" in "".join(texts)
+        assert sum(x * x for x in await engine.embed(prompt)) == pytest.approx(1)
+        for ask, what in ((Ask((), SHORT), "token"), (Ask((10**6,), SHORT), "vocabulary")):
+            with pytest.raises(ValueError, match=what):
+                [piece async for piece in engine.generate(ask)]
+        with pytest.raises(ValueError, match="vocabulary"):
+            await engine.embed([10**6])
+        pieces = engine.generate(Ask(prompt, LONG))
+        await anext(pieces)
+        assert (await engine.stats()).num_running == 1
+        await pieces.aclose()
+        stats = await engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
+        assert stats.prompt_tokens == 2 * len(prompt) and stats.generated_tokens >= 13
+        waiting = asyncio.create_task(tokens_of(engine, LONG))
+        await asyncio.sleep(0)
+        pid = pid_of(engine)
+        await engine.close()
+        with pytest.raises(EngineDied, match="shutting down"):
+            await waiting
+        with pytest.raises(EngineDied, match="shutting down"):
+            await tokens_of(engine)
+        assert_gone(pid)
+        assert not engine.waiting and not list(own_temporary_folder.iterdir())
+        assert len(set(os.listdir("/proc/self/fd")) - before) <= 3  # the tracker's, and listdir's own
+
+    run(check())
+
+
+def test_what_does_not_fit_is_refused_with_what_does(folder: Path, own_temporary_folder: Path) -> None:
+    async def check() -> None:
+        with pytest.raises(ValueError) as refused:
+            await remote(folder, kv_bytes=100_000).start()
+        told = re.fullmatch(
+            r"a request of 4096 tokens needs ([\d.e-]+) GB of KV cache on each rank, which has ([\d.e-]+) GB for it; "
+            r"--max-len (\d+) fits",
+            str(refused.value),
+        )
+        assert told and float(told[1]) == pytest.approx(256 * 8192 / 1e9 * 1, rel=0.01)
+        assert float(told[2]) == pytest.approx(1e-4)
+        assert not children(os.getpid()) and not list(own_temporary_folder.iterdir())
+        engine = remote(folder, kv_bytes=100_000, max_len=int(told[3]))
+        await engine.start()
+        assert engine.max_len == int(told[3])
+        assert len(await tokens_of(engine, SamplingParams(max_tokens=None, ignore_eos=True))) == int(told[3]) - 3
+        await engine.close()
+
+    run(check())
+
+
+def test_one_that_dies_is_told_of_and_started_again(
+    folder: Path, own_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        said: list[str] = []
+        engine = remote(folder, said, max_running=2, max_batch_tokens=64, max_queued=4)
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        pid = pid_of(engine)
+        interrupt(pid)
+        await starting
+        expected = await tokens_of(engine)
+        interrupt(pid)
+        assert await tokens_of(engine) == expected
+        waiting = [asyncio.create_task(tokens_of(engine, LONG)) for _ in range(4)]
+        while (await engine.stats()).num_running < 2:
+            pass
+        waiting += [asyncio.create_task(tokens_of(engine, LONG)) for _ in range(2)]
+        while (await engine.stats()).num_waiting < 4:
+            pass
+        with pytest.raises(QueueFull, match="try again in") as full:
+            await tokens_of(engine)
+        assert full.value.retry_after_s >= 1
+        monkeypatch.setattr(process, "QUICK_S", 0.0)
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        for task in waiting:
+            with pytest.raises(EngineDied, match="its process ended with code -9"):
+                await task
+        assert time.monotonic() - began < 2
+        with pytest.raises(EngineDied, match="started again"):
+            await tokens_of(engine)
+        assert not engine.is_ready and said[-1] == "it is started again"
+        await engine.restart
+        assert engine.is_ready and pid_of(engine) != pid
+        assert_gone(pid)
+        assert await tokens_of(engine) == expected
+        monkeypatch.setattr(process, "QUICK_S", 1e9)
+        os.kill(pid_of(engine), signal.SIGKILL)
+        with pytest.raises(EngineDied, match="code -9"):
+            await tokens_of(engine, LONG)
+        assert "not started again" in said[-1] and not engine.is_ready
+        await engine.close()
+        assert not children(os.getpid()) and not list(own_temporary_folder.iterdir())
+
+    run(check())
+
+
+def test_the_event_loop_does_not_wait_for_a_step(folder: Path) -> None:
+    """Requests that fill the socket while the engine is away, as it is within a long step."""
+
+    async def check() -> None:
+        engine = remote(folder, max_queued=8)
+        await engine.start()
+        pid = pid_of(engine)
+        rescue = threading.Timer(PATIENCE_S / 4, os.kill, (pid, signal.SIGKILL))
+        rescue.start()
+        os.kill(pid, signal.SIGSTOP)
+        asks = [asyncio.create_task(tokens_of(engine, SHORT, (1,) * 4000)) for _ in range(200)]
+        await asyncio.sleep(0)
+        assert len(engine.waiting) == 200 and Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+        for task in asks:
+            task.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+        os.kill(pid, signal.SIGCONT)
+        while (await engine.stats()).pages_used:
+            pass
+        rescue.cancel()
+        await engine.close()
+
+    run(check())
+
+
+def test_one_that_is_closed_while_it_starts_is_gone(folder: Path, own_temporary_folder: Path) -> None:
+    async def check() -> None:
+        engine = remote(folder)
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        pid = pid_of(engine)
+        await engine.close()
+        with pytest.raises(EngineDied):
+            await starting
+        assert_gone(pid)
+        assert not list(own_temporary_folder.iterdir())
+
+    run(check())
+
+
+SERVER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from shardwise.config import read_folder_config
+from shardwise.model.tokenizer import byte_tokenizer
+from shardwise.serve.process import RemoteEngine
+from shardwise.serve.scheduler import QueueFull
+from shardwise.serve.settings import EngineSettings
+
+async def main(path, end):
+    settings = EngineSettings(Path(path), kv_bytes=1 << 23)
+    engine = RemoteEngine(settings, read_folder_config(Path(path)), byte_tokenizer(), str)
+    await engine.start()
+    assert "torch" not in sys.modules
+    print(engine.process.process.pid, flush=True)
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "fails":
+        raise ValueError("of the server")
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("killed", -9), ("fails", 1)])
+def test_it_ends_with_its_server(folder: Path, tmp_path: Path, end: str, code: int) -> None:
+    """However that ends, without a word or by an error of its own: Python must not wait for the engine at its exit."""
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    command = [sys.executable, str(script), str(folder), end]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ran.returncode == code, ran.stderr
+    assert ("of the server" in ran.stderr) == (end == "fails")
+    assert_gone(int(ran.stdout))
+
+
+# -- tensor parallel ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_two_ranks_say_what_one_says(folder: Path, dtype: limits.Dtype) -> None:
+    model = load_model(folder, worker.DTYPES[dtype], torch.device("cpu"))
+    prompts = [tuple(range(5, 5 + count)) for count in (1, 17, 90)]
+    expected = answers(engine_of(runner_of(model), model.tokenizer), [Ask(prompt, SHORT) for prompt in prompts])
+
+    async def check() -> None:
+        engine = remote(folder, layout=Layout(tp=2), dtype=dtype, max_batch_tokens=40, max_running=8)
+        await engine.start()
+        pid = pid_of(engine)
+        ranks = children(pid)
+        assert len(ranks) == 2
+        interrupt(pid, *ranks)
+        found = await asyncio.gather(*(tokens_of(engine, SHORT, prompt) for prompt in prompts))
+        if dtype == "fp32":
+            assert found == [got.tokens for (got,) in expected]
+        assert [await tokens_of(engine, SHORT, prompt) for prompt in prompts] == found  # alone, cached
+        assert sum(x * x for x in await engine.embed(prompts[1])) == pytest.approx(1)
+        with pytest.raises(ValueError, match="vocabulary"):
+            await tokens_of(engine, SHORT, (264,))
+        if dtype == "bf16":
+            await engine.close()
+        else:
+            waiting = asyncio.create_task(tokens_of(engine, LONG))
+            while not (await engine.stats()).num_running:
+                pass
+            os.kill(ranks[1], signal.SIGKILL)
+            with pytest.raises(EngineDied, match="rank 1 failed first, with exit code -9"):
+                await waiting
+            await engine.close()
+        assert not any(Path(f"/proc/{each}").exists() for each in (pid, *ranks))
+
+    run(check())
+
+
+# -- what the process does with what it hears ---------------------------------------------------------------
+
+
+@dataclass
+class Idle(AsLeader):
+    """A runner that is no good at embedding, and remembers that it was told to go on waiting."""
+
+    kept: threading.Event = field(default_factory=threading.Event)
+
+    def embed(self, tokens: Any) -> list[float]:
+        raise RuntimeError("no memory")
+
+    def keep_alive(self) -> None:
+        self.kept.set()
+
+
+def test_ranks_are_kept_alive_while_only_questions_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions that come more often than IDLE_S do not keep the ranks waiting for a batch until they give up."""
+    monkeypatch.setattr(worker, "IDLE_S", 1e6)
+    model = load_model(folder, torch.float32, torch.device("cpu"))
+    runner = runner_of(model)
+    runs = Idle(runner)
+    ours, its = Pipe()
+    talk = threading.Thread(target=worker.serve_until_gone, args=(its, engine_of(runner, model.tokenizer, runs=runs)))
+    talk.start()
+    for name in range(3):
+        ours.send(("stats", name))
+        assert ours.recv()[:2] == ("answer", name)
+    ours.send(("embed", 3, [1, 2]))
+    assert ours.recv() == ("failed", 3, "no memory")
+    ours.send(("add", 4, Ask(PROMPT, SHORT)))
+    what, pieces = ours.recv()
+    assert what == "pieces" and pieces[0][0] == 4
+    while ours.poll(0.2) and ours.recv()[1][0][1].finish_reason is None:
+        pass
+    runs.kept.clear()
+    ours.send(("stats", 5))
+    assert ours.recv()[:2] == ("answer", 5) and runs.kept.wait(PATIENCE_S)
+    ours.close()
+    talk.join(PATIENCE_S)
+    assert not talk.is_alive()
+
+
+# -- settings -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "fp16"}, "bf16 or fp32"),
+        ({"page_tokens": 24}, "16 works"),
+        ({"page_tokens": 0}, "16 works"),
+        ({"max_batch_tokens": 64}, "at least 65"),
+        ({"max_queued": 0}, "at least 1"),
+        ({"max_len": 1}, "at least 2"),
+        ({"kv_bytes": 0}, "at least 1"),
+        ({"layout": Layout(dp=2)}, "tp1 works|dp1 works"),
+    ],
+)
+def test_settings_are_refused_at_once(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineSettings(Path("x"), **changes)
+
+
+def test_blocks_are_those_of_attention() -> None:
+    assert limits.BLOCK_TOKENS == BLOCK_TOKENS
