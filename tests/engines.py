@@ -100,6 +100,7 @@ class Asked:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.got: dict[int, list[Got]] = {}
+        self.num_steps = 0
 
     def add(self, ask: Ask) -> int:
         name = len(self.got)
@@ -109,6 +110,8 @@ class Asked:
 
     def step(self) -> None:
         engine = self.engine
+        self.num_steps += 1
+        assert self.num_steps < 20_000, "it does not come to an end"
         for name, error in engine.begin_compiled():
             raise AssertionError(f"{name} was refused") from error
         for name, piece in engine.step():

@@ -172,16 +172,16 @@ def test_a_request_that_fails_inside_the_model_fails_alone(
     assert "request 3 has failed inside the model" in caplog.text and "the device has had enough" in caplog.text
 
 
-@pytest.mark.parametrize("answer", [0, 1, 2])
+@pytest.mark.parametrize("failing", [{1}, {2}, {3}, {1, 2, 3}])
 def test_an_answer_that_fails_takes_those_to_the_same_prompt_with_it(
-    model: LoadedModel, runner: Runner, answer: int
+    model: LoadedModel, runner: Runner, failing: set[int]
 ) -> None:
     """After its fork, in a later step; those of the others before and after it were run already, or not yet."""
     asks, bad = company(2), Ask(drawn_tokens(5, 0), SamplingParams(seed=1, n=3, max_tokens=9))
     wanted = answers(engine_of(runner, model.tokenizer), asks)
     engine = engine_of(
         runner, model.tokenizer, runs=Failing(runner, lambda batch: any(
-            part.id == 1 + answer and part.start == 7 for part in batch.parts
+            part.id in failing and part.start == 7 for part in batch.parts
         ))
     )  # fmt: skip
     found = answers(engine, [asks[0], bad, asks[1]])

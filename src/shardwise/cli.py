@@ -19,6 +19,7 @@ from shardwise.commands.bench import add_bench
 from shardwise.commands.convert import add_convert
 from shardwise.commands.data import add_data
 from shardwise.commands.demo import add_demo
+from shardwise.commands.eval import add_eval
 from shardwise.commands.generate import add_generate
 from shardwise.commands.parity import add_parity
 from shardwise.commands.plan import add_plan
@@ -28,7 +29,7 @@ from shardwise.commands.train import add_config, add_train
 from shardwise.hardware import nearest
 
 COMMANDS = (
-    add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_generate, add_serve,
+    add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_eval, add_generate, add_serve,
     add_bench, add_demo,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`shardwise bench`: speed and memory on this machine, all layouts on the same work."""
+"""`shardwise bench`: speed and memory on this machine, all layouts on the same work; serving is in bench_serve.py."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardwise.commands.bench_serve import FLAGS_OF_SERVE, add_serve_flags, run_bench_serve
 from shardwise.commands.terminal import answer_console
 from shardwise.layout import Layout
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 COMPARED = ("tokens_per_s", "peak_resident_mb")
+DEFAULT_STEPS = 5
+FLAGS_OF_TRAIN = ("length", "sequences", "steps")
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,16 @@ def add_bench(subparsers: Any) -> None:
         help="measure speed and memory on this machine",
         description="`shardwise bench train --layout L` times training steps of a 70.8 M Llama shape, or of MODEL, on "
         "random tokens: bf16 with fp32 master weights, AdamW, clipping. It starts the ranks of each "
-        "layout on this machine, which share its cores evenly. Figures of different machines or hours do not compare: "
-        "name all layouts at once. `make bench-train`, in the source, runs other software on the same work in turns.",
+        "layout on this machine, which share its cores evenly. `shardwise bench serve MODEL` asks a model for answers "
+        "to random prompts. Figures of different machines or hours do not compare: name all layouts or loads at once. "
+        "`make bench-train` and `make bench-serve`, in the source, run other software on the same work in turns.",
     )
-    parser.add_argument("what", choices=("train",), help="train: whole training steps")
+    parser.add_argument(
+        "what", choices=("train", "serve"), help="train: whole training steps; serve: requests under load"
+    )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL",
-        help="a name, count, folder, file or hub id, of which the shape counts (default: a Llama shape of 70.8 M)",
+        help="a name, count, folder, file or hub id; of train the shape counts (default: a Llama shape of 70.8 M)",
     )  # fmt: skip
     parser.add_argument(
         "--layout", action="append", metavar="L",
@@ -48,19 +54,30 @@ def add_bench(subparsers: Any) -> None:
     parser.add_argument(
         "--sequences", type=int, metavar="N", help="of each data rank and micro-batch of a step (default: 2)"
     )
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="timed, after 2 of warm-up (default: 5)")
+    parser.add_argument("--steps", type=int, metavar="N", help=f"timed, after 2 of warm-up (default: {DEFAULT_STEPS})")
+    add_serve_flags(parser)
     parser.set_defaults(run=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
+    """Exit codes are those of what is measured."""
+    others, theirs = (FLAGS_OF_TRAIN, "train") if args.what == "serve" else (FLAGS_OF_SERVE, "serve")
+    for name in others:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is a flag of `bench {theirs}`, not of `bench {args.what}`")
+    return run_bench_serve(args) if args.what == "serve" else run_bench_train(args)
+
+
+def run_bench_train(args: argparse.Namespace) -> int:
     """Exit 0 when every layout was measured, 1 when a rank failed, 128 + its number when a signal stopped it."""
     from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
     from shardwise.train.bench import bench_layout, check_bench
 
     layouts = read_layouts(args.layout or ["dp1"])
     workload = find_workload(args.model, args.length, args.sequences)
-    if args.steps < 1:
-        raise ValueError(f"--steps must be at least 1, not {args.steps}")
+    steps = DEFAULT_STEPS if args.steps is None else args.steps
+    if steps < 1:
+        raise ValueError(f"--steps must be at least 1, not {steps}")
     for layout in layouts:
         check_bench(layout, workload)
     rows: list[Row] = []
@@ -68,7 +85,7 @@ def run_bench(args: argparse.Namespace) -> int:
         if is_first_rank():
             print(f"shardwise: {layout}, {number} of {len(layouts)}", file=sys.stderr)
         try:
-            measured = bench_layout(layout, args.steps, workload)
+            measured = bench_layout(layout, steps, workload)
         except RankFailed as failure:
             print(failure, file=sys.stderr)
             if args.json:

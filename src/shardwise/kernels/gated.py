@@ -29,8 +29,15 @@ def gated_naive(inner: Tensor, activation: str) -> Tensor:
 
 def gated(inner: Tensor, activation: str) -> Tensor:
     """The same. Only `inner` is kept, of whose gradient both halves are written in their places."""
+    if not torch.is_grad_enabled():
+        return product_of_halves(inner, activation)
     y: Tensor = Gated.apply(inner, activation)
     return y
+
+
+def product_of_halves(inner: Tensor, activation: str) -> Tensor:
+    gate, up = inner.chunk(2, -1)
+    return ACTIVATE[activation](gate).mul_(up)
 
 
 class Gated(torch.autograd.Function):
@@ -38,8 +45,7 @@ class Gated(torch.autograd.Function):
     def forward(ctx: Any, inner: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(inner)
         ctx.activation = activation
-        gate, up = inner.chunk(2, -1)
-        return ACTIVATE[activation](gate).mul_(up)
+        return product_of_halves(inner, activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

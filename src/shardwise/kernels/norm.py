@@ -14,8 +14,18 @@ def rms_norm_naive(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The same. Kept are x and one fp32 number a row; autograd would keep x again in fp32, and what it is times."""
+    if not torch.is_grad_enabled():
+        return normed(x, weight, eps)[0]
     y: Tensor = RMSNorm.apply(x, weight, eps)
     return y
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm, and one over the root mean square of each row."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight), scale
 
 
 class RMSNorm(torch.autograd.Function):
@@ -23,11 +33,9 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, scale = normed(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(x.dtype).mul_(weight)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

