@@ -153,6 +153,7 @@ class Pipeline:
         """B, or the first half of it; of a piece that has no F, that as well."""
         key, piece = (action.stage, action.microbatch), self.work.pieces[action.piece]
         if (action.piece, action.microbatch) not in self._saved:
+            assert piece.at_once, f"{action} comes without a forward"
             self.forward(action, microbatch)
         saved = self._saved[action.piece, action.microbatch]
         self.store.need(piece.reads(action.kind))
