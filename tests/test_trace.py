@@ -179,6 +179,24 @@ def test_a_step_that_is_not_asked_for_or_cannot_be_written_is_no_reason_to_stop(
     assert (run / "trace").read_text() == "in the way"
 
 
+def train_on_disks_of_their_own(rank: int, world: int, settings: Settings) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr("shardwise.train.trace.part_of", lambda path, rank: path.with_name(f"elsewhere-{rank}"))
+        train_on(rank, world, settings)
+
+
+def test_ranks_that_see_not_each_others_disks_train_all_the_same(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    """The first rank has the actions of its own stage, of which no picture can be made."""
+    ranks.run(2, train_on_disks_of_their_own, tiny_settings(
+        data, tmp_path, layout="pp2.1f1b.m4", steps=4, eval_every=0, save_every=0, num_layers=5
+    ))  # fmt: skip
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    with pytest.raises(ValueError, match="no actions of some stages"):
+        read_trace(tmp_path / "trace" / "step-3.json")
+    assert not (tmp_path / "trace" / "step-3.svg").exists()
+
+
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path

@@ -3,14 +3,13 @@
 import argparse
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shardwise.commands.terminal import answer_console, progress_bar
+from shardwise.commands.terminal import answer_console, progress_bar, say
 
 if TYPE_CHECKING:
     from shardwise.serve.bench import Row, Target
@@ -29,7 +28,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "bench serve", "MODEL is loaded and asked without HTTP; or, with --url, it is what that server calls its model"
     )
     flags.add_argument("--url", metavar="URL", help="of a server, for example http://127.0.0.1:8000/v1")
-    flags.add_argument("--api-key", metavar="KEY", help="for the server (default: what OPENAI_API_KEY says)")
+    flags.add_argument("--api-key", metavar="KEY", help="for the server")
     loads = "may be given many times, ratios are to the first load"
     flags.add_argument(
         "--concurrency", action="append", type=int, metavar="N",
@@ -127,8 +126,7 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
     from shardwise.serve.target import EngineTarget, UrlTarget, first_model
 
     if args.url:
-        key = args.api_key or os.environ.get("OPENAI_API_KEY")
-        yield UrlTarget(args.url, args.model or await first_model(args.url, key), key)
+        yield UrlTarget(args.url, args.model or await first_model(args.url, args.api_key), args.api_key)
         return
     from shardwise.catalogue import find_model, model_path
     from shardwise.layout import Layout
@@ -149,10 +147,6 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
         yield EngineTarget(engine)
     finally:
         await engine.close()
-
-
-def say(text: str) -> None:
-    print(f"shardwise: {text}", file=sys.stderr)
 
 
 def ratios_of(rows: "Sequence[Row]", loads: Sequence[str]) -> dict[str, float]:

@@ -35,11 +35,11 @@ def add_eval(subparsers: Any) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     from shardwise.catalogue import find_model, model_path
+    from shardwise.model.layers import DTYPES
     from shardwise.model.tokenizer import load_tokenizer
     from shardwise.parallel.launch import device_of
     from shardwise.serve.evaluate import agreement, perplexity
     from shardwise.serve.generate import load_model
-    from shardwise.serve.worker import DTYPES
 
     for name in ("context", "stride"):
         if (number := getattr(args, name)) is not None and number < 1:

@@ -46,9 +46,8 @@ def add_generate(subparsers: Any) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    import torch
-
     from shardwise.catalogue import find_model, model_path
+    from shardwise.model.layers import DTYPES
     from shardwise.parallel.launch import device_of
     from shardwise.serve.generate import generate, load_model
     from shardwise.serve.request import SamplingParams
@@ -60,8 +59,7 @@ def run_generate(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.system and not args.chat:
         raise ValueError("--system is a message of a chat; add --chat")
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    model = load_model(model_path(find_model(args.model)), dtype, device_of(0, 1))
+    model = load_model(model_path(find_model(args.model)), DTYPES[args.dtype], device_of(0, 1))
     tokens = prompt_tokens(model.tokenizer, prompt, args.chat, args.system)
     room = model.config.max_positions - len(tokens)
     if args.max_tokens is None and 0 < room < DEFAULT_TOKENS:

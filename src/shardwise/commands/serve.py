@@ -1,9 +1,10 @@
 """`shardwise serve`: a model behind the API that OpenAI's clients talk to."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from shardwise.commands.terminal import say
 
 if TYPE_CHECKING:
     from shardwise.config import ModelConfig
@@ -105,7 +106,3 @@ def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelCon
     for problem in layout.problems(config):
         raise ValueError(f"layout {layout}: {problem}")
     return settings, config, load_tokenizer(path)
-
-
-def say(text: str) -> None:
-    print(f"shardwise: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """Where commands write: the answer to stdout, the progress of what takes a while to stderr."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -9,6 +10,11 @@ if TYPE_CHECKING:
 
 Advance = Callable[[str, float], None]
 """advance(what is being done, how much of it is done from 0 to 1)."""
+
+
+def say(text: str) -> None:
+    """A line for people, beside the answer."""
+    print(f"shardwise: {text}", file=sys.stderr, flush=True)
 
 
 def answer_console(stderr: bool = False) -> "Console":

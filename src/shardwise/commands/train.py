@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.commands.terminal import say
+
 if TYPE_CHECKING:
     from shardwise.train.loop import Outcome
 
@@ -42,25 +44,25 @@ def run_train(args: argparse.Namespace) -> int:
     folder = settings.run.folder
     again = f"shardwise train {shlex.quote(folder)} --resume"
     try:
-        outcome = start_run(settings, args.resume, warn, lambda: print(to_toml(settings), file=sys.stderr))
+        outcome = start_run(settings, args.resume, say, lambda: print(to_toml(settings), file=sys.stderr))
     except RankFailed as failure:
         print(failure, file=sys.stderr)
         if args.json:
             print(json.dumps({"run": folder, "failed": str(failure)}))
-        warn(f"the run failed; {what_is_left(folder, again)}")
+        say(f"the run failed; {what_is_left(folder, again)}")
         return 1
     except Stopped as stop:
-        warn(f"stopped at once by a second {stop}; {what_is_left(folder, again)}")
+        say(f"stopped at once by a second {stop}; {what_is_left(folder, again)}")
         return 128 + stop.signal
     except KeyboardInterrupt:  # one rank runs in this process
-        warn(f"stopped at once by a second SIGINT; {what_is_left(folder, again)}")
+        say(f"stopped at once by a second SIGINT; {what_is_left(folder, again)}")
         return 130
     if is_first_rank():
         if args.json:
             print(json.dumps({"run": folder, **asdict(outcome)}))
         text = ending(outcome, folder, again)
         if outcome.stopped or outcome.diverged or outcome.unsaved:
-            warn(text)
+            say(text)
         elif not args.json:
             print(text)
     return 128 + outcome.stopped if outcome.stopped else 1 if outcome.diverged or outcome.unsaved else 0
@@ -91,10 +93,6 @@ def what_is_left(folder: str, again: str) -> str:
     return (
         f"{saved[-1]} is kept, `{again}` goes on from there" if saved else f"nothing was saved, `{again}` starts anew"
     )
-
-
-def warn(text: str) -> None:
-    print(f"shardwise: {text}", file=sys.stderr)
 
 
 def add_config(subparsers: Any) -> None:

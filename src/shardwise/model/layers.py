@@ -13,6 +13,9 @@ from torch import Tensor
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.kernels.attention import causal_attention
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""What a user calls the precision of weights and activations."""
+
 
 @dataclass(frozen=True)
 class Light:

@@ -164,7 +164,7 @@ class Axis:
             x.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         self.control_bytes_sent += x.nbytes * (payload is not None)
         Pending(self, dist.broadcast(x, group=self.group, group_src=0, async_op=True)).wait()
-        return bytes(x.tolist())
+        return x.cpu().numpy().tobytes()
 
     def sum(self, *values: float) -> list[float]:
         """The sums over the axis of a few numbers, for reports and decisions."""

@@ -6,10 +6,12 @@ of its table, and in it, or between, what it waited for.
 
 import json
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,9 @@ def bars_of(events: Iterable[Event]) -> Iterable[tuple[Action, float, float]]:
         if event["cat"] in COMPUTE:
             action = Action(event["cat"], event["args"]["stage"], event["args"]["microbatch"])
             spans.setdefault(action, [event["ts"], 0.0])[1] = event["ts"] + event["dur"]
+    middles, waited_before = [middle for middle, _ in waits], [0.0, *accumulate(took for _, took in waits)]
     for action, (start, end) in spans.items():
-        waited = sum(took for middle, took in waits if start <= middle < end)
+        waited = waited_before[bisect_left(middles, end)] - waited_before[bisect_left(middles, start)]
         yield action, (start + waited) / 1e6, end / 1e6
 
 

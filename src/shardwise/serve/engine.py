@@ -176,8 +176,6 @@ class Engine:
             job = self.job_of[each.id]
             source = each.id if each.id in chosen else job.request.id
             pieces.append((job.name, self.advance(job, each.id, next(chosen[source]))))
-        for name in [name for name, job in self.jobs.items() if not job.answers]:
-            self.forget(self.jobs[name])
         self.count(batch, sum(len(piece.tokens) for _, piece in pieces), time.perf_counter() - began)
         return pieces
 
@@ -265,6 +263,8 @@ class Engine:
         if piece.finish_reason is not None:
             self.scheduler.finish(id)
             del job.answers[id]
+            if not job.answers:
+                self.forget(job)
         return piece
 
     def count(self, batch: Batch, num_tokens: int, seconds: float) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.model.layers import Causal
+from shardwise.model.layers import DTYPES, Causal
 from shardwise.model.transformer import Transformer
 from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.serve.request import SamplingParams
@@ -94,7 +94,6 @@ def agreement(path: Path, tokens: Sequence[int], dtype: str, context: int | None
     """The log-probabilities of a text as the trainer has them, against those that the server tells of a prompt."""
     from shardwise.parallel.launch import device_of
     from shardwise.serve.llm import LLM
-    from shardwise.serve.worker import DTYPES
 
     check_text(tokens)
     model = load_model(path, DTYPES[dtype], device_of(0, 1))

@@ -8,14 +8,10 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.catalogue import find_model, model_path
-from shardwise.model.tokenizer import load_tokenizer
 from shardwise.parallel.launch import Place, device_of
-from shardwise.serve.engine import Engine
-from shardwise.serve.pages import Pages
 from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams
-from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.settings import EngineSettings
-from shardwise.serve.worker import Leader, limits_of, start
+from shardwise.serve.worker import lead, start
 
 Prompt = str | Sequence[int]
 Message = dict[str, str]
@@ -69,10 +65,7 @@ class LLM:
         self.settings = EngineSettings(model_path(find_model(model)), **settings)
         if self.settings.layout.world_size > 1:
             raise ValueError("LLM runs on one device; `shardwise serve --tp N` serves over several")
-        tokenizer = load_tokenizer(self.settings.model)
-        runner, num_pages, max_len = start(Place(0, 1, device_of(0, 1)), self.settings)
-        scheduler = Scheduler(Pages(num_pages, self.settings.page_tokens), limits_of(self.settings))
-        self.engine = Engine(runner.config, tokenizer, Leader(runner), scheduler, max_len)
+        self.engine = lead(start(Place(0, 1, device_of(0, 1)), self.settings), self.settings)
         self.next_name = 0
 
     def generate(

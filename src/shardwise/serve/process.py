@@ -46,6 +46,7 @@ class RemoteEngine:
         """By name, those who wait for pieces or an answer."""
         self.process: EngineProcess | None = None
         self.running = self.closing = False
+        self.restart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when the engine is ready. Raises ValueError for what cannot be served, EngineDied for the rest."""

@@ -7,7 +7,7 @@ times add up, but for what the clock itself takes.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
@@ -19,11 +19,11 @@ from torch import Tensor
 from shardwise.kernels.rows import RowWeight
 from shardwise.model.layers import Attend, Light
 from shardwise.model.transformer import Transformer
-from shardwise.serve.batch import Batch
+from shardwise.params import model_specs
 from shardwise.serve.engine import Engine, Named
 from shardwise.serve.llm import LLM
 from shardwise.serve.request import Ask, SamplingParams
-from shardwise.serve.runner import Ran, Runner
+from shardwise.serve.runner import Runner
 
 WARMUP_STEPS = 3
 STREAM_BYTES = 1 << 28
@@ -106,37 +106,18 @@ class TimedTransformer(Transformer):
             return super().activate(inner)
 
 
-@dataclass(frozen=True)
-class TimedRunner:
-    """In place of an engine's runner."""
-
-    runner: Any
-    clock: Clock
-    name: str
-
-    def run(self, batch: Batch) -> Ran:
-        with self.clock.part(self.name):
-            ran: Ran = self.runner.run(batch)
-        return ran
-
-    def embed(self, tokens: Sequence[int]) -> list[float]:
-        raise NotImplementedError
-
-    def keep_alive(self) -> None:
-        raise NotImplementedError
-
-
 def profile_decode(llm: LLM, num_running: int, context: int, num_steps: int) -> StepTimes:
     """Time steps of sequences that have about `context` tokens: first the whole, then its parts. `llm` is not to be
     used afterwards."""
     engine, runner = llm.engine, runner_of(llm)
     begin(engine, num_running, context, 2 * (WARMUP_STEPS + num_steps) + num_running + 8)
     whole = Clock()
-    engine.runner = TimedRunner(engine.runner, whole, "run")
+    runner.run = whole.timed("run", runner.run)  # type: ignore[method-assign]
     steps = [timed_step(engine, whole, num_running) for _ in range(WARMUP_STEPS + num_steps)][WARMUP_STEPS:]
+    del runner.run
     parts = Clock()
     put_clock_in(runner, parts)
-    engine.runner = TimedRunner(runner, parts, "other operations of the model")
+    runner.run = parts.timed("other operations of the model", runner.run)  # type: ignore[method-assign]
     split = [timed_step(engine, parts, num_running) for _ in range(WARMUP_STEPS + num_steps)][WARMUP_STEPS:]
     step_s = min(sum(each.values()) for each in steps)
     return StepTimes(
@@ -205,8 +186,6 @@ def put_clock_in(runner: Runner, clock: Clock) -> None:
 
 def weight_bytes(runner: Runner) -> int:
     """Of all that a step reads: every matrix once, and the head's, whether or not it is the embedding too."""
-    from shardwise.params import model_specs
-
     specs = [spec for spec in model_specs(runner.config) if len(spec.shape) == 2 and spec.name.startswith("blocks.")]
     head = runner.config.vocab_size * runner.config.hidden_size
     return (sum(spec.numel for spec in specs) + head) * runner.dtype.itemsize

@@ -35,8 +35,13 @@ class EngineSettings:
             raise ValueError(f"dtype is {self.dtype}, but a model is served in {' or '.join(get_args(Dtype))}")
         if self.page_tokens < 1 or BLOCK_TOKENS % self.page_tokens:
             raise ValueError(f"page_tokens is {self.page_tokens}, but it must divide {BLOCK_TOKENS}; 16 works")
-        Limits(self.max_batch_tokens, self.max_running, self.max_queued)
+        _ = self.limits
         for name, least in (("max_len", 2), ("kv_bytes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+
+    @property
+    def limits(self) -> Limits:
+        """Of a step and of the queue. Raises ValueError for those that do not go together."""
+        return Limits(self.max_batch_tokens, self.max_running, self.max_queued)

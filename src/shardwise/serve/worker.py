@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 
+from shardwise.model.layers import DTYPES
 from shardwise.model.load import load_weights, read_config
-from shardwise.model.tokenizer import check_vocabulary, load_tokenizer
+from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks
 from shardwise.parallel.memory import peak_memory_bytes, reset_peaks
 from shardwise.parallel.mesh import CollectiveFailed, make_mesh
@@ -30,10 +31,9 @@ from shardwise.serve.link import Ready
 from shardwise.serve.pages import Pages
 from shardwise.serve.request import Ask
 from shardwise.serve.runner import Ran, Runner
-from shardwise.serve.scheduler import Limits, QueueFull, Scheduler
+from shardwise.serve.scheduler import QueueFull, Scheduler
 from shardwise.serve.settings import EngineSettings
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COMPILING_S = 0.005
 """How often it is looked whether a structure has been compiled, if there is nothing else to do."""
 IDLE_S = 30.0
@@ -71,18 +71,16 @@ def serve(place: Place, settings: EngineSettings, address: str) -> str | None:
             server.send(("phase", name, time.perf_counter() - began))
 
     try:
-        runner, num_pages, max_len = start(place, settings, phase)
+        started = start(place, settings, phase)
     except ValueError as error:
         return str(error)
     if server is None:
-        follow(runner)
+        follow(started.runner)
         return None
-    scheduler = Scheduler(Pages(num_pages, settings.page_tokens), limits_of(settings))
-    tokenizer = load_tokenizer(settings.model)
-    engine = Engine(runner.config, tokenizer, Leader(runner), scheduler, max_len)
-    server.send(("ready", Ready(max_len, num_pages, settings.page_tokens)))
+    engine = lead(started, settings)
+    server.send(("ready", Ready(started.max_len, started.num_pages, settings.page_tokens)))
     serve_until_gone(server, engine)
-    Leader(runner).tell(None)
+    Leader(started.runner).tell(None)
     return None
 
 
@@ -92,17 +90,28 @@ def connect(address: str) -> Connection:
     return Connection(link.detach())
 
 
-def limits_of(settings: EngineSettings) -> Limits:
-    return Limits(settings.max_batch_tokens, settings.max_running, settings.max_queued)
-
-
 # -- starting -----------------------------------------------------------------------------------------------
 
 
-def start(
-    place: Place, settings: EngineSettings, phase: Callable[[str], Any] = lambda name: nullcontext()
-) -> tuple[Runner, int, int]:
-    """(runner, pages, longest request). Raises ValueError for what does not fit, with what does."""
+@dataclass(frozen=True)
+class Started:
+    """A rank with its model and its pages; `max_len` is the longest request."""
+
+    runner: Runner
+    tokenizer: Tokenizer
+    num_pages: int
+    max_len: int
+
+
+def lead(started: Started, settings: EngineSettings) -> Engine:
+    """The engine of the first rank."""
+    scheduler = Scheduler(Pages(started.num_pages, settings.page_tokens), settings.limits)
+    return Engine(started.runner.config, started.tokenizer, Leader(started.runner), scheduler, started.max_len)
+
+
+def start(place: Place, settings: EngineSettings, phase: Callable[[str], Any] = lambda name: nullcontext()) -> Started:
+    """Load the model and make pages of the memory that is left. Raises ValueError for what does not fit, with what
+    does."""
     config = read_config(settings.model)
     for problem in settings.layout.problems(config):
         raise ValueError(f"layout {settings.layout}: {problem}")
@@ -112,7 +121,8 @@ def start(
     mesh = make_mesh(settings.layout, place.rank, place.device, config.num_kv_heads)
     dtype = DTYPES[settings.dtype]
     with phase("weights"):
-        check_vocabulary(load_tokenizer(settings.model), config.vocab_size)
+        tokenizer = load_tokenizer(settings.model)
+        check_vocabulary(tokenizer, config.vocab_size)
         coord = settings.layout.coord(place.rank)
         weights = load_weights(settings.model, config, model_specs(config), settings.layout, coord, dtype, place.device)
         runner = Runner(config, weights, mesh, dtype, settings.page_tokens)
@@ -126,7 +136,7 @@ def start(
         except RuntimeError:
             held = f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into memory"
             raise ValueError(f"{held}; kv_bytes of {free_bytes} works") from None
-    return runner, num_pages, max_len
+    return Started(runner, tokenizer, num_pages, max_len)
 
 
 def batch_bytes(runner: Runner, settings: EngineSettings) -> int:

@@ -11,6 +11,7 @@ import torch
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.checkpoint import Checkpoint, checkpoint_path
+from shardwise.model.layers import DTYPES
 from shardwise.model.load import open_weights
 from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
 from shardwise.parallel.launch import STOP_SIGNALS, Place
@@ -25,8 +26,6 @@ from shardwise.train.optim import AdamW, LearningRate
 from shardwise.train.settings import Settings
 from shardwise.train.trace import write_trace
 from shardwise.train.watch import StopRequest
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

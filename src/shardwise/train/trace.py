@@ -41,6 +41,8 @@ def write_trace(folder: Path, mesh: Mesh, step: int) -> str:
         path.with_suffix(".svg").write_text(draw_timelines(title, traced.panels, "seconds"), encoding="utf-8")
     except OSError as error:
         return f"{path} cannot be written: {error.strerror}"
+    except ValueError as error:  # ranks wrote to disks that this one does not see
+        return f"{path} is not drawn: {error}"
     return f"{traced.told}: {path.with_suffix('.svg')}"
 
 
