@@ -127,7 +127,6 @@ def test_windows_are_those_of_the_family() -> None:
     [
         ({"model_type": "mamba"}, "'mamba' is not known; known are llama, mistral, qwen2, qwen3, gpt2"),
         ({"model_type": None}, "None is not known"),
-        ({"quantization_config": {"bits": 4}}, "use the unquantized model"),
         ({"hidden_act": "relu6"}, "activation 'relu6' is not known"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope scaling 'yarn' is not known"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),

@@ -152,8 +152,6 @@ def from_hugging_face(raw: dict[str, Any], source: str = "config.json") -> Model
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ValueError(f"{source}: architecture {family!r} is not known; known are {', '.join(ARCHITECTURES)}")
-    if raw.get("quantization_config"):
-        raise ValueError(f"{source}: quantized folders cannot be read yet; use the unquantized model or a GGUF file")
     with reading(source):
         return gpt2_config(raw) if family == "gpt2" else llama_config(raw, family)
 
@@ -407,6 +405,10 @@ def parse_count(text: str) -> int | None:
 
 def read_folder_config(folder: Path) -> ModelConfig:
     """The config of a Hugging Face folder. Raises ValueError when it has no readable `config.json`."""
+    return from_hugging_face(read_config_json(folder), str(folder / "config.json"))
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a model folder: it has no config.json")
@@ -416,4 +418,4 @@ def read_folder_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} does not hold a JSON object")
-    return from_hugging_face(raw, str(path))
+    return raw

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shardwise.commands.serve import QUANT
 from shardwise.commands.terminal import progress_bar
 
 
@@ -30,6 +31,7 @@ def add_eval(subparsers: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and cache (default: bf16)"
     )
+    parser.add_argument("--quant", metavar="Q", help="of perplexity: " + QUANT)
     parser.set_defaults(run=run_eval)
 
 
@@ -49,6 +51,8 @@ def run_eval(args: argparse.Namespace) -> int:
         if args.what == "logprobs":
             if args.stride is not None:
                 raise ValueError("--stride is a flag of `eval perplexity`; logprobs scores each token once")
+            if args.quant is not None:
+                raise ValueError("--quant is a flag of `eval perplexity`; the trainer knows no quantized weights")
             tokens = load_tokenizer(path).encode(text, special_tokens=True)
             agreed = agreement(path, tokens, args.dtype, args.context, lambda done: advance("logprobs", done))
             sentence = (
@@ -57,7 +61,7 @@ def run_eval(args: argparse.Namespace) -> int:
             )
             tell(asdict(agreed), sentence, args.json)
             return 0
-        model = load_model(path, DTYPES[args.dtype], device_of(0, 1))
+        model = load_model(path, DTYPES[args.dtype], device_of(0, 1), args.quant)
         tokens = model.tokenizer.encode(text, special_tokens=True)
         context = args.context or model.config.max_positions
         found = perplexity(model, tokens, context, args.stride or context, lambda done: advance("perplexity", done))

@@ -33,6 +33,9 @@ def add_plan(subparsers: Any) -> None:
     parser.add_argument(
         "--precision", choices=("bf16", "fp32"), default="bf16", help="of weights and gradients (default: bf16)"
     )
+    parser.add_argument(
+        "--quant", metavar="Q", help="of weights when serving, as `shardwise serve` has it (default: not quantized)"
+    )
     parser.set_defaults(run=run_plan)
 
 
@@ -41,7 +44,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from shardwise.plan import plan
 
     answer = plan(args.model, args.gpu, args.gpus, args.mode, args.layout, args.seq, args.precision, args.micro_batch,
-                  args.recompute)  # fmt: skip
+                  args.recompute, args.quant)  # fmt: skip
     if args.json:
         print(json.dumps(answer.to_json()))
     else:

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from shardwise.serve.settings import EngineSettings
 
 
+QUANT = (
+    "round the matrices of the blocks to int8, int4-g64 (groups of 64), int4z-g64 (with zero points), int3-g32, fp8 or "
+    "the like; as-stored keeps a model that is stored quantized as it is (default: plain numbers in --dtype)"
+)
+
+
 def add_serve(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
@@ -49,6 +55,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and cache (default: bf16)"
     )
+    parser.add_argument("--quant", metavar="Q", help=QUANT)
     for name, default, what in (
         ("kv-bytes", None, "of keys and values on each rank (default: what memory leaves)"),
         ("max-len", None, "tokens of a prompt and its answer (default: the model's positions)"),
@@ -92,6 +99,7 @@ def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelCon
     """What the engine is to be."""
     from shardwise.catalogue import find_model, model_path
     from shardwise.layout import Layout
+    from shardwise.model.forms import quantized_forms
     from shardwise.model.load import read_config
     from shardwise.model.tokenizer import load_tokenizer
     from shardwise.serve.settings import EngineSettings
@@ -100,9 +108,11 @@ def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelCon
     layout = Layout.parse(args.layout if args.tp is None else f"tp{args.tp}")
     settings = EngineSettings(
         path, layout, args.dtype, args.kv_bytes, args.max_len, max_batch_tokens=args.max_batch_tokens,
-        max_running=args.max_running, max_queued=args.max_queued,
+        max_running=args.max_running, max_queued=args.max_queued, quant=args.quant,
     )  # fmt: skip
     config = read_config(path)
     for problem in layout.problems(config):
         raise ValueError(f"layout {layout}: {problem}")
+    if args.quant is not None:
+        quantized_forms(path, config, layout, args.quant)
     return settings, config, load_tokenizer(path)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.quant.weight import QuantizedWeight
+
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 """Numbers of rows that are tried."""
 TILE_ROWS = 32
@@ -52,16 +54,33 @@ class Head:
         return torch.cat([block.apply(x) for block in self.blocks], -1)
 
 
-def row_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor | RowWeight]:
+def row_weights(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Tensor | RowWeight]:
     """The weights of a model with the matrices of its blocks made row-invariant. On CPUs bf16 ones are packed as the
     library likes them, else every call would pack them again: half the time of a decode step."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    ready: dict[str, Tensor | RowWeight] = dict(weights)
-    for name, weight in weights.items():
+    plain = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
+    ready: dict[str, Tensor | RowWeight] = plain | row_quantized(weights)
+    for name, weight in plain.items():
         if name.startswith("blocks.") and weight.dim() == 2:
             if weight.shape not in found:
                 found[weight.shape] = agreeing_sizes(packed(cancelling(weight)), weight)
             ready[name] = RowWeight(packed(weight), found[weight.shape])
+    return ready
+
+
+def row_quantized(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, RowWeight]:
+    """The quantized ones among them. Each makes its own rows plain whatever x is, so the numbers of rows that agree are
+    those of products with plain strips alike."""
+    first = next(weight for weight in weights.values() if isinstance(weight, Tensor))
+    found: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
+    ready = {}
+    for name, weight in weights.items():
+        if isinstance(weight, QuantizedWeight):
+            shapes = tuple(piece.shape for piece in weight.pieces)
+            if shapes not in found:
+                probe = weight.like(cancelling(first.new_empty(weight.shape)))
+                found[shapes] = agreeing_sizes(probe.apply, first.new_empty(weight.shape))
+            ready[name] = RowWeight(weight.apply, found[shapes])
     return ready
 
 

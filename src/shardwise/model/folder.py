@@ -30,8 +30,10 @@ from shardwise.model.families import (
     stored_tensors,
     written,
 )
+from shardwise.model.quantized_folder import QuantizedFolder
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary
 from shardwise.params import Box, ParamSpec, model_specs
+from shardwise.quant.format import Quantized, dequantize
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -52,7 +54,9 @@ class FolderReader:
             self._opened = opened.pop_all()
         specs = model_specs(config)
         self._names = fit_prefix(FOLDER_NAMES[config.family], self._stored)
-        check_stored({name: tuple(each.get_shape()) for name, each in self._stored.items()}, specs, self._names, path)
+        headers = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in self._stored.items()}
+        self._quantized = QuantizedFolder.at(Path(path), headers, stored_tensors(specs, self._names), self._tensor)
+        check_stored(self._quantized.plain_shapes, specs, self._names, path)
         self.dtype = self._common_dtype(specs, path)
 
     def _open(self, file: Path, opened: ExitStack) -> None:
@@ -74,6 +78,7 @@ class FolderReader:
         elements: Counter[torch.dtype] = Counter()
         for name, shape in stored_tensors(specs, self._names).items():
             kind = self._stored[name].get_dtype() if name in self._stored else None
+            kind = "BF16" if name in self._quantized.matrices else kind
             if kind is not None and kind not in DTYPES:
                 raise ValueError(f"{path} stores {name} as {kind}; {', '.join(DTYPES)} can be read")
             elements[DTYPES[kind or "F32"]] += math.prod(shape) if kind else 0
@@ -82,8 +87,21 @@ class FolderReader:
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         """A box of a parameter, in the dtype of the file; it may be a view of the mapped file."""
         source = sources(spec, self._names)[box.part]
+        if source.name in self._quantized.matrices:
+            rows, columns = source.slices(box)
+            return dequantize(self._quantized.read(source.name).picked(rows), torch.float32)[:, columns]
         tensor = self._stored[source.name][source.slices(box)]
         return tensor.T if source.transposed else tensor
+
+    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized:
+        """A box of a part that is stored quantized, as it is."""
+        source = sources(spec, self._names)[box.part]
+        rows, columns = source.slices(box)
+        return self._quantized.read(source.name).cut(rows, columns)
+
+    def _tensor(self, name: str) -> Tensor | None:
+        found: Tensor | None = self._stored[name][...] if name in self._stored else None
+        return found
 
     def close(self) -> None:
         self._stored.clear()

@@ -23,6 +23,8 @@ from shardwise.model.checkpoint import newest
 from shardwise.model.families import GGUF_NAMES, check_stored, sources
 from shardwise.model.folder import DTYPES, FolderReader
 from shardwise.params import Box, ParamSpec, block_of, boxes, local_shape, model_specs
+from shardwise.quant.blocks import Blocks, from_blocks
+from shardwise.quant.format import Quantized
 from shardwise.quant.gguf import dequantize, read_tensor
 
 STRIP_ELEMENTS = 1 << 20
@@ -35,6 +37,10 @@ class Reader(Protocol):
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         """A box of a parameter on the CPU, in any floating dtype, perhaps read-only."""
+        ...
+
+    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized | Blocks:
+        """A box of a part that is stored quantized, as it is stored."""
         ...
 
     def close(self) -> None: ...
@@ -141,6 +147,9 @@ class RunReader:
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         return self._checkpoint.read(spec, "master", box)
 
+    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized:
+        raise AssertionError("masters are fp32")
+
     def close(self) -> None:
         """Nothing to do: the maps close with the reader."""
 
@@ -164,6 +173,15 @@ class GgufReader:
         else:
             tensor = read_tensor(self._gguf, source.name, rows.start, rows.stop)
         return halves_apart(tensor, spec.head_dim) if source.interleaved else tensor
+
+    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized | Blocks:
+        """A box of a part that is stored in blocks, as it is stored. Rows move whole, and blocks lie along rows."""
+        source = sources(spec, self._names)[box.part]
+        rows, columns = source.slices(box)
+        raw = torch.from_numpy(self._gguf.raw_rows(source.name, rows.start, rows.stop).copy()).view(box.shape[0], -1)
+        raw = halves_apart(raw, spec.head_dim) if source.interleaved else raw
+        piece = from_blocks(raw, self._gguf.tensor(source.name).kind, (box.shape[0], source.shape[1]))
+        return piece if box.shape[1] == source.shape[1] else piece.columns(columns.start, columns.stop)
 
     def close(self) -> None:
         """Nothing to do: the map closes with its last view."""

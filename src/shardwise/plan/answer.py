@@ -7,6 +7,7 @@ from shardwise.catalogue import FoundModel, find_model
 from shardwise.config import ModelConfig
 from shardwise.hardware import Device, find_device
 from shardwise.layout import Layout, Recompute
+from shardwise.model.forms import quantized_forms
 from shardwise.params import model_specs, num_params
 from shardwise.plan.memory import NOT_COUNTED, PRECISIONS, Mode, Precision
 from shardwise.plan.search import Candidate, Job
@@ -62,6 +63,8 @@ class Plan:
     num_sequences: int
     """Of a micro-batch in training."""
     answers: tuple[Answer, ...]
+    quant: str | None = None
+    """How weights are quantized in serving."""
 
     @property
     def fits(self) -> bool:
@@ -83,6 +86,7 @@ class Plan:
             "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes},
             "gpus": self.num_gpus,
             "precision": self.precision,
+            "quant": self.quant,
             "seq": self.seq_tokens,
             "micro_batch": self.num_sequences,
             **first,
@@ -100,14 +104,15 @@ def plan(
     precision: Precision = "bf16",
     micro_batch: int | None = None,
     recompute: Recompute | None = None,
+    quant: str | None = None,
 ) -> Plan:
     """What a model needs on `gpus` GPUs (1, or as many as `layout` has ranks), before anything is started.
 
     Without `mode`, training first, then serving. With `layout` the first candidate is that one, whether it fits or not.
     `seq` is the length in tokens of a sequence in training and of a request in serving; by default 8192, or the model's
     positions where they are fewer. `micro_batch` counts the sequences that a data rank trains on at a time (1), and
-    `recompute` is that of every layout of training. Raises ValueError for what is not known and for a layout that
-    cannot work.
+    `recompute` is that of every layout of training; `quant` is how serving holds weights. Raises ValueError for what is
+    not known and for a layout that cannot work.
     """
     found = as_model(model)
     device = find_device(gpu) if isinstance(gpu, str) else gpu
@@ -115,16 +120,18 @@ def plan(
     num_gpus = gpus if gpus is not None else wanted.world_size if wanted else 1
     check_choices(mode, precision, num_gpus)
     check_training_choices(mode, micro_batch, recompute, wanted)
+    if quant is not None:
+        check_quant(quant, found, mode, wanted)
     trained = replace(wanted, recompute=recompute) if wanted and recompute else wanted
     if trained:
         check_layout(trained, found.config, num_gpus, mode)
     seq_tokens, num_sequences = choose_seq(found.config, seq), micro_batch or 1
-    serving = Job("serve", found.name, found.config, device, precision, seq_tokens)
+    serving = Job("serve", found.name, found.config, device, precision, seq_tokens, path=found.path, quant=quant)
     recomputed = trained.recompute if trained else recompute or "none"
-    training = replace(serving, mode="train", num_sequences=num_sequences, recompute=recomputed)
+    training = replace(serving, mode="train", num_sequences=num_sequences, recompute=recomputed, quant=None)
     asked = [(job, one) for job, one in ((training, trained), (serving, wanted)) if mode in (None, job.mode)]
     answers = tuple(answer(job, num_gpus, one) for job, one in asked)
-    return Plan(found, device, num_gpus, precision, seq_tokens, num_sequences, answers)
+    return Plan(found, device, num_gpus, precision, seq_tokens, num_sequences, answers, quant)
 
 
 def answer(job: Job, num_gpus: int, wanted: Layout | None) -> Answer:
@@ -171,6 +178,13 @@ def check_training_choices(
         raise ValueError(f"recompute {recompute!r} is not known; {', '.join(get_args(Recompute))} are")
     if layout and recompute and layout.recompute not in ("none", recompute):
         raise ValueError(f"layout {layout} says rc-{layout.recompute}, so recompute cannot be {recompute}; say it once")
+
+
+def check_quant(quant: str, found: FoundModel, mode: Mode | None, layout: Layout | None) -> None:
+    if mode == "train":
+        raise ValueError("weights are quantized in serving; leave quant out of training")
+    served = Layout(tp=layout.tp) if layout and serves(layout) else Layout()
+    quantized_forms(found.path, found.config, served, quant)
 
 
 def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode | None) -> None:

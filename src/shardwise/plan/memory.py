@@ -21,11 +21,14 @@ from shardwise.layout import Coord, Layout
 from shardwise.params import local_shape, model_specs, stage_units, units
 from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits_bytes
 from shardwise.plan.buffers import buffer_bytes
+from shardwise.quant.scheme import Forms, held_bytes
 
 Precision = Literal["bf16", "fp32"]
 Mode = Literal["train", "serve"]
 Gradients = Literal["same", "fp32"]
 """What gradients are kept in: what the weights are in, or fp32."""
+
+NOT_QUANTIZED: Forms = {}
 
 STATES = ("parameters", "gradients", "optimizer")
 NOT_COUNTED: dict[Mode, tuple[str, ...]] = {"train": ("slack",), "serve": ("activations", "logits", "slack")}
@@ -132,19 +135,31 @@ def training_ledgers(
 
 
 def serving_ledgers(
-    config: ModelConfig, layout: Layout, seq_tokens: int, precision: Precision = "bf16", num_requests: int = 1
-) -> tuple[Ledger, ...]:
-    """Weights, and the keys and values of `num_requests` requests of `seq_tokens` tokens; data ranks are replicas."""
-    sizes, each = unit_sizes(config, layout), PRECISIONS[precision].parameters
+    config: ModelConfig, layout: Layout, seq_tokens: int, precision: Precision = "bf16", num_requests: int = 1,
+    forms: Forms = NOT_QUANTIZED,
+) -> tuple[Ledger, ...]:  # fmt: skip
+    """Weights, and the keys and values of `num_requests` requests of `seq_tokens` tokens; data ranks are replicas. What
+    has one of `forms` is quantized."""
+    each = PRECISIONS[precision].parameters
+    sizes = unit_bytes(config, layout.tp, each, forms)
     ledgers = []
     for stage in range(layout.pp):
         held = sizes.keys() & stage_units(config, layout, stage)
         weights = sum(sizes[unit] for unit in held)
         blocks = [int(unit.split(".")[1]) for unit in held if unit.startswith("blocks.")]
         cached = sum(kv_elements(config, layout, block, seq_tokens) for block in blocks) * num_requests
-        rows = {"parameters": weights * each, "gradients": 0, "optimizer": 0, "buffers": 0, "kv": cached * each}
+        rows = {"parameters": weights, "gradients": 0, "optimizer": 0, "buffers": 0, "kv": cached * each}
         ledgers.append(Ledger(stage, rows))
     return tuple(ledgers)
+
+
+def unit_bytes(config: ModelConfig, tp: int, element_bytes: int, forms: Forms) -> dict[str, int]:
+    """Of the weights of each unit on tensor rank 0, the fullest."""
+    layout, first = Layout(tp=tp), Coord(dp=0, tp=0, pp=0, cp=0)
+    return {
+        unit: sum(held_bytes(spec, layout, first, forms, element_bytes) for spec in specs)
+        for unit, specs in units(model_specs(config)).items()
+    }
 
 
 def kv_elements(config: ModelConfig, layout: Layout, block: int, seq_tokens: int) -> int:

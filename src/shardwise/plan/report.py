@@ -11,7 +11,7 @@ from shardwise.plan.answer import Answer, Plan
 from shardwise.plan.memory import PRECISIONS, Ledger, Mode
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.traffic import stage_elements
-from shardwise.plan.why import count, gb, sequences
+from shardwise.plan.why import count, gb, quantized_to, sequences
 
 BAR_CELLS = 8
 ROWS: dict[Mode, tuple[str, ...]] = {
@@ -71,7 +71,8 @@ def title(plan: Plan, answer: Answer) -> str:
             f"{TITLES['train']} in {plan.precision}, {each.total} bytes a parameter before cutting, "
             f"micro-batches of {sequences(answer.job)}"
         )
-    return f"{TITLES['serve']} in {plan.precision}, one request of {plan.seq_tokens:,} tokens on each replica"
+    held = f", matrices of the blocks {quantized_to(plan.quant)}" if plan.quant else ""
+    return f"{TITLES['serve']} in {plan.precision}{held}, one request of {plan.seq_tokens:,} tokens on each replica"
 
 
 def indented(sentence: str) -> Padding:

@@ -8,14 +8,17 @@ other.
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.hardware import Device
 from shardwise.layout import MAX_SIZE, Layout, Recompute, Shard
+from shardwise.model.forms import check_forms, quantized_forms
 from shardwise.plan.activations import MicroBatchShape
-from shardwise.plan.memory import Ledger, Mode, Precision, serving_ledgers, training_ledgers
+from shardwise.plan.memory import NOT_QUANTIZED, Ledger, Mode, Precision, serving_ledgers, training_ledgers
 from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
+from shardwise.quant.scheme import Forms
 
 GPUS_OF_A_NODE = 8  # tensor parallelism talks within every layer, so by itself it stays where links are fastest
 ZERO_STAGES: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
@@ -64,6 +67,23 @@ class Job:
     seq_tokens: int
     num_sequences: int = 1
     recompute: Recompute = "none"
+    path: Path | None = None
+    quant: str | None = None
+    """Of serving: how the weights at `path` are quantized."""
+
+    @cached_property
+    def forms(self) -> Forms:
+        return quantized_forms(self.path, self.config, Layout(), self.quant) if self.quant else NOT_QUANTIZED
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether the heads of the model, and the groups of its weights, can be cut so."""
+        if layout.problems(self.config):
+            return False
+        try:
+            check_forms(self.config, self.forms, layout)
+        except ValueError:
+            return False
+        return True
 
     @property
     def microbatch(self) -> MicroBatchShape:
@@ -74,7 +94,7 @@ class Job:
             ledger = training_ledgers(self.config, layout, self.precision, microbatch=self.microbatch)
             sent = comm_bytes(self.config, layout, self.precision, microbatch=self.microbatch)
         else:
-            ledger = serving_ledgers(self.config, layout, self.seq_tokens, self.precision)
+            ledger = serving_ledgers(self.config, layout, self.seq_tokens, self.precision, forms=self.forms)
             sent = unpriced(layout)  # replicas have nothing to tell each other
         return Candidate(layout, self.device.memory_bytes, ledger, sent)
 
@@ -91,13 +111,14 @@ class Job:
         if num_gpus > MAX_SIZE:
             raise ValueError(f"the number of GPUs must be at most {MAX_SIZE}, not {num_gpus}")
         layouts = training_layouts if self.mode == "train" else serving_layouts
-        found = [self.candidate(replace(layout, recompute=self.recompute)) for layout in layouts(self.config, num_gpus)]
+        kept = [layout for layout in layouts(self.config, num_gpus) if self.allows(layout)]
+        found = [self.candidate(replace(layout, recompute=self.recompute)) for layout in kept]
         return tuple(sorted(found, key=lambda each: (not each.fits, 0 if each.fits else each.peak_bytes)))
 
     def nearest_fit(self, layout: Layout) -> Candidate | None:
         """The layout that fits and changes least: on as many GPUs as `layout` if any does, else on the fewest more."""
         changes = training_changes if self.mode == "train" else serving_changes
-        for change in changes(self.config, layout):
+        for change in filter(self.allows, changes(self.config, layout)):
             found = self.candidate(change)
             if found.fits:
                 return found

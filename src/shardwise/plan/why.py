@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.layout import Layout
+from shardwise.params import model_specs, num_params
 from shardwise.plan.memory import NOT_COUNTED, PRECISIONS
 from shardwise.plan.search import Candidate, Job
+from shardwise.quant.scheme import AS_STORED
 
 DOING = {"train": "In training", "serve": "In inference"}
 
@@ -34,16 +36,22 @@ def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
         return ()
     rows, limit, each = one.ledger[0].rows, one.limit_bytes, PRECISIONS[job.precision]
     weights = rows["parameters"]
-    number = count(weights // each.parameters)
+    number, held = count(num_params(model_specs(job.config))), f"in {job.precision} ({each.parameters} bytes each)"
+    if job.quant:
+        held = f"with the matrices of its blocks {quantized_to(job.quant)} and the rest {held}"
     alone = "these alone exceed it" if weights > limit else "these alone would fit"
     left_out = NOT_COUNTED[job.mode]
     return (
         f"{DOING[job.mode]}, {job.name} does not fit on one {job.device.name}, which can hold {gb(limit)}.",
-        f"Its {number} parameters are {gb(weights)} in {job.precision} ({each.parameters} bytes each): {alone}.",
+        f"Its {number} parameters are {gb(weights)} {held}: {alone}.",
         *(training_rows(job) if job.mode == "train" else serving_rows(job)),
         f"Together: {gb(one.peak_bytes)}, {one.peak_bytes / limit:.3g} times what the GPU can hold; {listed(left_out)} "
         f"come{'s' * (len(left_out) == 1)} on top and {'are' if len(left_out) > 1 else 'is'} not counted here.",
     )
+
+
+def quantized_to(quant: str) -> str:
+    return "as they are stored" if quant == AS_STORED else f"in {quant}"
 
 
 def training_rows(job: Job) -> list[str]:

@@ -64,7 +64,7 @@ def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
             f"{raw.numel()} elements of {raw.dtype} are not {tuple(shape)} weights of {kind}, which come in blocks of "
             f"{block.num_elements} weights in {block.num_bytes} bytes"
         )
-    out = torch.empty(shape, dtype=torch.float32)
+    out = torch.empty(shape, dtype=torch.float32, device=raw.device)
     flat, flat_raw = out.view(-1), raw.reshape(-1)
     for elements, held in _slices(num_elements, kind):
         flat[elements] = _decode(flat_raw[held], kind)

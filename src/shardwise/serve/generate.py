@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.model.load import load_weights, read_config
+from shardwise.model.load import read_config
+from shardwise.model.quantized import load_weights_as
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -50,13 +51,13 @@ class Generated:
     tokens_per_s: float
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Load a Hugging Face folder, a GGUF file or a run whole, with its tokenizer."""
+def load_model(path: Path, dtype: torch.dtype, device: torch.device, quant: str | None = None) -> LoadedModel:
+    """Load a Hugging Face folder, a GGUF file or a run whole, with its tokenizer; `quant` as in EngineSettings."""
     config, tokenizer = read_config(path), load_tokenizer(path)
     check_vocabulary(tokenizer, config.vocab_size)
     one = Layout()
-    weights = load_weights(path, config, model_specs(config), one, one.coord(0), dtype, device)
-    return LoadedModel(config, weights, tokenizer, dtype, device)
+    weights = load_weights_as(quant, path, config, model_specs(config), one, one.coord(0), dtype, device)
+    return LoadedModel(config, weights, tokenizer, dtype, device)  # type: ignore[arg-type]  # `linear` takes both kinds
 
 
 def check_length(config: ModelConfig, num_prompt: int, max_tokens: int) -> None:

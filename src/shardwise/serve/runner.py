@@ -14,6 +14,7 @@ from shardwise.config import ModelConfig
 from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch, write_pages
 from shardwise.kernels.rows import head_of, row_weights
 from shardwise.model.layers import Causal
+from shardwise.model.quantized import Weights
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import seams_of
 from shardwise.parallel.mesh import Mesh
@@ -51,12 +52,12 @@ class PagedAttention:
 class Runner:
     """The weights and the pages of one rank. `weights` are given up to it: it packs them as products like them best."""
 
-    def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], mesh: Mesh, dtype: torch.dtype, page_tokens: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, mesh: Mesh, dtype: torch.dtype, page_tokens: int) -> None:
         self.config, self.mesh, self.dtype, self.page_tokens = config, mesh, dtype, page_tokens
         self.model = Transformer(config, seams_of(mesh))
-        self.head = head_of(weights[self.model.head_name])
+        head = weights[self.model.head_name]
+        assert isinstance(head, Tensor), "the head is never quantized"
+        self.head = head_of(head)
         self.weights = row_weights(weights)
         self.sizes = attention_sizes(config.head_dim, dtype, mesh.device)
         self.num_kv_heads = max(1, config.num_kv_heads // mesh.tp.size)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from shardwise.layout import Layout
+from shardwise.quant.scheme import parse_quant
 from shardwise.serve.scheduler import Limits
 
 Dtype = Literal["bf16", "fp32"]
@@ -15,7 +16,8 @@ BLOCK_TOKENS = 128
 @dataclass(frozen=True)
 class EngineSettings:
     """kv_bytes: of keys and values on each rank; None: what memory leaves. max_len: tokens of a prompt and its answer;
-    None: the model's positions. The rest are the limits of a step and of the queue."""
+    None: the model's positions. quant: what the matrices of blocks are rounded to, as `int4-g64`, or `as-stored`; None:
+    plain numbers. The rest are the limits of a step and of the queue."""
 
     model: Path
     layout: Layout = field(default_factory=Layout)
@@ -26,6 +28,7 @@ class EngineSettings:
     max_batch_tokens: int = 512
     max_running: int = 64
     max_queued: int = 1024
+    quant: str | None = None
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -33,6 +36,8 @@ class EngineSettings:
             raise ValueError(f"serving cuts a model over tensor ranks alone, not as {layout}; tp{layout.tp} works")
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype is {self.dtype}, but a model is served in {' or '.join(get_args(Dtype))}")
+        if self.quant is not None:
+            parse_quant(self.quant)
         if self.page_tokens < 1 or BLOCK_TOKENS % self.page_tokens:
             raise ValueError(f"page_tokens is {self.page_tokens}, but it must divide {BLOCK_TOKENS}; 16 works")
         _ = self.limits

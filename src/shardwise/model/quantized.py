@@ -1,0 +1,100 @@
+"""Loading a model quantized: rounded as it is read, or kept as it is stored. Only a strip of it is plain at a time."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelConfig
+from shardwise.layout import Coord, Layout
+from shardwise.model.forms import quantized_forms
+from shardwise.model.load import Reader, load_weights, open_weights, read_box, read_param, strips
+from shardwise.params import Box, ParamSpec, block_of, boxes
+from shardwise.quant.blocks import Blocks, stack_blocks
+from shardwise.quant.format import Quantized, quantize, stack_rows
+from shardwise.quant.scheme import Scheme, parse_quant
+from shardwise.quant.weight import Piece, Plain, QuantizedWeight
+
+Weights = Mapping[str, Tensor | QuantizedWeight]
+
+
+def load_weights_as(
+    quant: str | None,
+    path: str | Path,
+    config: ModelConfig,
+    specs: Iterable[ParamSpec],
+    layout: Layout,
+    coord: Coord,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Weights:
+    """`load_weights`, or, where something is to be quantized, `load_quantized`."""
+    if quant is None:
+        return load_weights(path, config, specs, layout, coord, dtype, device)
+    return load_quantized(path, config, specs, layout, coord, dtype, quant, device)
+
+
+def load_quantized(
+    path: str | Path,
+    config: ModelConfig,
+    specs: Iterable[ParamSpec],
+    layout: Layout,
+    coord: Coord,
+    dtype: torch.dtype,
+    quant: str,
+    device: torch.device | str = "cpu",
+) -> Weights:
+    """As `load_weights`, with the matrices of blocks quantized: to the scheme `quant` by rounding to nearest, or as
+    they are stored. What a rank holds are slices of what one rank would hold. Raises ValueError as `quantized_forms`
+    does."""
+    forms, scheme = quantized_forms(Path(path), config, layout, quant), parse_quant(quant)
+    with closing(open_weights(path, config)) as reader:
+        weights: dict[str, Tensor | QuantizedWeight] = {}
+        for spec in (spec for spec in specs if spec.tied_to is None):
+            held = boxes(spec, layout, coord)
+            if not any((spec.name, box.part) in forms for box in held):
+                weights[spec.name] = read_param(reader, spec, layout, coord, dtype, device)
+            elif scheme is not None:
+                pieces: list[Piece] = [quantized_box(reader, spec, box, scheme) for box in held]
+                weights[spec.name] = QuantizedWeight(joined(pieces)).to(device)
+            else:
+                pieces = [
+                    reader.read_piece(spec, box)
+                    if (spec.name, box.part) in forms
+                    else plain_box(reader, spec, box, dtype)
+                    for box in held
+                ]
+                weights[spec.name] = QuantizedWeight(joined(pieces)).to(device)
+    return weights
+
+
+def quantized_box(reader: Reader, spec: ParamSpec, box: Box, scheme: Scheme) -> Quantized:
+    """A box of a matrix, rounded a few rows at a time. Rows are read whole, so that a scale for a row is that of all of
+    it, whoever holds which part."""
+    whole = replace(box, start=(box.start[0], 0), shape=(box.shape[0], spec.shape[1]))
+    pieces = []
+    for strip in strips(whole, max(block_of(spec, part.dim) for part in spec.rows)):
+        rows = torch.empty(strip.shape)
+        read_box(reader, spec, strip, rows)
+        pieces.append(quantize(rows, scheme).columns(box.start[1], box.start[1] + box.shape[1]))
+    return stack_rows(pieces)
+
+
+def plain_box(reader: Reader, spec: ParamSpec, box: Box, dtype: torch.dtype) -> Plain:
+    rows = torch.empty(box.shape, dtype=dtype)
+    read_box(reader, spec, box, rows)
+    return Plain(rows)
+
+
+def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The pieces, those of one form in one: a product is then one product."""
+    quantized = [piece for piece in pieces if isinstance(piece, Quantized)]
+    if len(quantized) == len(pieces) and len({(each.scheme, each.scales.dtype) for each in quantized}) == 1:
+        return (stack_rows(quantized),)
+    blocks = [piece for piece in pieces if isinstance(piece, Blocks)]
+    if len(blocks) == len(pieces) and len({each.kind for each in blocks}) == 1:
+        return (stack_blocks(blocks),)
+    return tuple(pieces)

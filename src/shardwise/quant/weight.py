@@ -1,0 +1,122 @@
+"""A weight that stays quantized: what `model.layers.linear` takes in the place of a matrix.
+
+It is frozen: gradients flow through it to what it is multiplied with, as a low-rank adapter beside it needs, and none
+to itself. Products are those of plain numbers, made from a strip of rows at a time.
+
+Shapes: N rows (outputs), K columns (inputs).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.quant.blocks import Blocks
+from shardwise.quant.format import Quantized, as_pair, strip_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """Rows that are not quantized, beside others that are."""
+
+    weight: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return as_pair(self.weight)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def to(self, device: torch.device | str) -> "Plain":
+        return replace(self, weight=self.weight.to(device))
+
+    def rows(self, start: int, stop: int) -> "Plain":
+        return replace(self, weight=self.weight[start:stop])
+
+    def columns(self, start: int, stop: int) -> "Plain":
+        return replace(self, weight=self.weight[:, start:stop].contiguous())
+
+    def strips(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        for start, stop in strip_rows(self.shape):
+            yield self.weight[start:stop].to(dtype)
+
+
+Piece = Quantized | Blocks | Plain
+
+
+class Recomputed(Protocol):
+    """What is cheap to make and so made again in the backward (`model.layers.Light`): x = make(*inputs)."""
+
+    @property
+    def make(self) -> Callable[..., Tensor]: ...
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A matrix [N, K] in pieces of rows: q, k and v may be stored in different ways."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(piece.shape[0] for piece in self.pieces), self.pieces[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def apply(self, x: Tensor | Recomputed) -> Tensor:
+        """x [..., K] -> [..., N] in the dtype of x."""
+        if not isinstance(x, Tensor):  # the product itself needs no x in its backward, so only what makes x is kept
+            x = checkpoint(x.make, *x.inputs, use_reentrant=False, preserve_rng_state=False)
+        y: Tensor = FrozenProduct.apply(x, self)
+        return y
+
+    def to(self, device: torch.device | str) -> "QuantizedWeight":
+        return QuantizedWeight(tuple(piece.to(device) for piece in self.pieces))
+
+    def strips(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Its rows as plain numbers, a few at a time."""
+        for piece in self.pieces:
+            yield from piece.strips(dtype)
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The whole matrix as plain numbers."""
+        return torch.cat(list(self.strips(dtype)))
+
+    def like(self, weight: Tensor) -> "QuantizedWeight":
+        """Plain numbers in the same strips, so that a product with them adds up in the same order."""
+        return QuantizedWeight(tuple(Plain(rows) for rows in weight.split([piece.shape[0] for piece in self.pieces])))
+
+
+class FrozenProduct(torch.autograd.Function):
+    """y = x W^T, and dx = dy W, of strips of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        ctx.weight = weight
+        return torch.cat([F.linear(x, strip) for strip in weight.strips(x.dtype)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Added up in fp32 and rounded once, as one product is."""
+        (dy,), start = grads, 0
+        dx = dy.new_zeros(*dy.shape[:-1], ctx.weight.shape[1], dtype=torch.float32)
+        for strip in ctx.weight.strips(dy.dtype):
+            dx += dy[..., start : start + len(strip)] @ strip
+            start += len(strip)
+        return dx.to(dy.dtype), None
+
+
+def num_bytes(weights: Sequence[Tensor | QuantizedWeight]) -> int:
+    """What weights hold in memory."""
+    return sum(weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes for weight in weights)

@@ -1,0 +1,248 @@
+"""Folders of GPTQ, AWQ, compressed-tensors and fp8: every weight exactly as the format means it, kept or made plain."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from quantized_files import WRITERS, Tensors, awq, edit_tensors, gptq, quantize_folder, set_config
+from shardwise.cli import main
+from shardwise.config import from_hugging_face
+from shardwise.layout import Layout
+from shardwise.model.convert import convert
+from shardwise.model.forms import quantized_forms
+from shardwise.model.layers import Causal
+from shardwise.model.load import load_weights, read_config
+from shardwise.model.quantized import load_quantized
+from shardwise.model.tokenizer import byte_tokenizer
+from shardwise.model.transformer import Transformer
+from shardwise.params import boxes, model_specs
+from shardwise.plan import plan
+from shardwise.quant.weight import QuantizedWeight
+from tiny_models import our_weights, tiny_model
+
+STEM = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    tiny_model("llama", vocab_size=264).save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(plain: Path, tmp_path: Path) -> Path:
+    """One of GPTQ, to be damaged."""
+    quantize_folder(plain, tmp_path / "folder", gptq(4, 32, False))
+    return tmp_path / "folder"
+
+
+def ours(folder: Path, meant: Tensors) -> dict[str, Tensor]:
+    """What is meant, under our names, put together by transformers and by hand."""
+    model = LlamaForCausalLM(tiny_model("llama", vocab_size=264).config)
+    model.load_state_dict(meant)
+    return our_weights(model)
+
+
+def nbytes(weight: Tensor | QuantizedWeight) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name: str) -> None:
+    """Exactly, in fp32; read as plain numbers or kept; whole and on each of two ranks; in the bytes of the plan."""
+    meant = quantize_folder(plain, tmp_path / "folder", WRITERS[name])
+    wanted, path = ours(plain, meant), tmp_path / "folder"
+    config = read_config(path)
+    specs = [spec for spec in model_specs(config) if spec.tied_to is None]
+    one = Layout()
+    loaded = load_weights(path, config, specs, one, one.coord(0), torch.float32)
+    for each in wanted:
+        assert torch.equal(loaded[each], wanted[each]), each
+    forms = quantized_forms(path, config, one, "as-stored")
+    assert {key.split(".")[-1] for key, _ in forms} == {"qkv", "out", "gate_up", "down"}
+    can_cut = all(form.group in (None, 16) for form in forms.values())
+    for layout in (one, Layout(tp=2)) if can_cut else (one,):
+        for rank in range(layout.tp):
+            coord = layout.coord(rank)
+            kept = load_quantized(path, config, specs, layout, coord, torch.float32, "as-stored")
+            for spec in specs:
+                held = kept[spec.name]
+                assert isinstance(held, QuantizedWeight) == ((spec.name, spec.rows[0].name) in forms)
+                local = held.plain(torch.float32) if isinstance(held, QuantizedWeight) else held
+                for box in boxes(spec, layout, coord):
+                    assert torch.equal(local[box.local_slices], wanted[spec.name][box.slices]), spec.name
+            planned = plan(str(path), "h100-80gb", layout=layout, mode="serve", precision="fp32", quant="as-stored")
+            assert sum(map(nbytes, kept.values())) == planned.answers[0].candidates[0].ledger[0].rows["parameters"]
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq", "packed-4", "int8", "fp8-block"])
+def test_logits_are_those_of_transformers(plain: Path, tmp_path: Path, name: str) -> None:
+    """With the weights that are meant, in fp32: 1e-4 of the largest."""
+    meant = quantize_folder(plain, tmp_path / "folder", WRITERS[name])
+    theirs = LlamaForCausalLM(tiny_model("llama", vocab_size=264).config).eval()
+    theirs.load_state_dict(meant)
+    config, layout = from_hugging_face(theirs.config.to_dict()), Layout()
+    specs = model_specs(config)
+    kept = load_quantized(tmp_path / "folder", config, specs, layout, layout.coord(0), torch.float32, "as-stored")
+    ids = torch.randint(264, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = theirs(ids).logits
+        found = Transformer(config).forward(kept, ids, torch.arange(20)[None], Causal(config))  # type: ignore[arg-type]
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_layers_may_stay_plain(plain: Path, tmp_path: Path) -> None:
+    """Those that were left out, even one of a fused q, k and v."""
+    path = tmp_path / "folder"
+    meant = quantize_folder(
+        plain, path, WRITERS["packed-4"], lambda stem: stem.endswith(("0.self_attn.v_proj", "1.mlp.down_proj"))
+    )
+    wanted, config, one = ours(plain, meant), read_config(path), Layout()
+    kept = load_quantized(path, config, model_specs(config), one, one.coord(0), torch.float32, "as-stored")
+    assert isinstance(kept["blocks.1.down"], Tensor)
+    qkv = kept["blocks.0.qkv"]
+    assert isinstance(qkv, QuantizedWeight) and len(qkv.pieces) == 3
+    assert torch.equal(qkv.plain(torch.float32), wanted["blocks.0.qkv"])
+    planned = plan(str(path), "h100-80gb", mode="serve", precision="fp32", quant="as-stored")
+    assert sum(map(nbytes, kept.values())) == planned.answers[0].candidates[0].ledger[0].rows["parameters"]
+
+
+def test_it_can_be_converted_to_a_plain_folder(plain: Path, tmp_path: Path) -> None:
+    meant = quantize_folder(plain, tmp_path / "folder", WRITERS["awq"])
+    converted = convert(tmp_path / "folder", tmp_path / "new", torch.float32)
+    assert converted.checked_logits == 0
+    assert "quantization_config" not in json.loads((tmp_path / "new" / "config.json").read_text())
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "new").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in meant.items())
+
+
+# -- refused ------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path) -> str:
+    config = read_config(folder)
+    with pytest.raises(ValueError) as caught:
+        load_weights(folder, config, model_specs(config), Layout(), Layout().coord(0), torch.float32)
+    return str(caught.value)
+
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def compressed_with(form: str = "pack-quantized", groups: int = 1, **weights: object) -> dict[str, Any]:
+    each = {f"group_{n}": {"weights": WEIGHTS | ({"num_bits": 8} if n else {}) | weights} for n in range(groups)}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": each}
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes', which cannot be read; gptq, awq, "),
+        ({"bits": 4}, "quantized by None, which cannot be read"),
+        ("gptq", "quantization_config must be an object"),
+        (GPTQ | {"bits": 2}, "codes of 2 bits cannot be read; of 3, 4 and 8 can"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "GPTQ in the format 'marlin' cannot be read"),
+        (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "quantized in different ways"),
+        (GPTQ | {"group_size": "many"}, "a group size must be a whole number"),
+        (GPTQ | {"group_size": 128}, "has groups of 128 columns, which do not divide its 64"),
+        (GPTQ | {"group_size": 20}, "groups have a multiple of 8 columns, not 20"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "in version 'gemv' cannot be read"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero points cannot be read"),
+        (compressed_with(groups=2), "quantized in different ways"),
+        (compressed_with("mixed-precision"), "quantized in different ways"),
+        (compressed_with("marlin-24"), "in the format 'marlin-24' cannot be read"),
+        (compressed_with(strategy="token"), "scales for each token cannot be read"),
+        (compressed_with(actorder="group"), "act-order"),
+        (compressed_with("float-quantized", type="float"), "floats of 4 bits cannot be read"),
+        (compressed_with("int-quantized"), "codes of 4 bits that are not packed"),
+        (compressed_with() | {"kv_cache_scheme": {"num_bits": 8}}, "its kv_cache_scheme cannot be followed"),
+        (compressed_with(strategy="block"), "a block of scales must be two whole numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "a block of scales must be two whole numbers"),
+    ],
+)  # fmt: skip
+def test_formats_that_are_refused(folder: Path, config: Any, sentence: str) -> None:
+    set_config(folder, quantization_config=config)
+    said = refused(folder)
+    assert sentence in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda t: t.pop(f"{STEM}.scales"), f"{STEM} is quantized, but has no scales"),
+        (lambda t: t.pop(f"{STEM}.qzeros"), f"{STEM} is quantized, but has no qzeros"),
+        (lambda t: t.update({f"{STEM}.scales": torch.ones(2, 64)}), f"{STEM}.scales is [2, 64] and should be [3, 64]"),
+        (lambda t: t.update({f"{STEM}.scales": torch.ones(3, 64).double()}), "is stored as F64"),
+        (lambda t: t.update({f"{STEM}.g_idx": torch.arange(96).flip(0) // 32}), f"{STEM}: its columns are in the"),
+        (lambda t: t.pop(f"{STEM}.qweight"), f"it lacks {STEM}.weight"),
+        (lambda t: t.update({f"{STEM}.odd": torch.ones(1)}), f"it has no place for {STEM}.odd"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_refused(folder: Path, edit: Callable[[Tensors], object], sentence: str) -> None:
+    edit_tensors(folder, edit)
+    said = refused(folder)
+    assert sentence in said and "\n" not in said
+
+
+def test_act_order_without_harm_is_read(folder: Path) -> None:
+    """A file may say desc_act and keep its columns in order all the same."""
+    set_config(folder, quantization_config=gptq(4, 32, False).config | {"desc_act": True})
+    config = read_config(folder)
+    load_weights(folder, config, model_specs(config), Layout(), Layout().coord(0), torch.float32)
+
+
+def test_zero_points_off_the_middle_are_not_symmetric(folder: Path) -> None:
+    set_config(folder, quantization_config=gptq(4, 32, True).config)
+    assert "should be symmetric, but its zero points are not all in the middle" in refused(folder)
+
+
+def test_gpt2_is_refused(tmp_path: Path) -> None:
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    set_config(tmp_path / "gpt2", quantization_config=awq(32).config)
+    assert "quantized folders of GPT-2 cannot be read" in refused(tmp_path / "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("quant", "sentence"),
+    [
+        ("int4-g32", "is quantized already (int4z-g32), and twice is not done; as-stored keeps it"),
+        ("int4_g32", "did you mean int4-g32?; as-stored keeps a model that is stored quantized as it is"),
+    ],
+)  # fmt: skip
+def test_the_command_line_refuses_in_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], quant: str, sentence: str
+) -> None:
+    data = folder / "text.txt"
+    data.write_text("some text")
+    for command in (
+        ["serve", str(folder), "--port", "0"], ["plan", str(folder), "--gpu", "h100-80gb"],
+        ["eval", "perplexity", str(folder), "--data", str(data)],
+    ):  # fmt: skip
+        assert main([*command, "--quant", quant]) == 2
+        said = capsys.readouterr().err
+        assert sentence in said and said.count("\n") == 1
+
+
+def test_a_damaged_folder_stops_the_server_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop(f"{STEM}.scales"))
+    assert main(["serve", str(folder), "--port", "0", "--quant", "as-stored"]) == 2
+    assert f"{STEM} is quantized, but has no scales" in capsys.readouterr().err
+
+
+def test_what_is_plain_has_nothing_to_keep(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(plain), "--gpu", "h100-80gb", "--quant", "as-stored"]) == 2
+    assert "as-stored has nothing to keep in" in capsys.readouterr().err
+    run = tmp_path / "run"
+    shutil.copytree(plain, run / "model")
+    assert main(["plan", str(run), "--gpu", "h100-80gb", "--quant", "as-stored"]) == 2
+    assert "is not stored quantized" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""Quantized weights where plain ones stood: products, gradients, rows of the same bits, the blocks of GGUF files."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quantized_files import drawn_blocks
+from shardwise.config import from_hugging_face
+from shardwise.gguf import BLOCKS
+from shardwise.kernels.norm import rms_norm
+from shardwise.kernels.rows import RowWeight, row_weights
+from shardwise.model.layers import Causal, Light, linear
+from shardwise.model.transformer import Transformer
+from shardwise.quant.blocks import Blocks, from_blocks, stack_blocks
+from shardwise.quant.format import Quantized, dequantize, quantize
+from shardwise.quant.gguf import dequantize as decode
+from shardwise.quant.scheme import Scheme, gguf_form
+from shardwise.quant.weight import Piece, Plain, QuantizedWeight
+from tiny_models import our_weights, tiny_model
+
+KINDS = [kind for kind, block in BLOCKS.items() if block.num_elements > 1]
+
+
+def random_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn_weight(num_columns: int = 256) -> QuantizedWeight:
+    """Rows in five forms."""
+    weight = torch.randn(24, num_columns, generator=random_of(1))
+    pieces: list[Piece] = [quantize(weight, Scheme.parse(name)) for name in ("int4-g32", "int3z-g64", "fp8")]
+    pieces += [Blocks("Q6_K", (7, num_columns), drawn_blocks("Q6_K", 7, num_columns)), Plain(weight[:5])]
+    return QuantizedWeight(tuple(pieces))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_kept_without_loss(kind: str) -> None:
+    """Every bit of what a GGUF block means, in as many bytes; rows and columns too."""
+    raw, shape = drawn_blocks(kind, 9, 512), (9, 512)
+    wanted, piece = decode(raw, kind, shape), from_blocks(raw, kind, shape)
+    assert isinstance(piece, Quantized) == (kind in ("Q8_0", "Q4_0", "Q4_1"))
+
+    def plain(held: Quantized | Blocks) -> Tensor:
+        return QuantizedWeight((held,)).plain(torch.float32)
+
+    assert torch.equal(plain(piece), wanted)
+    form = gguf_form(kind)
+    assert form is not None and form.num_bytes(shape) == piece.num_bytes == raw.nbytes
+    assert torch.equal(plain(piece.rows(2, 7).columns(256, 512)), wanted[2:7, 256:])
+    assert torch.equal(plain(stack_blocks([piece, piece])) if isinstance(piece, Blocks) else wanted.repeat(2, 1),
+                       wanted.repeat(2, 1))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_and_gradient_are_those_of_the_plain_matrix(dtype: torch.dtype) -> None:
+    """fp32: 1e-5 of the largest; bf16: 1e-2. The weight itself gets no gradient."""
+    weight = drawn_weight()
+    plain, tolerance = weight.plain(dtype), 1e-5 if dtype == torch.float32 else 1e-2
+    x = torch.randn(2, 3, 256, generator=random_of(2)).to(dtype).requires_grad_()
+    y = linear(x, weight)
+    dy = torch.randn(y.shape, generator=random_of(3)).to(dtype)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    wanted, wanted_dx = x.detach().double() @ plain.double().t(), dy.double() @ plain.double()
+    assert y.dtype == dx.dtype == dtype and y.shape == (2, 3, 24 * 3 + 12)
+    assert (y - wanted).abs().max() <= tolerance * wanted.abs().max()
+    assert (dx - wanted_dx).abs().max() <= tolerance * wanted_dx.abs().max()
+
+
+def test_gradcheck() -> None:
+    weight = QuantizedWeight((quantize(torch.randn(5, 16, generator=random_of(1)), Scheme.parse("int4-g8")),))
+    x = torch.randn(3, 16, dtype=torch.float64, generator=random_of(2), requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: weight.apply(x.float()).double(), x, eps=1e-2, atol=1e-3)
+
+
+def test_what_is_light_is_made_again() -> None:
+    """Selective recompute: the same gradients as without, and x is made twice instead of being kept."""
+    weight, scale = drawn_weight(), torch.rand(256).requires_grad_()
+    x = torch.randn(4, 256, generator=random_of(2), requires_grad=True)
+    times: list[int] = []
+
+    def make(x: Tensor, scale: Tensor) -> Tensor:
+        times.append(1)
+        return rms_norm(x, scale, 1e-5)
+
+    light = torch.autograd.grad(linear(Light(make, (x, scale)), weight).square().sum(), (x, scale))
+    assert len(times) == 2
+    kept = torch.autograd.grad(linear(make(x, scale), weight).square().sum(), (x, scale))
+    assert all(torch.equal(one, other) for one, other in zip(light, kept, strict=True))
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """LoRA (Hu et al. 2022): a frozen weight and a trained product of two thin matrices."""
+
+    base: QuantizedWeight | Tensor
+    down: Tensor
+    up: Tensor
+
+    def apply(self, x: Tensor | Light) -> Tensor:
+        made = x.make(*x.inputs) if isinstance(x, Light) else x
+        return linear(x, self.base) + linear(linear(made, self.down), self.up)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_adapters_learn_beside_frozen_quantized_weights(selective: bool) -> None:
+    """Through a whole model, the gradients of adapters are those beside the same weights made plain: 1e-4 of each."""
+    theirs = tiny_model("qwen3")
+    config, weights = from_hugging_face(theirs.config.to_dict()), our_weights(theirs)
+    frozen: dict[str, Tensor | QuantizedWeight] = dict(weights)
+    for name, weight in weights.items():
+        if name.startswith("blocks.") and weight.dim() == 2:
+            frozen[name] = QuantizedWeight((quantize(weight, Scheme.parse("int4-g32")),))
+    ids = torch.randint(config.vocab_size, (2, 12), generator=random_of(4))
+    positions = torch.arange(12).expand(2, 12)
+
+    def gradients(plain: bool) -> list[Tensor]:
+        adapted: dict[str, Tensor | QuantizedWeight | LowRank] = {}
+        thin: list[Tensor] = []
+        for name, weight in frozen.items():
+            if isinstance(weight, QuantizedWeight):
+                down = torch.randn(4, weight.shape[1], generator=random_of(5)).requires_grad_()
+                up = (0.1 * torch.randn(weight.shape[0], 4, generator=random_of(6))).requires_grad_()
+                adapted[name] = LowRank(weight.plain(torch.float32) if plain else weight, down, up)
+                thin += [down, up]
+            else:
+                adapted[name] = weight
+        decoder = Transformer(config, selective=selective)
+        logits = decoder.forward(adapted, ids, positions, Causal(config))  # type: ignore[arg-type]
+        return list(torch.autograd.grad(logits.square().mean(), thin))
+
+    for mine, wanted in zip(gradients(False), gradients(True), strict=True):
+        assert wanted.abs().max() > 0
+        assert (mine - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_columns", [256, 1536])
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_columns: int) -> None:
+    """In more strips than one: 1536 columns and 2,000 rows are three."""
+    many = quantize(torch.randn(2000, num_columns, generator=random_of(7)), Scheme.parse("int8"))
+    weight = QuantizedWeight((*drawn_weight(num_columns).pieces, many))
+    ready = row_weights({"norm": torch.ones(2, dtype=dtype), "blocks.0.out": weight})["blocks.0.out"]
+    assert isinstance(ready, RowWeight)
+    x = torch.randn(300, num_columns, generator=random_of(8)).to(dtype)
+    wanted = ready.apply(x)
+    assert (wanted - linear(x, weight)).abs().max() <= 2e-2 * wanted.abs().max()
+
+    @given(st.integers(0, 299), st.integers(1, 70))
+    @settings(deadline=None, max_examples=30)
+    def agrees(start: int, count: int) -> None:
+        assert torch.equal(ready.apply(x[start : start + count]), wanted[start : start + count])
+
+    agrees()
+
+
+def test_as_many_bytes_as_its_pieces() -> None:
+    weight = drawn_weight()
+    assert weight.num_bytes == sum(piece.num_bytes for piece in weight.pieces)
+    assert weight.shape == (84, 256) and torch.equal(weight.to("cpu").plain(torch.float32), weight.plain(torch.float32))
+    (quantized, *_) = weight.pieces
+    assert isinstance(quantized, Quantized)
+    assert torch.equal(weight.plain(torch.float32)[:24], dequantize(quantized, torch.float32))
