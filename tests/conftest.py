@@ -1,6 +1,9 @@
 """What all tests share."""
 
+import os
 from collections.abc import Iterator
+
+os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on CPUs; Triton reads it when it is first imported
 
 import hypothesis
 import pytest

@@ -103,10 +103,12 @@ def packed(weight: Tensor) -> Product:
 
 
 def packed_twice(weight: Tensor) -> Product:
-    """The same in fp32. No product of torch's takes bf16 and gives fp32 on CPUs, but one can add to its fp32 sums
+    """The same in fp32. On CPUs no product of torch's takes bf16 and gives fp32, but one can add to its fp32 sums
     before it rounds them: taking off the rounded product leaves what rounding lost."""
     if weight.dtype == torch.float32:
         return packed(weight)
+    if weight.device.type == "cuda":
+        return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
     if not packs(weight):
         return lambda x: with_rest(rounded := F.linear(x, weight), torch.addmm(rounded, x, weight.t(), beta=-1))
     inner = torch.ops.mkldnn._reorder_linear_weight(weight)

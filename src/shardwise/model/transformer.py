@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.gated import ACTIVATE, gated
-from shardwise.kernels.norm import rms_norm
+from shardwise.kernels.choice import TORCH, Kernels
+from shardwise.kernels.gated import ACTIVATE
 from shardwise.kernels.rotary import rotate
 from shardwise.model import layers
 from shardwise.model.layers import Attend, Light, Rotation, linear, look_up
@@ -53,6 +53,9 @@ class Transformer:
     seams: Seams = UNCUT
     selective: bool = False
     """Whether the backward makes norms and activations again (selective recompute)."""
+    kernels: Kernels = TORCH
+    turns: bool = True
+    """Whether q and k are turned by their positions here; else `attend` does it."""
 
     def forward(self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Logits [..., V] of tokens [...] at positions [...]."""
@@ -115,19 +118,19 @@ class Transformer:
     def activate(self, inner: Tensor) -> Tensor:
         if not self.config.gated:
             return ACTIVATE[self.config.activation](inner)
-        return gated(inner, self.config.activation)
+        return self.kernels.gated(inner, self.config.activation)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.config.norm == "layer":
             return layers.layer_norm(x, weight, bias, self.config.norm_eps)
-        return rms_norm(x, weight, self.config.norm_eps)
+        return self.kernels.rms_norm(x, weight, self.config.norm_eps)
 
     @cached_property
     def frequencies(self) -> Tensor:
         return layers.rotary_frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
-        """The angles of `positions`, worked out once for all blocks; None with learned positions."""
-        if self.config.positions == "learned":
+        """The angles of `positions`, worked out once for all blocks; None where blocks turn nothing."""
+        if self.config.positions == "learned" or not self.turns:
             return None
         return layers.rotation(positions, self.frequencies.to(positions.device), dtype)

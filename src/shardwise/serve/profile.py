@@ -181,7 +181,9 @@ def put_clock_in(runner: Runner, clock: Clock) -> None:
         if isinstance(weight, RowWeight):
             runner.weights[name] = TimedWeight(weight, "products", clock)  # type: ignore[assignment]
     runner.head = TimedWeight(runner.head, "head", clock)  # type: ignore[assignment]
-    runner.model = TimedTransformer(runner.config, runner.model.seams, clock=clock)
+    runner.model = TimedTransformer(
+        runner.config, runner.model.seams, kernels=runner.model.kernels, turns=runner.model.turns, clock=clock
+    )
 
 
 def weight_bytes(runner: Runner) -> int:

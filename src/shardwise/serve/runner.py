@@ -4,21 +4,25 @@ Shapes: N tokens of the batch, R rows whose logits are wanted, V vocabulary, K k
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch, write_pages
+from shardwise.kernels.choice import Attention, Heads, Kernels, Turns, kernels_for
+from shardwise.kernels.paged import Span
 from shardwise.kernels.rows import head_of, row_weights
-from shardwise.model.layers import Causal
+from shardwise.kernels.tables import TableBatch
+from shardwise.model.layers import Causal, rotation
 from shardwise.model.quantized import Weights
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import seams_of
 from shardwise.parallel.mesh import Mesh
 from shardwise.serve.batch import Batch
+from shardwise.serve.graphs import Capture, DecodeGraphs, only_decodes
 
 SCORED_ROWS = 64
 """Prompts whose log-probabilities are wanted have logits for every token, in chunks of this many."""
@@ -35,34 +39,45 @@ class Ran:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """`attend` of one batch: writes its keys and values into their pages, and reads all that came before."""
+    """`attend` of one batch: turns its queries and keys, writes keys and values into their pages, and reads all that
+    came before."""
 
     config: ModelConfig
-    batch: PagedBatch
+    attention: Attention
+    batch: Any
+    turns: Turns | None
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, C], k and v [N, K, C] -> [N, H, C]."""
-        write_pages(self.keys[layer], self.batch.slots, k)
-        write_pages(self.values[layer], self.batch.slots, v)
-        return paged_attention(q, self.keys[layer], self.values[layer], self.batch, self.config.window(layer))
+        keys, values, window = self.keys[layer], self.values[layer], self.config.window(layer)
+        return self.attention.attend(q, k, v, self.turns, keys, values, self.batch, window)
 
 
 class Runner:
-    """The weights and the pages of one rank. `weights` are given up to it: it packs them as products like them best."""
+    """The weights and the pages of one rank. `weights` are given up to it: it packs them as products like them best.
+    `kernels` are those that its device likes best, if none are named."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, mesh: Mesh, dtype: torch.dtype, page_tokens: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, mesh: Mesh, dtype: torch.dtype, page_tokens: int,
+        kernels: Kernels | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.mesh, self.dtype, self.page_tokens = config, mesh, dtype, page_tokens
-        self.model = Transformer(config, seams_of(mesh))
+        self.kernels = kernels or kernels_for(mesh.device)
+        self.model = Transformer(config, seams_of(mesh), kernels=self.kernels, turns=False)
         head = weights[self.model.head_name]
         assert isinstance(head, Tensor), "the head is never quantized"
         self.head = head_of(head)
         self.weights = row_weights(weights)
-        self.sizes = attention_sizes(config.head_dim, dtype, mesh.device)
+        self.frequencies = None if config.positions == "learned" else self.model.frequencies.to(mesh.device)
         self.num_kv_heads = max(1, config.num_kv_heads // mesh.tp.size)
-        self.group = config.num_heads // mesh.tp.size // self.num_kv_heads
-        self.windows = {config.window(layer) for layer in range(config.num_layers)}
+        windows = frozenset(config.window(layer) for layer in range(config.num_layers))
+        num_heads, shape = config.num_heads // mesh.tp.size, (config.head_dim, page_tokens)
+        self.attention = self.kernels.attention(
+            Heads(num_heads, self.num_kv_heads, *shape, windows, dtype, mesh.device)
+        )
+        self.graphs: DecodeGraphs | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -75,6 +90,7 @@ class Runner:
     def make_pages(self, num_pages: int) -> None:
         """Memory for that many; what was there is gone. It holds anything until it is written."""
         shape = self.num_kv_heads, num_pages, self.page_tokens, self.config.head_dim
+        self.graphs = None
         self.keys.clear()
         self.values.clear()
         for _ in range(self.config.num_layers):
@@ -86,12 +102,12 @@ class Runner:
         """Run every part; all ranks must be given the same batch."""
         self.copy_pages(batch.copies)
         parts, device = batch.parts, self.mesh.device
+        if self.graphs is not None and only_decodes(parts):
+            return Ran(dict(zip((part.id for part in parts), self.graphs.run(parts), strict=True)), {})
         spans = [Span(part.start, len(part.tokens), part.pages) for part in parts]
-        paged = paged_batch(spans, self.group, self.page_tokens, self.windows, self.sizes, device)
         tokens = torch.tensor([token for part in parts for token in part.tokens], device=device)
         positions = torch.cat([torch.arange(part.start, part.start + len(part.tokens)) for part in parts]).to(device)
-        attend = PagedAttention(self.config, paged, self.keys, self.values)
-        x = self.model.hidden(self.weights, tokens, positions, attend)  # type: ignore[arg-type]
+        x = self.hidden(tokens, positions, self.attention.batch(spans))
         ends = dict(zip((part.id for part in parts), accumulate(len(part.tokens) for part in parts), strict=True))
         sampled = [part.id for part in parts if part.samples]
         scores = {}
@@ -103,6 +119,24 @@ class Runner:
             return Ran({}, scores)
         logits = self.logits(x[torch.tensor([ends[id] - 1 for id in sampled], device=device)])
         return Ran(dict(zip(sampled, logits, strict=True)), scores)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, batch: Any) -> Tensor:
+        """The last hidden states [N, D] of the tokens of a batch."""
+        turns = None if self.frequencies is None else rotation(positions, self.frequencies, self.dtype)
+        attend = PagedAttention(self.config, self.attention, batch, turns, self.keys, self.values)
+        return self.model.hidden(self.weights, tokens, positions, attend)  # type: ignore[arg-type]
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_running: int, max_len: int, capture: Capture) -> None:
+        """From now on, until there are other pages, run batches of single tokens by what is captured here."""
+        assert self.kernels.reads_tables and self.mesh.tp.size == 1
+        width = -(-max_len // self.page_tokens)
+
+        def decode(tokens: Tensor, batch: TableBatch) -> Tensor:
+            return self.logits(self.hidden(tokens, batch.starts, batch))
+
+        sizes = self.attention.sizes
+        self.graphs = DecodeGraphs(decode, max_running, width, self.page_tokens, sizes[0], self.mesh.device, capture)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if not copies:
@@ -124,8 +158,8 @@ class Runner:
     def embed(self, tokens: Sequence[int]) -> list[float]:
         """The mean of the last hidden states, of length 1."""
         ids = torch.tensor(tokens, device=self.mesh.device)
-        attend = Causal(self.config)
-        x = self.model.hidden(self.weights, ids[None], torch.arange(len(ids), device=ids.device)[None], attend)  # type: ignore[arg-type]
+        attend, model = Causal(self.config), replace(self.model, turns=True)
+        x = model.hidden(self.weights, ids[None], torch.arange(len(ids), device=ids.device)[None], attend)  # type: ignore[arg-type]
         mean = x[0].float().mean(0)
         found: list[float] = (mean / mean.norm()).tolist()
         return found

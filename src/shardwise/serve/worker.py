@@ -5,6 +5,7 @@ The first rank talks to the server over one connection and tells the others ever
 server is gone, all end.
 """
 
+import logging
 import pickle
 import signal
 import socket
@@ -28,12 +29,15 @@ from shardwise.parallel.mesh import CollectiveFailed, make_mesh
 from shardwise.params import model_specs
 from shardwise.serve.batch import Batch, Part
 from shardwise.serve.engine import Engine
+from shardwise.serve.graphs import cuda_capture
 from shardwise.serve.link import Ready
 from shardwise.serve.pages import Pages
 from shardwise.serve.request import Ask
 from shardwise.serve.runner import Ran, Runner
 from shardwise.serve.scheduler import QueueFull, Scheduler
 from shardwise.serve.settings import EngineSettings
+
+log = logging.getLogger(__name__)
 
 COMPILING_S = 0.005
 """How often it is looked whether a structure has been compiled, if there is nothing else to do."""
@@ -129,7 +133,7 @@ def start(place: Place, settings: EngineSettings, phase: Callable[[str], Any] = 
             settings.quant, settings.model, config, model_specs(config), settings.layout, coord, dtype, place.device
         )
         runner = Runner(config, weights, mesh, dtype, settings.page_tokens)
-    with phase("one full batch, for its memory"):
+    with phase(f"one full batch with {runner.kernels.name} kernels, for its memory"):
         free_bytes = available_bytes(place.device) - batch_bytes(runner, settings)
     with phase("pages"):
         free_bytes = int(mesh.world.max(-free_bytes)[0]) * -1
@@ -139,6 +143,12 @@ def start(place: Place, settings: EngineSettings, phase: Callable[[str], Any] = 
         except RuntimeError:
             held = f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into memory"
             raise ValueError(f"{held}; kv_bytes of {free_bytes} works") from None
+    if runner.kernels.reads_tables and mesh.tp.size == 1:
+        with phase("graphs of decode steps"):
+            try:
+                runner.capture_graphs(settings.limits.max_running, max_len, cuda_capture(place.device))
+            except RuntimeError:
+                log.exception("decode steps cannot be captured, and will run operation by operation: slower, but right")
     return Started(runner, tokenizer, num_pages, max_len)
 
 

@@ -1,0 +1,365 @@
+"""The kernels for GPUs on one GPU: do they compute what their definitions say, have rows the same bits in any company,
+and how fast are they and the captured steps that use them? Under five minutes.
+
+    python bench/gpu.py [--json]
+    python bench/gpu.py --interpret [--json]     # correctness alone, small, on a CPU by Triton's interpreter
+
+Exit 0 if all is right, 1 if not, 2 without a GPU.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from shardwise.catalogue import CATALOGUE, llama
+from shardwise.config import ModelConfig
+from shardwise.kernels.choice import TORCH, Attention, Heads, Kernels, triton_kernels
+from shardwise.kernels.gated import gated_naive
+from shardwise.kernels.norm import rms_norm_naive
+from shardwise.kernels.paged import Span
+from shardwise.kernels.rotary import rotate_naive
+from shardwise.kernels.rows import RowWeight, row_weights
+from shardwise.layout import Layout
+from shardwise.parallel.mesh import make_mesh
+from shardwise.params import model_specs
+from shardwise.serve.batch import Batch, Part
+from shardwise.serve.graphs import Capture, cuda_capture
+from shardwise.serve.runner import Runner
+
+PAGE_TOKENS, MAX_RUNNING = 16, 32
+Step = Sequence[tuple[int, int]]
+"""(text, how many of its tokens) of each that is run together."""
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Relative to the largest: the last two bits. In fp32 sums of a GPU differ from those of its definition."""
+LOGITS_ERROR = 0.05
+"""Relative to the largest, of a model in bf16 with other kernels."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure, or a check with `ok`."""
+
+    name: str
+    value: float
+    unit: str
+    ok: bool | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is run: sequences of `lengths` tokens, heads (H, K, C) and windows of attention, and models."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    heads: tuple[tuple[int, int, int], ...]
+    lengths: tuple[int, ...]
+    models: tuple[ModelConfig, ...]
+    context: int
+    capture: Capture
+
+
+def on_gpu(device: torch.device) -> Work:
+    heads = (9, 3, 64), (32, 8, 128), (8, 1, 80)
+    models = CATALOGUE["smollm2-135m"], CATALOGUE["llama-3.2-1b"]
+    return Work(device, tuple(ERROR), heads, (300, 1, 129, 1000), models, 512, cuda_capture(device))
+
+
+def interpreted() -> Work:
+    tiny = llama(2, 64, 96, 4, 2, vocab=101, max_positions=64)
+    dtypes = torch.float32, torch.bfloat16
+    return Work(torch.device("cpu"), dtypes, ((6, 2, 16),), (20, 1, 140), (tiny,), 30, lambda step: step)
+
+
+# -- correctness --------------------------------------------------------------------------------------------
+
+
+def drawn(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    random = torch.Generator(device).manual_seed(seed)
+    return torch.randn(tuple(shape), generator=random, device=device).to(dtype)
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """The largest error, relative to the largest number; infinite where it is no number."""
+    if not found.isfinite().all():
+        return float("inf")
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1))
+
+
+def check_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
+    for (num_heads, num_kv, size), dtype, window in (
+        (heads, dtype, window) for heads in work.heads for dtype in work.dtypes for window in (None, 100)
+    ):
+        heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([window]), dtype, work.device)
+        attention = kernels.attention(heads)
+        name = f"attention {num_heads}/{num_kv} heads of {size}, {str(dtype)[6:]}, window {window}"
+        texts = [drawn((n, num_heads + 2 * num_kv, size), dtype, work.device, n) for n in work.lengths]
+        alone = [attended(attention, heads, [text], window, [[(0, len(text))]])[0] for text in texts]
+        error = max(far(out, defined(text, heads, window)) for out, text in zip(alone, texts, strict=True))
+        yield Row(name, error, "of the largest", error <= ERROR[dtype])
+        steps = [[(number, len(text) - 1)] for number, text in enumerate(texts) if len(text) > 1]
+        together = attended(attention, heads, texts, window, [*steps, [(number, 1) for number in range(len(texts))]])
+        same = all(map(torch.equal, alone, together))
+        yield Row(f"{name}: same bits in company, tiles of {attention.sizes}", float(same), "", same)
+
+
+def attended(
+    attention: Attention, heads: Heads, texts: Sequence[Tensor], window: int | None, steps: Sequence[Step]
+) -> list[Tensor]:
+    """Attention [T, H, C] over texts [T, q|k|v, C], run in `steps` of (text, tokens), over pages of NaN."""
+    pages_of = [-(-len(text) // PAGE_TOKENS) for text in texts]
+    ends = [sum(pages_of[: n + 1]) for n in range(len(texts))]
+    shape = heads.num_kv, ends[-1], PAGE_TOKENS, heads.head_dim
+    keys, values = (torch.full(shape, torch.nan, dtype=heads.dtype, device=heads.device) for _ in range(2))
+    done, out = [0] * len(texts), [text.new_empty(len(text), heads.num_heads, heads.head_dim) for text in texts]
+    for step in steps:
+        spans = [Span(done[n], count, tuple(range(ends[n] - pages_of[n], ends[n]))) for n, count in step]
+        new = torch.cat([texts[n][done[n] : done[n] + count] for n, count in step])
+        q, k, v = new.split((heads.num_heads, heads.num_kv, heads.num_kv), 1)
+        batch = attention.batch(spans)
+        found = attention.attend(q, k, v, None, keys, values, batch, window)
+        for (n, count), part in zip(step, found.split([count for _, count in step]), strict=True):
+            out[n][done[n] : done[n] + count] = part
+            done[n] += count
+    return out
+
+
+def defined(text: Tensor, heads: Heads, window: int | None) -> Tensor:
+    """Softmax of all scores, in fp64."""
+    q, k, v = text.double().transpose(0, 1).split((heads.num_heads, heads.num_kv, heads.num_kv))
+    k, v = (x.repeat_interleave(heads.group, 0) for x in (k, v))
+    at = torch.arange(len(text), device=text.device)
+    behind = at[:, None] - at
+    hidden = (behind < 0) | (behind >= (window or len(text)))
+    scores = (q @ k.transpose(1, 2) * heads.head_dim**-0.5).masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def check_small(work: Work, kernels: Kernels) -> Iterator[Row]:
+    for dtype in work.dtypes:
+        kind = str(dtype)[6:]
+        x, weight = drawn((7, 576), dtype, work.device), drawn((576,), dtype, work.device, 1)
+        error = far(kernels.rms_norm(x, weight, 1e-5), rms_norm_naive(x, weight, 1e-5))
+        yield Row(f"norm, {kind}", error, "of the largest", error <= ERROR[dtype])
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            inner = drawn((7, 2200), dtype, work.device)
+            error = far(kernels.gated(inner, activation), gated_naive(inner, activation))
+            yield Row(f"gated {activation}, {kind}", error, "of the largest", error <= ERROR[dtype])
+        yield check_turned(work, dtype)
+
+
+def check_turned(work: Work, dtype: torch.dtype) -> Row:
+    from shardwise.kernels.triton_small import turn_and_write
+
+    q, k, v = drawn((5, 15, 64), dtype, work.device).split((9, 3, 3), 1)
+    angles = 10 * drawn((5, 1, 32), torch.float32, work.device)
+    turns = angles.cos().to(dtype), angles.sin().to(dtype)
+    keys, values = torch.zeros(2, 3, 2, PAGE_TOKENS, 64, dtype=dtype, device=work.device)
+    slots = torch.tensor([20, 3, -1, 4, 31], dtype=torch.int32, device=work.device)
+    turned, there = turn_and_write(q, k, v, turns, keys, values, slots), [0, 1, 3, 4]
+    written = [pages.flatten(1, 2)[:, slots[there].long()].transpose(0, 1) for pages in (keys, values)]
+    pairs = (turned, rotate_naive(q, *turns)), (written[0], rotate_naive(k, *turns)[there]), (written[1], v[there])
+    error = max(far(found, expected) for found, expected in pairs)
+    return Row(f"turn and write, {str(dtype)[6:]}", error, "of the largest", error <= ERROR[dtype])
+
+
+def check_rows(work: Work) -> Iterator[Row]:
+    for num_out, num_in in ((960, 576), (576, 1536), (8192, 2048), (2048, 8192)) if work.device.type == "cuda" else ():
+        weight = row_weights({"blocks.0.w": drawn((num_out, num_in), torch.bfloat16, work.device)})["blocks.0.w"]
+        assert isinstance(weight, RowWeight)
+        x = drawn((300, num_in), torch.bfloat16, work.device, 1)
+        whole = weight.apply(x)
+        same = all(torch.equal(weight.apply(x[-n:]), whole[-n:]) for n in (1, 2, 3, 7, 8, 17, 33, 64, 100, 257))
+        yield Row(f"product {num_in} -> {num_out}: same bits, rows {weight.sizes}", float(same), "", same)
+
+
+# -- models -------------------------------------------------------------------------------------------------
+
+
+def runner_of(work: Work, config: ModelConfig, kernels: Kernels, num_pages: int) -> Runner:
+    """With drawn weights: norms of ones, matrices that keep the size of what they multiply."""
+    weights = {
+        spec.name: drawn(spec.shape, torch.bfloat16, work.device, number) * spec.shape[-1] ** -0.5
+        if len(spec.shape) == 2
+        else torch.ones(spec.shape, dtype=torch.bfloat16, device=work.device)
+        for number, spec in enumerate(model_specs(config))
+        if not spec.tied_to
+    }
+    mesh = make_mesh(Layout(), 0, work.device, config.num_kv_heads)
+    runner = Runner(config, weights, mesh, torch.bfloat16, PAGE_TOKENS, kernels)
+    runner.make_pages(num_pages)
+    return runner
+
+
+def parts(work: Work, config: ModelConfig, count: int, num_tokens: int, start: int) -> list[Part]:
+    """`num_tokens` tokens from position `start` of each of so many sequences."""
+    width = -(-(work.context + 1) // PAGE_TOKENS)
+    tokens = torch.randint(config.vocab_size, (count, work.context + 1), generator=torch.Generator().manual_seed(0))
+    return [
+        Part(n, tuple(row[start : start + num_tokens]), start, tuple(range(n * width, (n + 1) * width)), 1, False)
+        for n, row in enumerate(tokens.tolist())
+    ]
+
+
+def run_models(work: Work, kernels: Kernels) -> Iterator[Row]:
+    num_pages = MAX_RUNNING * -(-(work.context + 1) // PAGE_TOKENS)
+    for config in work.models:
+        name = f"{config.num_layers} layers of {config.hidden_size}"
+        counts = (1, 8, MAX_RUNNING) if work.device.type == "cuda" else (1, 3)
+        logits: dict[str, Tensor] = {}
+        for kind, each in (("torch", TORCH), ("Triton", kernels)):
+            runner = runner_of(work, config, each, num_pages)
+            for part in parts(work, config, counts[-1], work.context, 0):
+                runner.run(Batch((part,), ()))
+            if work.device.type == "cuda":
+                yield from time_model(work, runner, counts, f"{name}, {kind}")
+            logits[kind] = decoded(work, runner, counts[-1])
+            if each is kernels:
+                began = time.perf_counter()
+                runner.capture_graphs(counts[-1], work.context + 1, work.capture)
+                yield Row(f"{name}: graphs captured", time.perf_counter() - began, "s")
+                logits["graphs"] = decoded(work, runner, counts[-1])
+                alone = decoded(work, runner, 1)
+                same = torch.equal(logits["graphs"], logits["Triton"]) and torch.equal(alone[0], logits["Triton"][0])
+                yield Row(f"{name}: same bits captured, and alone", float(same), "", same)
+                if work.device.type == "cuda":
+                    yield from time_model(work, runner, counts, f"{name}, graphs", prefill=False)
+            del runner
+        error = far(logits["Triton"], logits["torch"])
+        yield Row(f"{name}: logits against torch's", error, "of the largest", error <= LOGITS_ERROR)
+
+
+def decoded(work: Work, runner: Runner, count: int) -> Tensor:
+    ran = runner.run(Batch(tuple(parts(work, runner.config, count, 1, work.context)), ()))
+    return torch.stack(list(ran.logits.values()))
+
+
+def time_model(work: Work, runner: Runner, counts: Sequence[int], name: str, prefill: bool = True) -> Iterator[Row]:
+    if prefill:
+        prompt = Batch(tuple(parts(work, runner.config, 1, work.context, 0)), ())
+        seconds = device_s(partial(runner.run, prompt))
+        yield Row(f"{name}: prefill of {work.context}", work.context / seconds, "tokens/s")
+    for count in counts:
+        batch = Batch(tuple(parts(work, runner.config, count, 1, work.context)), ())
+        seconds = device_s(partial(runner.run, batch))
+        yield Row(f"{name}: decode, {count} at {work.context} tokens", count / seconds, "tokens/s")
+
+
+# -- speed --------------------------------------------------------------------------------------------------
+
+
+def device_s(run: Callable[[], object], rounds: int = 15) -> float:
+    """Seconds of one run, the median, the time to start it included."""
+    for _ in range(3):
+        run()
+    took = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def kernel_s(run: Callable[[], object], rounds: int = 20) -> float:
+    """Seconds that the device takes for one of many runs in a row."""
+    run()
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began.record()
+    for _ in range(rounds):
+        run()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / rounds / 1000
+
+
+def time_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
+    num_heads, num_kv, size = 32, 8, 128
+    heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([None]), torch.bfloat16, work.device)
+    attention = kernels.attention(heads)
+    for count, context in ((1, 1024), (1, 16384), (32, 1024), (32, 8192)):
+        width = -(-context // PAGE_TOKENS)
+        keys, values = torch.randn(2, num_kv, count * width, PAGE_TOKENS, size, device=work.device).bfloat16()
+        spans = [Span(context - 1, 1, tuple(range(n * width, (n + 1) * width))) for n in range(count)]
+        q, k, v = drawn((count, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split((32, 8, 8), 1)
+        batch = attention.batch(spans)
+        seconds = kernel_s(partial(attention.attend, q, k, v, None, keys, values, batch, None))
+        yield Row(f"attention, {count} tokens at {context}", 1e6 * seconds, "us")
+        yield Row(f"attention, {count} tokens at {context}", (keys.nbytes + values.nbytes) / seconds / 1e9, "GB/s")
+    num_tokens = 4096
+    q, k, v = drawn((num_tokens, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split((32, 8, 8), 1)
+    keys, values = torch.zeros(2, num_kv, num_tokens // PAGE_TOKENS, PAGE_TOKENS, size, device=work.device).bfloat16()
+    batch = attention.batch([Span(0, num_tokens, tuple(range(num_tokens // PAGE_TOKENS)))])
+    flops = 2 * num_heads * num_tokens**2 * size  # half of the scores are seen
+    ours = kernel_s(partial(attention.attend, q, k, v, None, keys, values, batch, None), 5)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    theirs = kernel_s(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True), 5)
+    yield Row(f"attention of {num_tokens} tokens", flops / ours / 1e12, "TFLOP/s")
+    yield Row("the same by torch, not paged", flops / theirs / 1e12, "TFLOP/s")
+
+
+def time_small(work: Work, kernels: Kernels) -> Iterator[Row]:
+    x, weight = drawn((2048, 4096), torch.bfloat16, work.device), drawn((4096,), torch.bfloat16, work.device)
+    inner = drawn((2048, 2 * 8192), torch.bfloat16, work.device)
+    for name, num_bytes, run, theirs in (
+        ("norm", 2 * x.nbytes, lambda: kernels.rms_norm(x, weight, 1e-5), lambda: TORCH.rms_norm(x, weight, 1e-5)),
+        ("gated", 1.5 * inner.nbytes, lambda: kernels.gated(inner, "silu"), lambda: TORCH.gated(inner, "silu")),
+    ):
+        yield Row(name, num_bytes / kernel_s(run) / 1e9, "GB/s")
+        yield Row(f"{name} by torch", num_bytes / kernel_s(theirs) / 1e9, "GB/s")
+
+
+@torch.inference_mode()
+def measured(work: Work) -> Iterator[Row]:
+    kernels = triton_kernels()
+    yield from check_small(work, kernels)
+    yield from check_rows(work)
+    yield from check_attention(work, kernels)
+    if work.device.type == "cuda":
+        yield from time_small(work, kernels)
+        yield from time_attention(work, kernels)
+    yield from run_models(work, kernels)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--interpret", action="store_true", help="correctness alone, on a CPU by Triton's interpreter")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    args = parser.parse_args()
+    if args.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    elif not torch.cuda.is_available():
+        print("bench/gpu.py: there is no GPU here; --interpret checks the kernels on a CPU", file=sys.stderr)
+        return 2
+    work = interpreted() if args.interpret else on_gpu(torch.device("cuda", 0))
+    where = "Triton's interpreter" if args.interpret else torch.cuda.get_device_name(0)
+    rows = []
+    for row in measured(work):
+        rows.append(row)
+        print(f"gpu: {row.name}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
+    ok = all(row.ok is not False for row in rows)
+    if args.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "ok": ok, "machine": where}))
+    else:
+        table = Table("what", "measured", "", title=f"{where}, torch {torch.__version__}")
+        for row in rows:
+            verdict = {None: "", True: "right", False: "WRONG"}[row.ok]
+            table.add_row(row.name, f"{row.value:.4g} {row.unit}", verdict)
+        Console().print(table)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Which version of each operation a model is served with, chosen once when it is loaded: torch's own on CPUs, Triton's
+on GPUs.
+
+What an operation computes is defined in plain torch (`norm.py`, `gated.py`, `rotary.py`, `paged.py`); a version is
+another way to the same numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.gated import gated
+from shardwise.kernels.norm import rms_norm
+from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch, write_pages
+from shardwise.kernels.rotary import rotate
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of a model's attention on one rank: H query heads, K kv heads of C elements; pages of P tokens."""
+
+    num_heads: int
+    num_kv: int
+    head_dim: int
+    page_tokens: int
+    windows: frozenset[int | None]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_kv
+
+
+Turns = tuple[Tensor, Tensor]
+"""Cosine and sine [N, 1, C/2] of the angles by which the tokens of a step are turned."""
+
+
+class Attention(Protocol):
+    """Attention over pages for one model."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of query rows that are worked on together, at which rows have the same bits."""
+        ...
+
+    def batch(self, spans: Sequence[Span]) -> Any:
+        """What all layers need to know of a step."""
+        ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, keys: Tensor, values: Tensor, batch: Any,
+        window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Turn q [N, H, C] and k [N, K, C], write k and v into the pages [K, pages, P, C], and attend: [N, H, C]."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchAttention:
+    """Plain torch: pages are gathered."""
+
+    heads: Heads
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, heads: Heads) -> "TorchAttention":
+        return cls(heads, attention_sizes(heads.head_dim, heads.dtype, heads.device))
+
+    def batch(self, spans: Sequence[Span]) -> PagedBatch:
+        heads = self.heads
+        return paged_batch(spans, heads.group, heads.page_tokens, heads.windows, self.sizes, heads.device)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, keys: Tensor, values: Tensor, batch: PagedBatch,
+        window: int | None,
+    ) -> Tensor:  # fmt: skip
+        if turns is not None:
+            q, k = rotate(q, *turns), rotate(k, *turns)
+        write_pages(keys, batch.slots, k)
+        write_pages(values, batch.slots, v)
+        return paged_attention(q, keys, values, batch, window)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One version of each: rms_norm(x, weight, eps), gated(inner, activation), and attention over pages, which says
+    whether it reads its batch from tables (`tables.py`), so that a step can be captured once and run again."""
+
+    name: str
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    gated: Callable[[Tensor, str], Tensor]
+    attention: Callable[[Heads], Attention]
+    reads_tables: bool
+
+
+TORCH = Kernels("torch", rms_norm, gated, TorchAttention.of, reads_tables=False)
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """The fastest that there is on a device."""
+    return triton_kernels() if device.type == "cuda" and find_spec("triton") is not None else TORCH
+
+
+def triton_kernels() -> Kernels:
+    """Those for GPUs, which need the package triton; torch's builds for CUDA bring it along."""
+    from shardwise.kernels import triton_paged, triton_small
+
+    attention = triton_paged.TritonAttention.of
+    return Kernels("Triton", triton_small.rms_norm, triton_small.gated, attention, reads_tables=True)

@@ -1,0 +1,324 @@
+"""The kernels for GPUs, run by Triton's interpreter on CPUs, against their definitions; and compiled for GPUs.
+
+The interpreter computes as a CPU does. That rows have the same bits in any company is shown here for how the kernels
+are put together; for the products of a GPU it is found out when a model is loaded.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engines import LoadedModel, answers, drawn_tokens, engine_of, greedy, tiny
+from shardwise.kernels.choice import TORCH, Heads, Kernels, kernels_for, triton_kernels
+from shardwise.kernels.gated import gated_naive
+from shardwise.kernels.norm import rms_norm_naive
+from shardwise.kernels.paged import Span, write_pages
+from shardwise.kernels.rotary import rotate_naive
+from shardwise.kernels.tables import table_batch
+from shardwise.layout import Layout
+from shardwise.parallel.mesh import make_mesh
+from shardwise.serve.graphs import Step
+from shardwise.serve.request import Ask
+from shardwise.serve.runner import Runner
+from test_paged import PAGE_TOKENS, Drawn, Runs, cut, definition, drawn, whole
+
+pytest.importorskip("triton", reason="Triton has builds for Linux on x86-64 only")
+
+from shardwise.kernels import triton_paged, triton_small
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of numpy, in rows that only fill up
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Relative to the largest, or to 1: the last two bits, as results are rounded on the way, and the interpreter cuts bf16
+off where a GPU rounds it."""
+
+
+# -- attention over pages -----------------------------------------------------------------------------------
+
+
+def over_tables(
+    case: Drawn,
+    runs: Runs,
+    window: int | None,
+    wanted_programs: int,
+    sizes: Sequence[int],
+    num_done: Sequence[int] = (),
+) -> list[Tensor]:
+    """Attention [T, H, C] of every sequence, its tokens run as `runs` says; of the first `num_done` there are only keys
+    and values. Pages are full of NaN at first."""
+    (_, num_heads, size), num_kv, dtype = case.q[0].shape, case.k[0].shape[1], case.q[0].dtype
+    keys, values = (torch.full((num_kv, case.num_pages, PAGE_TOKENS, size), torch.nan, dtype=dtype) for _ in range(2))
+    done, out = list(num_done) or [0] * len(case.q), [torch.zeros_like(q) for q in case.q]
+    for number, count in enumerate(num_done):
+        slots = table_batch([Span(0, count, case.tables[number])], 1, PAGE_TOKENS, (16,), CPU).slots.long()
+        write_pages(keys, slots, case.k[number][:count])
+        write_pages(values, slots, case.v[number][:count])
+    for step in runs:
+        places = [(number, slice(done[number], done[number] + count)) for number, count in step]
+        spans = [Span(at.start, at.stop - at.start, case.tables[number]) for number, at in places]
+        batch = table_batch(spans, num_heads // num_kv, PAGE_TOKENS, sizes, CPU)
+        q, k, v = (torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v))
+        write_pages(keys, batch.slots.long(), k)
+        write_pages(values, batch.slots.long(), v)
+        found = triton_paged.paged_attention(q, keys, values, batch, window, wanted_programs)
+        for (number, at), part in zip(places, found.split([span.num_tokens for span in spans]), strict=True):
+            out[number][at] = part
+            done[number] = at.stop
+    return out
+
+
+def sizes_for(heads: tuple[int, int], size: int, dtype: torch.dtype) -> tuple[int, ...]:
+    return triton_paged.agreeing_tiles(Heads(*heads, size, PAGE_TOKENS, frozenset([None]), dtype, CPU))
+
+
+def assert_close(found: Tensor, expected: Tensor, error: float) -> None:
+    assert found.isfinite().all()
+    assert (found.double() - expected.double()).abs().max() <= error * max(1.0, expected.double().abs().max().item())
+
+
+@settings(max_examples=6)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
+    heads=st.sampled_from([(1, 1), (6, 2), (5, 1)]), size=st.sampled_from([16, 40]),
+    window=st.sampled_from([None, 1, 20, 130]), dtype=st.sampled_from(DTYPES), most=st.sampled_from([30, 60, 150]),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
+    lengths: list[int], heads: tuple[int, int], size: int, window: int | None, dtype: torch.dtype, most: int, seed: int
+) -> None:
+    case = drawn(lengths, *heads, size, dtype, seed)
+    sizes = sizes_for(heads, size, dtype)
+    alone = over_tables(case, whole(lengths), window, 0, sizes)
+    for q, k, v, found in zip(case.q, case.k, case.v, alone, strict=True):
+        assert_close(found, definition(q, k, v, window), ERROR[dtype])
+    random = torch.Generator().manual_seed(seed)
+    together = over_tables(case, cut(lengths, most, random), window, 16, sizes)
+    assert all(map(torch.equal, alone, together))
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_that_are_shared_out_add_up_to_the_same_bits(dtype: torch.dtype, window: int | None) -> None:
+    """A token with several blocks: by one program, by two that take turns, and by one for each."""
+    lengths = [300, 129, 700]
+    case = drawn(lengths, 4, 2, 16, dtype)
+    runs: Runs = [[(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)]]
+    num_done = [length - 2 for length in lengths]
+    found = [over_tables(case, runs, window, wanted, (16, 64), num_done) for wanted in (0, 12, 1000)]
+    for q, k, v, out in zip(case.q, case.k, case.v, found[0], strict=True):
+        assert_close(out[-2:], definition(q, k, v, window)[-2:], ERROR[dtype])
+    for shared in found[1:]:
+        assert all(torch.equal(a[-2:], b[-2:]) for a, b in zip(found[0], shared, strict=True))
+
+
+def test_numbers_that_nobody_may_see_do_not_count() -> None:
+    """What lies behind a sequence in its last page, in front of a window, and in pages of others may be anything."""
+    case = drawn([60], 2, 1, 16, torch.float32)
+    batch = table_batch([Span(40, 20, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU)
+    found = []
+    for garbage in (0.0, torch.nan, torch.inf):
+        keys, values = (torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage) for _ in range(2))
+        seen = table_batch([Span(31, 29, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU).slots.long()
+        write_pages(keys, seen, case.k[0][31:])
+        write_pages(values, seen, case.v[0][31:])
+        found.append(triton_paged.paged_attention(case.q[0][40:], keys, values, batch, 10, 0))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_a_request_that_is_no_number_fails_alone() -> None:
+    case = drawn([30, 20], 2, 1, 16, torch.float32)
+    expected = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,))
+    case.k[0][7] = torch.nan
+    found = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,))
+    assert torch.equal(found[0][:7], expected[0][:7]) and torch.equal(found[1], expected[1])
+    assert found[0][7:].isnan().all()
+
+
+def test_a_tile_size_at_which_rows_differ_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = triton_paged.attend_tiles
+
+    def differing(q: Tensor, keys: Tensor, values: Tensor, batch: Any, tiles: Any, *given: Any) -> None:
+        attend(q, keys, values, batch, tiles, *given)
+        if tiles.num_rows == 64:
+            given[-1].mul_(1 + 2**-23)
+
+    assert sizes_for((4, 2), 16, torch.float32) == (16, 64)
+    monkeypatch.setattr(triton_paged, "attend_tiles", differing)
+    assert sizes_for((4, 2), 16, torch.float32) == (16,)
+
+
+@settings(max_examples=50)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 100)), min_size=1, max_size=5),
+    group=st.sampled_from([1, 3, 16]),
+)
+def test_tiles_are_all_tokens_once(spans: list[tuple[int, int]], group: int) -> None:
+    step = [Span(start, count, tuple(range(20))) for start, count in spans]
+    batch = table_batch(step, group, PAGE_TOKENS, (16, 64), CPU)
+    found = []
+    for tiles in batch.tiles:
+        for sequence, begin in tiles.at.tolist():
+            count = min(tiles.num_rows // group, spans[sequence][1] - begin)
+            found += [(sequence, begin + offset) for offset in range(count)]
+            assert (spans[sequence][1] * group <= 16) == (tiles.num_rows == 16)
+    assert sorted(found) == [(number, n) for number, (_, count) in enumerate(spans) for n in range(count)]
+    for number, (start, count) in enumerate(spans):
+        first = int(batch.firsts[number])
+        assert batch.slots[first : first + count].tolist() == list(range(start, start + count))
+
+
+# -- small operations ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 3, 64), (2, 576)])
+def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(each, generator=random).to(dtype) for each in (shape, shape[-1:]))
+    found = triton_small.rms_norm(x, weight, 1e-5)
+    assert_close(found, rms_norm_naive(x, weight, 1e-5), ERROR[dtype])
+    assert torch.equal(triton_small.rms_norm(x[-1:], weight, 1e-5), found[-1:])
+    assert torch.equal(triton_small.rms_norm(x.expand(2, *shape).transpose(0, 1), weight, 1e-5)[:, 1], found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated(activation: str, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    for width in (1, 96, 1100):
+        inner = (3 * torch.randn(3, 2 * width, generator=random)).to(dtype)
+        inner[0, 0] = 80  # of which the exponential is no fp16, and no sigmoid but 1
+        found = triton_small.gated(inner, activation)
+        assert_close(found, gated_naive(inner, activation), ERROR[dtype])
+        assert torch.equal(triton_small.gated(inner[1:2], activation), found[1:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv", "size"), [(1, 1, 2), (6, 2, 40), (9, 3, 64)])
+def test_queries_are_turned_and_keys_written(num_heads: int, num_kv: int, size: int, dtype: torch.dtype) -> None:
+    """Into their slots and nowhere else; a token without a slot is not written."""
+    random = torch.Generator().manual_seed(size)
+    q, k, v = (
+        torch.randn(4, num_heads + 2 * num_kv, size, generator=random).to(dtype).split((num_heads, num_kv, num_kv), 1)
+    )
+    angles = 10 * torch.rand(4, 1, size // 2, generator=random)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.tensor([17, -1, 3, 40], dtype=torch.int32)
+    written = [0, 2, 3]
+    for turns in ((cos, sin), None):
+        keys, values = (torch.full((num_kv, 3, PAGE_TOKENS, size), 7.0, dtype=dtype) for _ in range(2))
+        wanted_keys, wanted_values = keys.clone(), values.clone()
+        turned = triton_small.turn_and_write(q, k, v, turns, keys, values, slots)
+        wanted_q, wanted_k = (q, k) if turns is None else (rotate_naive(q, *turns), rotate_naive(k, *turns))
+        write_pages(wanted_keys, slots[written].long(), wanted_k[written])
+        write_pages(wanted_values, slots[written].long(), v[written])
+        assert_close(turned, wanted_q, ERROR[dtype])
+        assert_close(keys, wanted_keys, ERROR[dtype])
+        assert torch.equal(values, wanted_values)
+        assert ((keys == 7).all((0, 3)).sum() == 45) and (turns is not None or torch.equal(keys, wanted_keys))
+
+
+# -- whole models -------------------------------------------------------------------------------------------
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what may not be in a CUDA graph: numbers that the host reads, or that it makes while the graph runs."""
+
+    REFUSED = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in self.REFUSED, func
+        return func(*args, **(kwargs or {}))
+
+
+def record(step: Step) -> Step:
+    """What a CUDA graph does, by doing it again; into the same place."""
+    kept = step().fill_(torch.nan)
+
+    def replay() -> Tensor:
+        with NoWaiting():
+            made = step()
+        return kept.copy_(made)
+
+    return replay
+
+
+def runner_with(model: LoadedModel, kernels: Kernels, capture: Callable[[Step], Step] | None = None) -> Runner:
+    mesh = make_mesh(Layout(), 0, CPU, model.config.num_kv_heads)
+    runner = Runner(model.config, dict(model.weights), mesh, model.dtype, PAGE_TOKENS, kernels)
+    make_pages = runner.make_pages
+
+    def make_and_capture(num_pages: int) -> None:
+        make_pages(num_pages)
+        if capture is not None:
+            runner.capture_graphs(3, 64, capture)
+
+    runner.make_pages = make_and_capture  # type: ignore[method-assign]
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "error"),
+    [
+        ("llama", torch.float32, 1e-5), ("llama", torch.bfloat16, 0.1), ("mistral", torch.float32, 1e-5),
+        ("qwen3", torch.float32, 1e-5), ("gpt2", torch.float32, 1e-5),
+    ],
+)  # fmt: skip
+def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_company(
+    name: str, dtype: torch.dtype, error: float
+) -> None:
+    """Prompts in chunks, single tokens by captured steps; against torch's kernels, and alone without captured ones."""
+    model = tiny(name, dtype)
+    asks = [Ask(drawn_tokens(n, n), greedy(3)) for n in (17, 4)]
+
+    def answered(asks: Sequence[Ask], kernels: Kernels, capture: Callable[[Step], Step] | None = None) -> list[Any]:
+        engine = engine_of(runner_with(model, kernels, capture), model.tokenizer, num_pages=16)
+        return [got for (got,) in answers(engine, asks)]
+
+    together = answered(asks, triton_kernels(), record)
+    for ours, theirs in zip(together, answered(asks, TORCH), strict=True):
+        assert dtype != torch.float32 or ours.tokens == theirs.tokens
+        for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(other.logprob, abs=error)
+    assert answered(asks[:1], triton_kernels())[0].said == together[0].said
+
+
+def test_cpus_have_torch_kernels() -> None:
+    assert kernels_for(CPU) is TORCH
+
+
+# -- on GPUs ------------------------------------------------------------------------------------------------
+
+
+def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    """With the whole compiler, down to machine code, for compute capabilities 8.0 and 9.0; attention fits into the
+    smallest shared memory of a GPU with bf16 (99 KiB) and into registers, uses tensor cores for bf16, and fuses no
+    multiplication with an addition but in the products of fp32."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "compiled.py", "80", "90"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = {"attend_kernel", "add_up_kernel", "norm_kernel", "gated_kernel", "turn_and_write_kernel"}
+    for capability in (80, 90):
+        mine = [each for each in told if each["capability"] == capability]
+        assert {each["name"] for each in mine} == kernels
+        assert all(each["shared_bytes"] <= 99 * 1024 and each["spilled_bytes"] == 0 for each in mine)
+        attention = [each for each in mine if each["name"] in ("attend_kernel", "add_up_kernel")]
+        in_bf16 = [each for each in attention if each["tensor_cores"]]
+        assert len(in_bf16) == 4
+        assert not any(each["fused"] for each in attention if each["name"] == "add_up_kernel" or each in in_bf16)
