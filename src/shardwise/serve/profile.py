@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.kernels.rows import RowWeight
 from shardwise.model.layers import Attend, Light
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -178,9 +177,9 @@ def pieces_timed(engine: Engine, clock: Clock) -> Iterator[None]:
 
 def put_clock_in(runner: Runner, clock: Clock) -> None:
     for name, weight in runner.weights.items():
-        if isinstance(weight, RowWeight):
-            runner.weights[name] = TimedWeight(weight, "products", clock)  # type: ignore[assignment]
-    runner.head = TimedWeight(runner.head, "head", clock)  # type: ignore[assignment]
+        if not isinstance(weight, Tensor):
+            runner.weights[name] = TimedWeight(weight, "products", clock)
+    runner.head = TimedWeight(runner.head, "head", clock)
     runner.model = TimedTransformer(
         runner.config, runner.model.seams, kernels=runner.model.kernels, turns=runner.model.turns, clock=clock
     )

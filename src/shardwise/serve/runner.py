@@ -14,7 +14,6 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.kernels.choice import Attention, Heads, Kernels, Turns, kernels_for
 from shardwise.kernels.paged import Span
-from shardwise.kernels.rows import head_of, row_weights
 from shardwise.kernels.tables import TableBatch
 from shardwise.model.layers import Causal, rotation
 from shardwise.model.quantized import Weights
@@ -64,12 +63,12 @@ class Runner:
         kernels: Kernels | None = None,
     ) -> None:  # fmt: skip
         self.config, self.mesh, self.dtype, self.page_tokens = config, mesh, dtype, page_tokens
-        self.kernels = kernels or kernels_for(mesh.device)
+        self.kernels = kernels or kernels_for(mesh.device, dtype)
         self.model = Transformer(config, seams_of(mesh), kernels=self.kernels, turns=False)
         head = weights[self.model.head_name]
         assert isinstance(head, Tensor), "the head is never quantized"
-        self.head = head_of(head)
-        self.weights = row_weights(weights)
+        self.head = self.kernels.head(head)
+        self.weights = self.kernels.weights(weights)
         self.frequencies = None if config.positions == "learned" else self.model.frequencies.to(mesh.device)
         self.num_kv_heads = max(1, config.num_kv_heads // mesh.tp.size)
         windows = frozenset(config.window(layer) for layer in range(config.num_layers))
@@ -124,7 +123,7 @@ class Runner:
         """The last hidden states [N, D] of the tokens of a batch."""
         turns = None if self.frequencies is None else rotation(positions, self.frequencies, self.dtype)
         attend = PagedAttention(self.config, self.attention, batch, turns, self.keys, self.values)
-        return self.model.hidden(self.weights, tokens, positions, attend)  # type: ignore[arg-type]
+        return self.model.hidden(self.weights, tokens, positions, attend)
 
     @torch.inference_mode()
     def capture_graphs(self, max_running: int, max_len: int, capture: Capture) -> None:
@@ -159,7 +158,7 @@ class Runner:
         """The mean of the last hidden states, of length 1."""
         ids = torch.tensor(tokens, device=self.mesh.device)
         attend, model = Causal(self.config), replace(self.model, turns=True)
-        x = model.hidden(self.weights, ids[None], torch.arange(len(ids), device=ids.device)[None], attend)  # type: ignore[arg-type]
+        x = model.hidden(self.weights, ids[None], torch.arange(len(ids), device=ids.device)[None], attend)
         mean = x[0].float().mean(0)
         found: list[float] = (mean / mean.norm()).tolist()
         return found

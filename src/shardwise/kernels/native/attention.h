@@ -1,0 +1,352 @@
+// Attention over keys and values that lie in pages, read where they lie (Kwon et al. 2023), with the softmax made on
+// the way (FlashAttention, Dao et al. 2022): decode and prefill, any number of sequences, any lengths.
+//
+// What a token sees is cut at fixed places of its sequence: blocks of 128 positions, of which four are a split. Each
+// split has a softmax of its own, made block by block; splits are added up in order, weighted by their log-sum-exp. So
+// threads can share out a long context, and yet a token has the same bits alone, in a chunk and in any company. What
+// a row does not see has a weight of exactly zero and adds exactly nothing.
+//
+// A page holds P positions of one kv head, P a multiple of 16:
+//     keys    [P / LANES][C / 2][LANES positions][2]: panels of positions, summed over C
+//     values  [P / 2][C][2]: panels of C, summed over positions
+// Writing an even position zeroes the odd one after it: they are summed as a pair, and what was there before might be
+// NaN. Everything else that is not yet written is never read, or masked.
+
+#pragma once
+
+#include <omp.h>
+
+#include <atomic>
+#include <vector>
+
+#include "tile.h"
+
+namespace shardwise {
+namespace INSTRUCTION_SET {
+
+constexpr int BLOCK_TOKENS = 128, SPLIT_TOKENS = 512, MAX_TILE_ROWS = 48, MAX_HEAD_DIM = 256;
+constexpr int BLOCK_PANELS_OF_KEYS = BLOCK_TOKENS / LANES;
+
+struct Pages {
+    bf16 *keys, *values;  // [K, number of pages, P, C]
+    int64_t num_kv_heads, num_pages, page_tokens, head_dim;
+
+    int64_t at(int64_t head, int64_t page) const { return (head * num_pages + page) * page_tokens * head_dim; }
+};
+
+// The tokens of a sequence that a step runs: `count` from position `start`, number `first` of the step; its pages.
+struct Span {
+    int64_t start, count, first;
+    const int32_t* pages;
+};
+
+// What the N tokens of a step bring: q [N, H, C], k and v [N, K, C], whose tokens are a number of elements apart; cos
+// and sin [N, C / 2] of the angles that q and k are turned by, or none. out [N, H, C].
+struct Step {
+    const bf16 *q, *k, *v;
+    int64_t q_token, k_token, v_token, num_heads;
+    const bf16 *cos, *sin;
+    int64_t window;  // 0: none
+    bf16* out;
+};
+
+// Some tokens of a span and some of the heads that share a kv head, times one split.
+struct Task {
+    const Span* span;
+    int64_t token, num_tokens, first_head, num_heads, kv_head;
+    int64_t split, num_splits;
+    bool is_first;  // of its rows' splits
+    int64_t slot;   // of its first row among the rows of all partial results
+};
+
+struct Scratch {
+    alignas(64) bf16 q[MAX_TILE_ROWS * MAX_HEAD_DIM];
+    alignas(64) float scores[MAX_TILE_ROWS * BLOCK_TOKENS];
+    alignas(64) bf16 seen[MAX_TILE_ROWS * BLOCK_TOKENS];
+    alignas(64) float out[MAX_TILE_ROWS * MAX_HEAD_DIM];
+    float highest[MAX_TILE_ROWS], total[MAX_TILE_ROWS];
+};
+
+// -- writing -----------------------------------------------------------------------------------------------
+
+// A head turned by the angles of its token (kernels/rotary.py), or as it is.
+INLINE void turn(const Step& step, int64_t token, const bf16* from, int64_t size, bf16* to) {
+    if (!step.cos) {
+        memcpy(to, from, size * 2);
+        return;
+    }
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        floats a = load_bf16(from + i), b = load_bf16(from + half + i);
+        floats c = load_bf16(step.cos + token * half + i), s = load_bf16(step.sin + token * half + i);
+        store_bf16(to + i, a * c - b * s);
+        store_bf16(to + half + i, b * c + a * s);
+    }
+}
+
+static void write_head(const Pages& pages, const Step& step, const Span& span, int64_t head) {
+    const int64_t size = pages.head_dim;
+    alignas(64) bf16 key[MAX_HEAD_DIM];
+    for (int64_t i = 0; i < span.count; i++) {
+        int64_t token = span.first + i, position = span.start + i, at = position % pages.page_tokens;
+        int64_t base = pages.at(head, span.pages[position / pages.page_tokens]);
+        turn(step, token, step.k + token * step.k_token + head * size, size, key);
+        const bf16* value = step.v + token * step.v_token + head * size;
+        bf16* panel = pages.keys + base + at / LANES * LANES * size + at % LANES * 2;
+        for (int64_t c = 0; c < size; c += 2) memcpy(panel + c * LANES, key + c, 4);
+        bf16* pairs = pages.values + base + at / 2 * 2 * size;
+        if (at % 2)
+            for (int64_t c = 0; c < size; c++) pairs[2 * c + 1] = value[c];
+        else
+            for (int64_t c = 0; c < size; c++) pairs[2 * c] = value[c], pairs[2 * c + 1] = 0;
+    }
+}
+
+// -- one tile, one block -------------------------------------------------------------------------------------
+
+// Keys and values of a block as panels, of LANES positions each. Those that some row sees are [first, last).
+struct Block {
+    const uint32_t *keys[BLOCK_PANELS_OF_KEYS], *values[BLOCK_PANELS_OF_KEYS];
+    int first, last;
+    int64_t start;  // the position of the block
+};
+
+static Block block_of(const Pages& pages, const Task& task, int64_t start, int64_t lowest, int64_t highest) {
+    Block block{{}, {}, 0, 0, start};
+    block.first = lowest <= start ? 0 : int((lowest - start) / LANES);
+    block.last = highest - start >= BLOCK_TOKENS ? BLOCK_PANELS_OF_KEYS : int((highest - start) / LANES) + 1;
+    for (int i = 0; i < BLOCK_PANELS_OF_KEYS; i++) block.keys[i] = block.values[i] = (const uint32_t*)pages.keys;
+    for (int i = block.first; i < block.last; i++) {
+        int64_t position = start + i * LANES, page = task.span->pages[position / pages.page_tokens];
+        int64_t at = pages.at(task.kv_head, page) + position % pages.page_tokens * pages.head_dim;
+        block.keys[i] = (const uint32_t*)(pages.keys + at);
+        block.values[i] = (const uint32_t*)(pages.values + at);
+    }
+    return block;
+}
+
+static void make_scores(const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, float scale) {
+    for (int i = block.first; i < block.last; i += TILE_PANELS)
+        over_tiles(num_rows, [&]<int R>(int64_t row) {
+            with_constant<TILE_PANELS>(block.last - i, [&]<int P>() {
+                floats sums[R][P] = {};
+                Panels<P> panels{{}, {}, LANES};
+                for (int p = 0; p < P; p++) panels.panel[p] = block.keys[i + p], panels.next[p] = next.keys[i + p];
+                const uint32_t* q = (const uint32_t*)(s.q + row * size);
+                if (row == 0)
+                    add_products<R, P, true>(sums, q, size / 2, panels, size / 2);
+                else
+                    add_products(sums, q, size / 2, panels, size / 2);
+                for (int r = 0; r < R; r++)
+                    for (int p = 0; p < P; p++)
+                        store(s.scores + (row + r) * BLOCK_TOKENS + (i + p) * LANES, sums[r][p] * scale);
+            });
+        });
+}
+
+// Turns the scores of a row that is at `position` into weights, and makes room for them in what it has so far.
+static void softmax_row(const Block& block, Scratch& s, int64_t row, int64_t position, int64_t window, int64_t size) {
+    float* scores = s.scores + row * BLOCK_TOKENS;
+    bf16* seen = s.seen + row * BLOCK_TOKENS;
+    const ints lanes = lane_numbers();
+    floats most = all(lowest());
+    for (int i = block.first; i < block.last; i++) {
+        floats v = load(scores + i * LANES);
+        int64_t start = block.start + i * LANES, ahead = position - start, behind = ahead - window;
+        if (ahead < LANES - 1) v = choose(lanes <= int(ahead), v, all(lowest()));
+        if (window && behind >= 0) v = choose(lanes > int(behind < LANES ? behind : LANES), v, all(lowest()));
+        store(scores + i * LANES, v);
+        most = larger(v, most);
+    }
+    float old = s.highest[row], top = highest(most);
+    if (old > top) top = old;
+    float base = top == lowest() ? 0 : top;
+    floats total = {};
+    for (int i = block.first; i < block.last; i++) {
+        floats weight = exponential(load(scores + i * LANES) - base);
+        total += weight;
+        store_bf16(seen + i * LANES, weight);
+    }
+    float kept = exponential(all(old - base))[0];
+    s.highest[row] = top;
+    s.total[row] = s.total[row] * kept + sum(total);
+    if (kept != 1)
+        for (int64_t c = 0; c < size; c += LANES) store(s.out + row * size + c, load(s.out + row * size + c) * kept);
+}
+
+// Adds the weighted values of a block to what each row has. Pairs of positions after `num_pairs` nobody sees.
+static void add_values(
+    const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, int64_t num_pairs
+) {
+    constexpr int PAIRS = LANES / 2;
+    for (int64_t c = 0; c < size; c += TILE_PANELS * LANES)
+        over_tiles(num_rows, [&]<int R>(int64_t row) {
+            with_constant<TILE_PANELS>(int((size - c) / LANES), [&]<int P>() {
+                floats sums[R][P];
+                float* out = s.out + row * size + c;
+                for (int r = 0; r < R; r++)
+                    for (int p = 0; p < P; p++) sums[r][p] = load(out + r * size + p * LANES);
+                for (int i = block.first; i < block.last; i++) {
+                    Panels<P> panels{{}, {}, size};
+                    for (int p = 0; p < P; p++) {
+                        panels.panel[p] = block.values[i] + c + p * LANES;
+                        panels.next[p] = next.values[i] + c + p * LANES;
+                    }
+                    int64_t rest = num_pairs - i * PAIRS, pairs = rest < PAIRS ? rest : PAIRS;
+                    const uint32_t* seen = (const uint32_t*)(s.seen + row * BLOCK_TOKENS) + i * PAIRS;
+                    if (row == 0)
+                        add_products<R, P, true>(sums, seen, BLOCK_TOKENS / 2, panels, pairs);
+                    else
+                        add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs);
+                }
+                for (int r = 0; r < R; r++)
+                    for (int p = 0; p < P; p++) store(out + r * size + p * LANES, sums[r][p]);
+            });
+        });
+}
+
+// -- tasks ---------------------------------------------------------------------------------------------------
+
+static int64_t lowest_seen(int64_t position, int64_t window) {
+    return window && position >= window ? position - window + 1 : 0;
+}
+
+static std::vector<Task> tasks_of(
+    const std::vector<Span>& spans, int64_t group, int64_t num_kv_heads, int64_t window, int64_t& num_slots
+) {
+    std::vector<Task> tasks;
+    int64_t heads = group < MAX_TILE_ROWS ? group : MAX_TILE_ROWS, tokens = MAX_TILE_ROWS / heads;
+    num_slots = 0;
+    for (const Span& span : spans)
+        for (int64_t token = 0; token < span.count; token += tokens) {
+            int64_t count = span.count - token < tokens ? span.count - token : tokens;
+            int64_t first = lowest_seen(span.start + token, window) / SPLIT_TOKENS;
+            int64_t last = (span.start + token + count - 1) / SPLIT_TOKENS;
+            for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++)
+                for (int64_t head = 0; head < group; head += heads) {
+                    int64_t num_heads = group - head < heads ? group - head : heads;
+                    for (int64_t split = first; split <= last; split++) {
+                        tasks.push_back(
+                            {&span, token, count, head, num_heads, kv_head, split, last - first + 1, split == first,
+                             num_slots}
+                        );
+                        if (last > first) num_slots += count * num_heads;
+                    }
+                }
+        }
+    return tasks;
+}
+
+// Which blocks a task sees: it sees positions [lowest, highest], and begins with the block at `start`.
+struct Seen {
+    int64_t lowest, highest, start, stop;
+};
+
+static Seen seen_by(const Task& task, int64_t window) {
+    int64_t position = task.span->start + task.token, split = task.split * SPLIT_TOKENS;
+    Seen seen{lowest_seen(position, window), position + task.num_tokens - 1, split, split + SPLIT_TOKENS};
+    if (seen.lowest > split) seen.start = seen.lowest / BLOCK_TOKENS * BLOCK_TOKENS;
+    if (seen.highest < seen.stop) seen.stop = seen.highest + 1;
+    return seen;
+}
+
+struct Place {
+    int64_t token, head;
+};
+
+static Place place_of(const Task& task, int64_t row, int64_t group) {
+    int64_t token = task.span->first + task.token + row / task.num_heads;
+    return {token, task.kv_head * group + task.first_head + row % task.num_heads};
+}
+
+// A row of partial results is the C sums of a split, their highest score and the total of their weights. `next` is
+// the task that comes after this one, whose keys are fetched meanwhile.
+static void attend_split(
+    const Pages& pages, const Step& step, const Task& task, const Task& next, int64_t group, float scale, Scratch& s,
+    float* partial
+) {
+    const int64_t size = pages.head_dim, num_rows = task.num_tokens * task.num_heads, window = step.window;
+    for (int64_t row = 0; row < num_rows; row++) {
+        Place place = place_of(task, row, group);
+        turn(step, place.token, step.q + place.token * step.q_token + place.head * size, size, s.q + row * size);
+        s.highest[row] = lowest(), s.total[row] = 0;
+    }
+    memset(s.out, 0, num_rows * size * sizeof(float));
+    Seen seen = seen_by(task, window), then = seen_by(next, window);
+    Block after = block_of(pages, next, then.start, then.lowest, then.highest);
+    Block block = block_of(pages, task, seen.start, seen.lowest, seen.highest);
+    for (int64_t start = seen.start; start < seen.stop; start += BLOCK_TOKENS) {
+        bool ends = start + BLOCK_TOKENS >= seen.stop;
+        Block following = ends ? after : block_of(pages, task, start + BLOCK_TOKENS, seen.lowest, seen.highest);
+        make_scores(block, following, s, num_rows, size, scale);
+        for (int64_t row = 0; row < num_rows; row++)
+            softmax_row(block, s, row, task.span->start + task.token + row / task.num_heads, window, size);
+        add_values(block, following, s, num_rows, size, (seen.highest - start) / 2 + 1);
+        block = following;
+    }
+    for (int64_t row = 0; row < num_rows; row++) {
+        float* out = s.out + row * size;
+        if (task.num_splits > 1) {
+            float* to = partial + (task.slot + row) * (size + 2);
+            memcpy(to, out, size * sizeof(float));
+            to[size] = s.highest[row], to[size + 1] = s.total[row];
+            continue;
+        }
+        Place place = place_of(task, row, group);
+        bf16* to = step.out + (place.token * step.num_heads + place.head) * size;
+        for (int64_t c = 0; c < size; c += LANES) store_bf16(to + c, load(out + c) / s.total[row]);
+    }
+}
+
+// `task` is the first split of its rows.
+static void add_splits(const Pages& pages, const Step& step, const Task& task, int64_t group, const float* partial) {
+    const int64_t size = pages.head_dim, num_rows = task.num_tokens * task.num_heads, stride = size + 2;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* from = partial + (task.slot + row) * stride;
+        float top = lowest();
+        for (int64_t i = 0; i < task.num_splits; i++) {
+            float each = from[i * num_rows * stride + size];
+            if (each > top) top = each;
+        }
+        floats out[MAX_HEAD_DIM / LANES] = {};
+        float total = 0;
+        for (int64_t i = 0; i < task.num_splits; i++) {
+            const float* split = from + i * num_rows * stride;
+            float weight = exponential(all(split[size] - top))[0];
+            total += split[size + 1] * weight;
+            for (int64_t c = 0; c < size / LANES; c++) out[c] += load(split + c * LANES) * weight;
+        }
+        Place place = place_of(task, row, group);
+        bf16* to = step.out + (place.token * step.num_heads + place.head) * size;
+        for (int64_t c = 0; c < size / LANES; c++) store_bf16(to + c * LANES, out[c] / total);
+    }
+}
+
+// Writes keys and values and attends. Threads take tasks as they come, each one ahead, to know what it will read.
+void attend(const Pages& pages, const Step& step, const std::vector<Span>& spans, float scale) {
+    int64_t group = step.num_heads / pages.num_kv_heads, num_slots;
+    std::vector<Task> tasks = tasks_of(spans, group, pages.num_kv_heads, step.window, num_slots);
+    std::vector<float> partial(num_slots * (pages.head_dim + 2));
+    int64_t count = int64_t(tasks.size());
+    std::atomic<int64_t> taken = 0;
+#pragma omp parallel
+    {
+#pragma omp for collapse(2) schedule(static)
+        for (size_t i = 0; i < spans.size(); i++)
+            for (int64_t head = 0; head < pages.num_kv_heads; head++) write_head(pages, step, spans[i], head);
+        Scratch scratch;
+        for (int64_t mine = taken++, next = 0; mine < count; mine = next) {
+            next = taken++;
+            const Task& then = tasks[next < count ? next : mine];
+            attend_split(pages, step, tasks[mine], then, group, scale, scratch, partial.data());
+        }
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++)
+            if (tasks[i].num_splits > 1 && tasks[i].is_first)
+                add_splits(pages, step, tasks[i], group, partial.data());
+    }
+}
+
+}  // namespace INSTRUCTION_SET
+}  // namespace shardwise

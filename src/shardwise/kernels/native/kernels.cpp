@@ -1,0 +1,47 @@
+// Compiled once for every instruction set, with INSTRUCTION_SET naming a namespace and a table.
+
+#include "kernels.h"
+
+#include <cmath>
+
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+namespace shardwise {
+namespace INSTRUCTION_SET {
+
+static void any_linear(
+    const Bf16* x, int64_t x_step, int64_t num_rows, const Bf16* packed, int64_t num_columns, int64_t num_inner,
+    void* y, bool wide
+) {
+    Linear w{(const uint32_t*)packed, num_columns, num_inner / 2};
+    if (wide)
+        linear(x, x_step, num_rows, w, (float*)y, num_columns);
+    else
+        linear(x, x_step, num_rows, w, (bf16*)y, num_columns);
+}
+
+static void any_attend(const Attention& a) {
+    std::vector<Span> spans(a.num_spans);
+    int64_t first = 0;
+    for (int64_t i = 0; i < a.num_spans; i++) {
+        spans[i] = {a.spans[2 * i], a.spans[2 * i + 1], first, a.table + i * a.table_width};
+        first += spans[i].count;
+    }
+    Pages pages{a.keys, a.values, a.num_kv_heads, a.num_pages, a.page_tokens, a.head_dim};
+    Step step{a.q, a.k, a.v, a.q_token, a.k_token, a.v_token, a.num_heads, a.cos, a.sin, a.window, a.out};
+    attend(pages, step, spans, 1 / std::sqrt(float(a.head_dim)));
+}
+
+}  // namespace INSTRUCTION_SET
+
+#define JOINED(a, b) a##b
+#define TABLE(name) JOINED(name, _kernels)
+
+const Kernels TABLE(INSTRUCTION_SET) = {
+    INSTRUCTION_SET::pack,     INSTRUCTION_SET::any_linear,  INSTRUCTION_SET::any_attend,
+    INSTRUCTION_SET::rms_norm, INSTRUCTION_SET::gated_silu,
+};
+
+}  // namespace shardwise

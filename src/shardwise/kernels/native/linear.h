@@ -1,0 +1,106 @@
+// y = x w^T with a weight that was packed once.
+//
+// Packed: blocks of up to 4 panels, with their pairs in turn, so that a block is read from its first byte to its last. Columns that are missing in the last panel are zeros.
+
+#pragma once
+
+#include <omp.h>
+
+#include "tile.h"
+
+namespace shardwise {
+namespace INSTRUCTION_SET {
+
+constexpr int BLOCK_PANELS = 4;
+
+struct Linear {
+    const uint32_t* packed;
+    int64_t num_columns, num_pairs;  // N and K / 2
+
+    int64_t num_panels() const { return (num_columns + LANES - 1) / LANES; }
+    int64_t block_panels(int64_t block) const {
+        int64_t rest = num_panels() - block * BLOCK_PANELS;
+        return rest < BLOCK_PANELS ? rest : BLOCK_PANELS;
+    }
+    const uint32_t* panel(int64_t number) const {
+        int64_t block = number / BLOCK_PANELS;
+        return packed + block * BLOCK_PANELS * LANES * num_pairs + number % BLOCK_PANELS * LANES;
+    }
+    int64_t step(int64_t number) const { return block_panels(number / BLOCK_PANELS) * LANES; }
+};
+
+// weight [N, K] -> packed, of whole panels.
+void pack(const bf16* weight, int64_t num_columns, int64_t num_inner, bf16* packed) {
+    Linear to{(const uint32_t*)packed, num_columns, num_inner / 2};
+#pragma omp parallel for
+    for (int64_t number = 0; number < to.num_panels(); number++) {
+        uint32_t* panel = const_cast<uint32_t*>(to.panel(number));
+        for (int64_t k = 0; k < to.num_pairs; k++)
+            for (int lane = 0; lane < LANES; lane++) {
+                int64_t column = number * LANES + lane;
+                uint32_t pair = 0;
+                if (column < num_columns) memcpy(&pair, weight + column * num_inner + 2 * k, 4);
+                panel[k * to.step(number) + lane] = pair;
+            }
+    }
+}
+
+template <class Out>
+INLINE void put(Out* to, floats v, int count) {
+    Out whole[LANES];
+    if constexpr (sizeof(Out) == 2)
+        store_bf16(count == LANES ? to : whole, v);
+    else
+        store(count == LANES ? to : whole, v);
+    if (count < LANES)
+        for (int i = 0; i < count; i++) to[i] = whole[i];
+}
+
+template <class Out, int R, int P>
+INLINE void linear_tile(
+    const Linear& w, const uint32_t* rows, int64_t row_step, int64_t panel, Out* y, int64_t y_step
+) {
+    floats sums[R][P] = {};
+    Panels<P> panels{{}, {}, w.step(panel)};
+    for (int p = 0; p < P; p++) panels.panel[p] = w.panel(panel + p);
+    add_products(sums, rows, row_step, panels, w.num_pairs);
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) {
+            int64_t column = (panel + p) * LANES, rest = w.num_columns - column;
+            put(y + r * y_step + column, sums[r][p], rest < LANES ? int(rest) : LANES);
+        }
+}
+
+// Some panels of one block, by all rows.
+template <class Out, int P>
+void linear_panels(
+    const Linear& w, const uint32_t* x, int64_t x_step, int64_t num_rows, int64_t panel, Out* y, int64_t y_step
+) {
+    over_tiles(num_rows, [&]<int R>(int64_t row) {
+        linear_tile<Out, R, P>(w, x + row * x_step, x_step, panel, y + row * y_step, y_step);
+    });
+}
+
+// x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N]. Threads share out the panels.
+template <class Out>
+void linear(const bf16* x, int64_t x_step, int64_t num_rows, const Linear& w, Out* y, int64_t y_step) {
+    const uint32_t* rows = (const uint32_t*)x;
+    int64_t row_step = x_step / 2, num_panels = w.num_panels();
+#pragma omp parallel
+    {
+        int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
+        int64_t panel = part_start(num_panels, threads, mine), stop = part_start(num_panels, threads, mine + 1);
+        while (panel < stop) {
+            int64_t in_block = w.block_panels(panel / BLOCK_PANELS) - panel % BLOCK_PANELS;
+            int64_t count = stop - panel < in_block ? stop - panel : in_block;
+            if (count > TILE_PANELS) count = TILE_PANELS;
+            with_constant<TILE_PANELS>(int(count), [&]<int P>() {
+                linear_panels<Out, P>(w, rows, row_step, num_rows, panel, y, y_step);
+            });
+            panel += count;
+        }
+    }
+}
+
+}  // namespace INSTRUCTION_SET
+}  // namespace shardwise

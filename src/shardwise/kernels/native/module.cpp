@@ -1,0 +1,93 @@
+// The module as Python sees it. Tensors come as addresses and sizes, so that one build serves every version of torch;
+// kernels/native.py says what they must be.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+using namespace shardwise;
+using Address = uintptr_t;
+
+namespace {
+
+struct Choice {
+    const char* name;
+    const Kernels* kernels;
+};
+
+// The best first.
+std::vector<Choice> choices() {
+    std::vector<Choice> found;
+#ifdef SHARDWISE_X86
+    __builtin_cpu_init();
+    bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    bool wide = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (wide && __builtin_cpu_supports("avx512bf16")) found.push_back({"avx512_bf16", &avx512_bf16_kernels});
+    if (wide) found.push_back({"avx512", &avx512_kernels});
+    if (fma) found.push_back({"avx2", &avx2_kernels});
+#endif
+    found.push_back({"portable", &portable_kernels});
+    return found;
+}
+
+const Kernels& of(Address table) { return *reinterpret_cast<const Kernels*>(table); }
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.def("instruction_sets", [] {
+        std::vector<std::string> names;
+        for (Choice choice : choices()) names.push_back(choice.name);
+        return names;
+    });
+    m.def("kernels", [](const std::string& name) -> Address {
+        for (Choice choice : choices())
+            if (name == choice.name) return Address(choice.kernels);
+        throw std::runtime_error("this processor has no " + name);
+    });
+    m.def("pack", [](Address table, Address weight, int64_t num_columns, int64_t num_inner, Address packed) {
+        of(table).pack(at<Bf16>(weight), num_columns, num_inner, at<Bf16>(packed));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("use_huge_pages", [](Address start, int64_t num_bytes) {
+#ifdef MADV_HUGEPAGE
+        uintptr_t page = sysconf(_SC_PAGESIZE), first = (start + page - 1) / page * page, last = (start + num_bytes) / page * page;
+        if (first < last) madvise(at<void>(first), last - first, MADV_HUGEPAGE);  // advice: it may be declined
+#endif
+    });
+    m.def("linear", [](Address table, Address x, int64_t x_step, int64_t num_rows, Address packed, int64_t num_columns,
+                       int64_t num_inner, Address y, bool wide) {
+        of(table).linear(at<Bf16>(x), x_step, num_rows, at<Bf16>(packed), num_columns, num_inner, at<void>(y), wide);
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("attend", [](Address table, Address keys, Address values, int64_t num_kv_heads, int64_t num_pages,
+                       int64_t page_tokens, int64_t head_dim, Address q, Address k, Address v, int64_t q_token,
+                       int64_t k_token, int64_t v_token, int64_t num_heads, Address cos, Address sin, int64_t window,
+                       Address spans, int64_t num_spans, Address pages, int64_t table_width, Address out) {
+        of(table).attend({at<Bf16>(keys), at<Bf16>(values), num_kv_heads, num_pages, page_tokens, head_dim,
+                          at<Bf16>(q), at<Bf16>(k), at<Bf16>(v), q_token, k_token, v_token, num_heads, at<Bf16>(cos),
+                          at<Bf16>(sin), window, at<int32_t>(spans), num_spans, at<int32_t>(pages), table_width,
+                          at<Bf16>(out)});
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("rms_norm", [](Address table, Address x, int64_t x_step, int64_t num_rows, int64_t size, Address weight,
+                         float eps, Address y) {
+        of(table).rms_norm(at<Bf16>(x), x_step, num_rows, size, at<Bf16>(weight), eps, at<Bf16>(y));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("gated_silu", [](Address table, Address x, int64_t num_rows, int64_t size, Address y) {
+        of(table).gated_silu(at<Bf16>(x), num_rows, size, at<Bf16>(y));
+    }, nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,49 @@
+// What is done to each row by itself: norm, rotation, gated activation. One pass over memory each.
+
+#pragma once
+
+#include <omp.h>
+
+#include "vectors.h"
+
+namespace shardwise {
+namespace INSTRUCTION_SET {
+
+constexpr int64_t PARALLEL_NUMBERS = 1 << 15;  // fewer than these are done before threads have woken up
+
+// y = round(x / rms(x)) weight, with the mean square over D in fp32 (kernels/norm.py). D may be any number.
+void rms_norm(const bf16* x, int64_t x_step, int64_t num_rows, int64_t size, const bf16* weight, float eps, bf16* y) {
+#pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bf16* from = x + row * x_step;
+        bf16* to = y + row * size;
+        int64_t whole = size / LANES * LANES;
+        floats squares = {};
+        for (int64_t i = 0; i < whole; i += LANES) {
+            floats v = load_bf16(from + i);
+            squares = fused(v, v, squares);
+        }
+        float total = sum(squares);
+        for (int64_t i = whole; i < size; i++) total += widen(from[i]) * widen(from[i]);
+        float scale = 1 / __builtin_sqrtf(total / float(size) + eps);
+        for (int64_t i = 0; i < whole; i += LANES)
+            store_bf16(to + i, widen(narrow(load_bf16(from + i) * scale)) * load_bf16(weight + i));
+        for (int64_t i = whole; i < size; i++) to[i] = narrow(widen(narrow(widen(from[i]) * scale)) * widen(weight[i]));
+    }
+}
+
+// silu(gate) up of rows [gate | up], each of F numbers (kernels/gated.py).
+void gated_silu(const bf16* x, int64_t num_rows, int64_t size, bf16* y) {
+#pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS / 4)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bf16 *gate = x + row * 2 * size, *up = gate + size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            floats g = load_bf16(gate + i);
+            floats silu = widen(narrow(g / (1.0f + exponential(larger(all(-88), -g)))));
+            store_bf16(y + row * size + i, silu * load_bf16(up + i));
+        }
+    }
+}
+
+}  // namespace INSTRUCTION_SET
+}  // namespace shardwise

@@ -1,0 +1,65 @@
+// The one product everything is made of: a few rows by a few panels, held in registers while it is added up.
+//
+// A panel is LANES columns of a matrix, in pairs of bf16 along what is summed: pair k of all of them lie side by side,
+// one register full. Each sum has a lane of its own, to which its pairs are added from the first to the last. So a row has the
+// same bits whichever rows and panels are in the tile with it, which is all that batch invariance needs.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace shardwise {
+namespace INSTRUCTION_SET {
+
+#if SHARDWISE_AVX512
+constexpr int TILE_ROWS = 6, TILE_PANELS = 4;  // 24 of 32 registers hold sums
+#else
+constexpr int TILE_ROWS = 4, TILE_PANELS = 2;  // 8 of 16
+#endif
+
+// P panels, of which pair k is at panel[k * step]. While they are read, those that come next are fetched.
+template <int P>
+struct Panels {
+    const uint32_t *panel[P], *next[P];
+    int64_t step;
+};
+
+// rows: pairs of R rows, `row_step` pairs apart.
+template <int R, int P, bool FETCH = false>
+INLINE void add_products(
+    floats (&sums)[R][P], const uint32_t* rows, int64_t row_step, const Panels<P>& panels, int64_t num_pairs
+) {
+    for (int64_t k = 0; k < num_pairs; k++) {
+        words w[P];
+        for (int p = 0; p < P; p++) w[p] = load<uint32_t, words>(panels.panel[p] + k * panels.step);
+        if constexpr (FETCH)
+            for (int p = 0; p < P; p++) __builtin_prefetch(panels.next[p] + k * panels.step, 0, 2);
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) sums[r][p] = add_pairs(sums[r][p], rows[r * row_step + k], w[p]);
+    }
+}
+
+// Calls work<n>() for the least of N and a number known only when running.
+template <int N, class Work>
+INLINE void with_constant(int n, Work&& work) {
+    if constexpr (N > 1) {
+        if (n < N) return with_constant<N - 1>(n, work);
+    }
+    work.template operator()<N>();
+}
+
+// Where part `number` of `parts` even parts begins.
+INLINE int64_t part_start(int64_t total, int64_t parts, int64_t number) { return total * number / parts; }
+
+// Calls work<R>(first row) for all rows, in even parts of at most TILE_ROWS.
+template <class Work>
+INLINE void over_tiles(int64_t num_rows, Work&& work) {
+    int64_t parts = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t part = 0; part < parts; part++) {
+        int64_t row = part_start(num_rows, parts, part), stop = part_start(num_rows, parts, part + 1);
+        with_constant<TILE_ROWS>(int(stop - row), [&]<int R>() { work.template operator()<R>(row); });
+    }
+}
+
+}  // namespace INSTRUCTION_SET
+}  // namespace shardwise

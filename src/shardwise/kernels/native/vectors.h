@@ -1,0 +1,162 @@
+// As many numbers at a time as a register holds, on any processor: GCC and Clang lower these vectors to what there is.
+//
+// Included by kernels.cpp, which is compiled once for every instruction set, each time in a namespace of its own.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define SHARDWISE_AVX512 1
+#endif
+#if defined(__AVX512BF16__)
+#define SHARDWISE_AVX512_BF16 1
+#endif
+#if defined(__AVX2__)
+#define SHARDWISE_AVX2 1
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace shardwise {
+namespace INSTRUCTION_SET {
+
+#if SHARDWISE_AVX512
+constexpr int LANES = 16;
+#elif SHARDWISE_AVX2
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
+
+typedef uint16_t bf16;
+
+template <class T, class V = floats>
+INLINE V load(const T* from) {
+    V v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class T, class V>
+INLINE void store(T* to, V v) {
+    memcpy(to, &v, sizeof v);
+}
+
+INLINE floats all(float x) { return floats{} + x; }
+
+INLINE ints lane_numbers() {
+    ints v;
+    for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
+}
+
+INLINE float lowest() { return -__builtin_inff(); }
+
+INLINE floats choose(ints where, floats yes, floats no) { return where ? yes : no; }
+
+INLINE floats larger(floats a, floats b) { return a > b ? a : b; }
+
+// Sums and maxima over lanes, always in the same tree.
+INLINE float sum(floats v) {
+#if SHARDWISE_AVX512
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float x[LANES];
+    store(x, v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+#endif
+}
+
+INLINE float highest(floats v) {
+#if SHARDWISE_AVX512
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float x[LANES];
+    store(x, v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+    return x[0];
+#endif
+}
+
+// a b + c, rounded once where the instruction set can: AVX2 is compiled with -ffp-contract=fast for this.
+INLINE floats fused(floats a, floats b, floats c) {
+#if SHARDWISE_AVX512
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// -- bf16 --------------------------------------------------------------------------------------------------
+
+INLINE floats widen(shorts v) { return (floats)(__builtin_convertvector(v, words) << 16); }
+
+INLINE float widen(bf16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+INLINE floats load_bf16(const bf16* from) { return widen(load<bf16, shorts>(from)); }
+
+// To the nearest, ties to even; NaN stays NaN.
+INLINE shorts narrow(floats v) {
+#if SHARDWISE_AVX512_BF16
+    return (shorts)_mm512_cvtneps_pbh((__m512)v);  // what is no normal number becomes zero, as in products
+#endif
+    words bits = (words)v;
+    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    words nan = (words)(v != v);
+    return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), shorts);
+}
+
+INLINE bf16 narrow(float x) { return narrow(all(x))[0]; }
+
+INLINE void store_bf16(bf16* to, floats v) { store(to, narrow(v)); }
+
+// Adds to each sum the two products of a pair of bf16: `pair` with the pair in each lane of `pairs`.
+INLINE floats add_pairs(floats sums, uint32_t pair, words pairs) {
+#if SHARDWISE_AVX512_BF16
+    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(int(pair)), (__m512bh)pairs);
+#else
+    floats first = (floats)(words{} + (pair << 16)), second = (floats)(words{} + (pair & 0xffff0000u));
+    sums = fused(first, (floats)(pairs << 16), sums);
+    return fused(second, (floats)(pairs & 0xffff0000u), sums);
+#endif
+}
+
+// -- exp ---------------------------------------------------------------------------------------------------
+
+// exp(x) for x <= 88, to 2 units in the last place; exactly 0 below -87, where it would soon be no normal number.
+INLINE floats exponential(floats x) {
+    const float to_nearest = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
+    floats power = fused(x, all(1.44269504f), all(to_nearest));
+    floats n = power - to_nearest;
+    floats r = fused(n, all(-0.693359375f), x);
+    r = fused(n, all(2.12194440e-4f), r);
+    floats p = all(1.9875691500e-4f);
+    p = fused(p, r, all(1.3981999507e-3f));
+    p = fused(p, r, all(8.3334519073e-3f));
+    p = fused(p, r, all(4.1665795894e-2f));
+    p = fused(p, r, all(1.6666665459e-1f));
+    p = fused(p, r, all(5.0000001201e-1f));
+    p = fused(p, r * r, r) + 1.0f;
+    floats scaled = (floats)((ints)p + ((ints)power << 23));
+    floats kept = x < -87.0f ? floats{} : scaled;
+    return x != x ? x : kept;
+}
+
+}  // namespace INSTRUCTION_SET
+}  // namespace shardwise

@@ -1,0 +1,249 @@
+"""The native kernels against fp64, on every instruction set that this processor has."""
+
+import math
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise.kernels.choice import CHOICE, TORCH, Heads, kernels_for
+from shardwise.kernels.gated import gated, gated_naive
+from shardwise.kernels.native import Native, NativeAttention, PackedWeight, instruction_sets
+from shardwise.kernels.norm import rms_norm_naive
+from shardwise.kernels.paged import Span
+from shardwise.kernels.rotary import rotate_naive
+
+pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not built: no compiler")
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+HALF_STEP = 2.0**-8
+"""Rounding to bf16 moves a number by at most this, relatively."""
+
+
+@pytest.fixture(params=instruction_sets())
+def native(request: pytest.FixtureRequest) -> Native:
+    return Native.of(request.param)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+# -- products -------------------------------------------------------------------------------------------------
+
+
+def weight_of(native: Native, weight: Tensor, wide: bool) -> PackedWeight:
+    packed = native.weights({"blocks.0.w": weight})["blocks.0.w"] if not wide else native.head(weight)
+    assert isinstance(packed, PackedWeight)
+    return packed
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(instruction_sets() or ("none",)),
+    num_rows=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 13, 65]),
+    num_in=st.integers(1, 90).map(lambda pairs: 2 * pairs),
+    num_out=st.integers(1, 150),
+)
+def test_a_product_is_right_and_a_row_has_the_same_bits_alone(
+    name: str, num_rows: int, num_in: int, num_out: int
+) -> None:
+    native = Native.of(name)
+    x, weight = drawn(num_rows, num_in), drawn(num_out, num_in, seed=1)
+    exact = x.double() @ weight.double().t()
+    most = x.double().abs() @ weight.double().abs().t()
+    wide, narrow = weight_of(native, weight, True), weight_of(native, weight, False)
+    found = wide.apply(x)
+    assert found.dtype == torch.float32
+    assert ((found - exact).abs() <= num_in * 2.0**-23 * most).all()
+    assert torch.equal(narrow.apply(x), found.to(BF16))
+    for row in {0, num_rows // 2, num_rows - 1}:
+        assert torch.equal(wide.apply(x[row]), found[row])
+
+
+def test_rows_may_lie_apart_and_have_leading_dims(native: Native) -> None:
+    x, weight = drawn(3, 5, 200), drawn(40, 64, seed=1)
+    packed = weight_of(native, weight, False)
+    assert torch.equal(packed.apply(x[..., 10:74]), packed.apply(x[..., 10:74].contiguous()))
+    assert packed.apply(x[..., 10:74]).shape == (3, 5, 40)
+    assert packed.apply(x[:0, 0, :64]).shape == (0, 40)
+
+
+def test_what_is_no_number_stays_in_its_row_and_column(native: Native) -> None:
+    x, weight = drawn(8, 32), drawn(20, 32, seed=1)
+    x[3, 5], weight[7, 0], x[6, 1] = torch.nan, torch.inf, 0
+    x[6, 0] = 1
+    found = weight_of(native, weight, True).apply(x)
+    assert found[3].isnan().all() and not found[[0, 1, 2, 4, 5, 6, 7]].isnan().any()
+    assert found[6, 7] == torch.inf and found[6, [0, 6, 8]].isfinite().all()
+
+
+def test_tiny_numbers_are_no_trouble(native: Native) -> None:
+    """Numbers too small to be normal may count as zero, as bf16 instructions have it, and nothing else."""
+    x = torch.full((2, 64), 1e-39, dtype=BF16)
+    found = weight_of(native, torch.full((16, 64), 1.0, dtype=BF16), True).apply(x)
+    assert ((found == 0) | ((found - 64e-39).abs() < 1e-39)).all()
+
+
+# -- rows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 100, 576])
+def test_norm(native: Native, size: int) -> None:
+    x, weight = drawn(7, size) * 3, drawn(size, seed=1)
+    found = native.rms_norm(x, weight, 1e-5)
+    expected = rms_norm_naive(x.double(), weight.double(), 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=2 * HALF_STEP, atol=0)  # rounded twice
+    assert torch.equal(native.rms_norm(x[3], weight, 1e-5), found[3])
+
+
+@pytest.mark.parametrize("size", [96, 100])
+def test_gated(native: Native, size: int) -> None:
+    inner = drawn(5, 2 * size) * 20
+    found = native.gated(inner, "silu")
+    expected = gated_naive(inner.double(), "silu")
+    torch.testing.assert_close(found.double(), expected, rtol=2.1 * HALF_STEP, atol=1e-30)
+    assert torch.equal(native.gated(inner[2], "silu"), found[2])
+    assert torch.equal(native.gated(inner, "gelu_tanh"), gated(inner, "gelu_tanh"))
+
+
+# -- attention ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Story:
+    """Sequences that grow by chunks: the lengths to which each step brings each of them."""
+
+    heads: Heads
+    window: int | None
+    lengths: tuple[tuple[int, ...], ...]
+    turned: bool
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Story:
+    num_kv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 3, 4, 50]))
+    head_dim, page_tokens = draw(st.sampled_from([32, 64, 96])), draw(st.sampled_from([16, 32, 128]))
+    window = draw(st.sampled_from([None, 5, 130, 600]))
+    step = st.sampled_from([1, 1, 2, 17, 40, 130, 500])
+    steps = draw(st.lists(st.lists(step, min_size=1, max_size=3), min_size=1, max_size=3))
+    lengths = tuple(tuple(sum(each[: number + 1]) for number in range(len(each))) for each in steps)
+    heads = Heads(num_kv * group, num_kv, head_dim, page_tokens, frozenset({window}), BF16, CPU)
+    return Story(heads, window, lengths, draw(st.booleans()))
+
+
+class Told:
+    """A story with its numbers: q, k and v of every sequence, the angles of every position, pages full of NaN."""
+
+    def __init__(self, story: Story, seed: int) -> None:
+        self.story, heads = story, story.heads
+        torch.manual_seed(seed)
+        totals = [lengths[-1] for lengths in story.lengths]
+        shapes = [(heads.num_heads,), (heads.num_kv,), (heads.num_kv,)]
+        self.qkv = [[torch.randn(n, *h, heads.head_dim).to(BF16) for h in shapes] for n in totals]
+        angles = torch.rand(max(totals), 1, heads.head_dim // 2) * 6
+        self.cos, self.sin = angles.cos().to(BF16), angles.sin().to(BF16)
+        counts = [-(-n // heads.page_tokens) for n in totals]
+        order = random.Random(seed).sample(range(sum(counts)), sum(counts))
+        self.pages = [tuple(order.pop() for _ in range(count)) for count in counts]
+        shape = heads.num_kv, sum(counts), heads.page_tokens, heads.head_dim
+        self.keys, self.values = (torch.full(shape, torch.nan, dtype=BF16) for _ in range(2))
+
+    def step(self, attention: NativeAttention, parts: list[tuple[int, int, int]]) -> Tensor:
+        """Attention of tokens [start, stop) of each (sequence, start, stop)."""
+        spans = [Span(start, stop - start, self.pages[number]) for number, start, stop in parts]
+        q, k, v = (torch.cat([self.qkv[number][i][start:stop] for number, start, stop in parts]) for i in range(3))
+        cos, sin = (torch.cat([each[start:stop] for _, start, stop in parts]) for each in (self.cos, self.sin))
+        turns = (cos, sin) if self.story.turned else None
+        return attention.attend(q, k, v, turns, self.keys, self.values, attention.batch(spans), self.story.window)
+
+    def expected(self, number: int) -> Tensor:
+        q, k, v = (x.double() for x in self.qkv[number])
+        heads, count = self.story.heads, len(q)
+        if self.story.turned:
+            cos, sin = self.cos[:count].double(), self.sin[:count].double()
+            q, k = (rotate_naive(x, cos, sin).to(BF16).double() for x in (q, k))
+        k, v = (x.repeat_interleave(heads.group, 1) for x in (k, v))
+        scores = torch.einsum("nhc,thc->hnt", q, k) / math.sqrt(heads.head_dim)
+        behind = torch.arange(count)[:, None] - torch.arange(count)
+        hidden = behind < 0 if self.story.window is None else (behind < 0) | (behind >= self.story.window)
+        return torch.einsum("hnt,thc->nhc", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+@settings(max_examples=15, deadline=None)
+@given(story=stories(), name=st.sampled_from(instruction_sets() or ("none",)), seed=st.integers(0, 9))
+def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
+    story: Story, name: str, seed: int
+) -> None:
+    attention = Native.of(name).attention(story.heads)
+    together = Told(story, seed)
+    found: list[list[Tensor]] = [[] for _ in story.lengths]
+    for number in range(max(map(len, story.lengths))):
+        parts = [
+            (sequence, lengths[number - 1] if number else 0, lengths[number])
+            for sequence, lengths in enumerate(story.lengths)
+            if number < len(lengths)
+        ]
+        made = together.step(attention, parts).split([stop - start for _, start, stop in parts])
+        for (sequence, _, _), out in zip(parts, made, strict=True):
+            found[sequence].append(out)
+    alone = Told(story, seed)
+    for sequence, lengths in enumerate(story.lengths):
+        whole = torch.cat(found[sequence])
+        # weights are rounded to bf16, and the result is
+        torch.testing.assert_close(whole.double(), alone.expected(sequence), rtol=2 * HALF_STEP, atol=2 * HALF_STEP)
+        assert torch.equal(alone.step(attention, [(sequence, 0, lengths[-1])]), whole)
+
+
+def test_decoding_token_by_token_has_the_bits_of_one_chunk(native: Native) -> None:
+    story = Story(Heads(9, 3, 64, 16, frozenset({None}), BF16, CPU), None, ((150,),), turned=True)
+    whole, single = Told(story, 1), Told(story, 1)
+    attention = native.attention(story.heads)
+    out = whole.step(attention, [(0, 0, 150)])
+    assert torch.equal(torch.cat([single.step(attention, [(0, at, at + 1)]) for at in range(150)]), out)
+
+
+def test_threads_change_nothing(native: Native) -> None:
+    story = Story(Heads(4, 2, 64, 16, frozenset({None}), BF16, CPU), None, ((1100,), (3,)), turned=True)
+    x, weight = drawn(40, 256), weight_of(native, drawn(300, 256, seed=1), True)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            told = Told(story, 2)
+            found.append(told.step(native.attention(story.heads), [(0, 0, 1100), (1, 0, 3)]))
+            found.append(weight.apply(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[i], found[i % 2]) for i in range(6))
+
+
+# -- the choice -----------------------------------------------------------------------------------------------
+
+
+def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CHOICE, raising=False)
+    assert kernels_for(CPU, BF16).name == f"native {instruction_sets()[0]}"
+    assert kernels_for(CPU, torch.float32) is TORCH
+    for name in instruction_sets():
+        monkeypatch.setenv(CHOICE, name)
+        assert kernels_for(CPU, BF16).name == f"native {name}"
+    monkeypatch.setenv(CHOICE, "torch")
+    assert kernels_for(CPU, BF16) is TORCH
+    monkeypatch.setenv(CHOICE, "avx9")
+    with pytest.raises(ValueError, match=r"avx9.*portable, torch"):
+        kernels_for(CPU, BF16)
+
+
+def test_one_openmp_runtime_is_loaded() -> None:
+    """Two would each start threads of their own, and torch's count would not bind the kernels."""
+    code = "import shardwise.kernels.native; print({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("libgomp") == 1
