@@ -17,15 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli import main
-from shardwise.model.load import read_config
-from shardwise.model.tokenizer import byte_tokenizer, load_tokenizer
+from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.serve.bench import Failed, Goals, Outcome, Row, figures, measure, run_load
 from shardwise.serve.llm import LLM
 from shardwise.serve.load import COMMON_IDS, SHAREGPT, Drawn, Load, Sizes, draw_requests
-from shardwise.serve.process import RemoteEngine
 from shardwise.serve.profile import Clock, profile_decode, timed_step
-from shardwise.serve.settings import EngineSettings
-from shardwise.serve.soak import soak
 from shardwise.serve.target import UrlTarget, events, first_model
 from tiny_models import tiny_model
 
@@ -325,25 +321,6 @@ def test_where_the_time_of_a_step_goes(model: Path) -> None:
     assert 0 < found.overhead_s < found.step_s and 0 < found.run_s < found.step_s and found.weights_s > 0
     assert timed_step(llm.engine, Clock(), 3).keys() >= {"scheduler", "sampler", "answers", "link"}
     assert "pick" not in vars(llm.engine)
-
-
-def test_a_soak_leaves_nothing_behind(model: Path) -> None:
-    """10 s here; bench/soak.py takes minutes. Few pages, so that there is preemption too."""
-
-    async def run() -> None:
-        settings = EngineSettings(model, dtype="fp32", kv_bytes=120_000, max_running=16)
-        engine = RemoteEngine(settings, read_config(model), load_tokenizer(model), lambda text: None)
-        try:
-            await engine.start()
-            assert engine.process is not None and engine.process.process.pid
-            found = await soak(engine, engine.process.process.pid, 10.0, 0, lambda text: None)
-            assert found.ok, found
-            assert found.num_requests > 50 and found.num_left_early > 5 and found.num_preemptions > 0
-            assert not engine.waiting
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
 
 
 # -- bench/serve.py -------------------------------------------------------------------------------------------

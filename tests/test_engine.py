@@ -281,7 +281,7 @@ def test_a_full_queue_says_when_to_come_back(model: LoadedModel, runner: Runner)
         (Ask((1,) * 60, greedy(5)), "max_tokens=4 works"),
         (Ask((1,), greedy(4, n=33)), "only 32 sequences"),
         (Ask((1,), greedy(4, n=10**9)), "only 32 sequences"),
-        (Ask((1,), greedy(4, stop_token_ids=(300,))), "token 300"),
+        (Ask((1,), greedy(4, stop_token_ids=(300,))), "from 0 to 263, and 300 is not"),
         (Ask((1,), greedy(4, n=33, structure=("regex", "a"))), "only 32 sequences"),
     ],
 )

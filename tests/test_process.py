@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,23 +19,26 @@ from typing import Any
 import pytest
 import torch
 
-from engines import AsLeader, answers, engine_of, runner_of
+from engines import AsLeader, answers, drawn_tokens, engine_of, greedy, plain_logprobs, runner_of
 from shardwise.kernels.paged import BLOCK_TOKENS
 from shardwise.layout import Layout
 from shardwise.model.load import read_config
 from shardwise.model.tokenizer import byte_tokenizer, load_tokenizer
 from shardwise.serve import process, worker
 from shardwise.serve import settings as limits
+from shardwise.serve.batch import Batch
 from shardwise.serve.generate import load_model
 from shardwise.serve.link import EngineDied
 from shardwise.serve.process import RemoteEngine
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.request import MAX_LOGPROBS, Ask, SamplingParams
+from shardwise.serve.runner import SCORED_ROWS
 from shardwise.serve.scheduler import QueueFull
 from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
 PATIENCE_S = 120.0  # only a test that fails waits that long
+NOTICED_S = 10.0  # a second on a machine that is free
 LONG = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 PROMPT = (72, 101, 108)
@@ -341,6 +345,44 @@ def test_two_ranks_say_what_one_says(folder: Path, dtype: limits.Dtype) -> None:
     run(check())
 
 
+def exhaust(pid: int) -> None:
+    """From now on the process gets no more memory."""
+    resource.prlimit(pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+
+
+def test_ranks_end_together_and_are_started_again(
+    folder: Path, own_temporary_folder: Path, others: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If one is killed while all are idle, and if one fails where the other does not."""
+    monkeypatch.setattr(process, "QUICK_S", 0.0)
+
+    async def check() -> None:
+        said: list[str] = []
+        engine = remote(folder, said, layout=Layout(tp=2))
+        await engine.start()
+        expected = await tokens_of(engine)
+        first = pid_of(engine)
+        os.kill(children(first)[1], signal.SIGKILL)
+        began = time.monotonic()
+        while engine.restart is None:
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began < NOTICED_S
+        assert any("rank 1 failed first, with exit code -9" in line for line in said), said
+        await engine.restart
+        assert await tokens_of(engine) == expected
+        second = pid_of(engine)
+        exhaust(children(second)[1])
+        with pytest.raises(EngineDied, match=r"the engine has ended: rank 1 failed first, with exit code -?\d+$"):
+            await engine.embed(list(range(200)) * 20)
+        assert not engine.is_lost and said[-1] == "it is started again"
+        await engine.close()
+        for pid in (first, second):
+            assert_gone(pid)
+        assert children(os.getpid()) == others and not list(own_temporary_folder.iterdir())
+
+    run(check())
+
+
 # -- what the process does with what it hears ---------------------------------------------------------------
 
 
@@ -382,6 +424,92 @@ def test_ranks_are_kept_alive_while_only_questions_come(folder: Path, monkeypatc
     ours.close()
     talk.join(PATIENCE_S)
     assert not talk.is_alive()
+
+
+def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> None:
+    model = load_model(folder, torch.float32, torch.device("cpu"))
+    engine = engine_of(runner_of(model), model.tokenizer)
+    ours, its = Pipe()
+    ours.send(("add", 0, Ask(PROMPT, SHORT)))
+    for name in range(1, 7):
+        ours.send(("embed", name, [name, name]))
+    ours.send(("embed", 7, [264]))
+    ours.send(("abort", 6))
+    talk = threading.Thread(target=worker.serve_until_gone, args=(its, engine))
+    talk.start()
+    refused, *heard = (ours.recv() for _ in range(1 + 5 + SHORT.max_tokens))  # type: ignore[operator]
+    assert refused[:2] == ("refused", 7) and "from 0 to 263" in refused[2]
+    assert [message[0] for message in heard] == ["answer", "pieces"] * 5 + ["pieces"] * (len(heard) - 10)
+    assert [name for what, name, *_ in heard if what == "answer"] == [1, 2, 3, 4, 5]
+    ours.send(("stats", 8))
+    assert ours.recv()[:2] == ("answer", 8)
+    ours.close()
+    talk.join(PATIENCE_S)
+    assert not talk.is_alive()
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    """What it has read of files can be dropped; without a limit, or outside of a container, there is none."""
+    assert worker.container_bytes(tmp_path) == 1 << 62
+    for name, text in (
+        ("current", "700\n"),
+        ("stat", "anon 100\ninactive_file 250\nactive_file 50\n"),
+        ("max", "max\n"),
+    ):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert worker.container_bytes(tmp_path) == 1 << 62
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert worker.container_bytes(tmp_path) == 1000 - 700 + 250
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder: Path) -> None:
+    async def check() -> None:
+        with pytest.raises(ValueError) as refused:
+            await remote(folder, kv_bytes=1 << 50).start()
+        told = re.fullmatch(
+            r"a KV cache of 1.13e\+06 GB was asked for, but each rank has ([\d.,]+) GB left; --kv-bytes (\d+) fits",
+            str(refused.value),
+        )
+        assert told and int(told[2]) <= 0.51 * 1e9 * float(told[1].replace(",", ""))
+
+    run(check())
+
+
+def test_scored_prompts_are_in_what_a_batch_is_measured_with(folder: Path) -> None:
+    model = load_model(folder, torch.float32, torch.device("cpu"))
+    runner, seen = runner_of(model), list[Batch]()
+    genuine = runner.run
+    runner.run = lambda batch: seen.append(batch) or genuine(batch)  # type: ignore[method-assign, func-returns-value]
+    assert worker.batch_bytes(runner, EngineSettings(folder, dtype="fp32")) >= 0
+    (batch,) = seen
+    assert [len(part.tokens) for part in batch.parts] == [512, SCORED_ROWS + 1]
+    pages = [page for part in batch.parts for page in part.pages]
+    assert batch.parts[1].scores == MAX_LOGPROBS and sorted(pages) == list(range(runner.keys[0].shape[1]))
+
+
+def test_logits_of_a_scored_prompt_are_held_in_pieces(folder: Path) -> None:
+    """No more than SCORED_ROWS of them at a time, whatever the chunk."""
+    model = load_model(folder, torch.float32, torch.device("cpu"))
+    runner, rows = runner_of(model), list[int]()
+    genuine = runner.logits
+    runner.logits = lambda x: rows.append(len(x)) or genuine(x)  # type: ignore[method-assign, func-returns-value]
+    prompt = drawn_tokens(200, 0)
+    ((got,),) = answers(engine_of(runner, model.tokenizer), [Ask(prompt, greedy(1, prompt_logprobs=2))])
+    expected = plain_logprobs(model, prompt)[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert got.prompt is not None and [each.id for each in got.prompt] == list(prompt[1:])
+    assert [each.logprob for each in got.prompt] == pytest.approx(expected.tolist(), abs=1e-4)
+    assert rows == [SCORED_ROWS] * 3 + [199 - 3 * SCORED_ROWS, 1]
+
+
+def test_the_log_has_the_traceback_and_clients_the_rank() -> None:
+    told = (
+        "Traceback (most recent call last):\n  File x\nKeyError: 1\nrank 1 failed first, with exit code 1\nrank 0 ended"
+    )
+    assert process.in_brief(told) == "rank 1 failed first, with exit code 1; rank 0 ended"
+    assert process.in_brief("its process ended with code -9") == "its process ended with code -9"
 
 
 # -- settings -----------------------------------------------------------------------------------------------

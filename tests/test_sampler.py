@@ -14,8 +14,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from shardwise.serve.answer import end_ids
 from shardwise.serve.choose import choose
 from shardwise.serve.filters import draw, keep
-from shardwise.serve.penalties import Sampling, check_ids, generator_for
-from shardwise.serve.request import SamplingParams
+from shardwise.serve.penalties import Sampling, generator_for
+from shardwise.serve.request import SamplingParams, check_ids
 from shardwise.serve.sampler import Picked, at_once, by_row, pick
 
 ROWS = st.lists(st.integers(-24, 24).map(lambda quarter: quarter / 4), min_size=1, max_size=12)
@@ -384,6 +384,8 @@ def test_without_a_seed_requests_differ() -> None:
 @pytest.mark.parametrize("fields", [{"logit_bias": {50: 1.0}}, {"stop_token_ids": [3, 50]}, {"stop_token_ids": [-1]}])
 def test_tokens_that_the_vocabulary_lacks_are_refused(fields: dict[str, Any]) -> None:
     name, id = next(iter(fields)), -1 if -1 in next(iter(fields.values())) else 50
-    with pytest.raises(ValueError, match=f"^{name} names token {id}, but the vocabulary has ids from 0 to 49.$"):
-        check_ids(SamplingParams(**fields), 50)
-    check_ids(SamplingParams(logit_bias={49: 1.0}, stop_token_ids=(0,)), 50)
+    with pytest.raises(ValueError, match=f"^{name} must have ids of the vocabulary, from 0 to 49, and {id} is not$"):
+        check_ids(name, fields[name], 50)
+    with pytest.raises(ValueError, match=f"^{name} "):
+        SamplingParams(**fields).check_vocabulary(50)
+    SamplingParams(logit_bias={49: 1.0}, stop_token_ids=(0,)).check_vocabulary(50)

@@ -35,10 +35,10 @@ def test_scores_need_the_whole_prompt_in_chunks_that_overlap() -> None:
     one = engine(limits=Limits(5, 4, 8))
     one.add(Request(0, [1] * 11, 3))
     one.drain()
-    one.add(Request(1, [1] * 11, 3, scores=True))
+    one.add(Request(1, [1] * 11, 3, scores=0))
     batches = [one.step() for _ in range(4)]
     assert [ran(batch) for batch in batches] == [[(1, 0, 5)], [(1, 4, 5)], [(1, 8, 3)], [(1, 11, 1)]]
-    assert [batch.parts[0].scores for batch in batches if batch] == [True, True, True, False]
+    assert [batch.parts[0].scores for batch in batches if batch] == [0, 0, 0, None]
     assert one.scored[1] == list(range(1, 11))
     assert one.scheduler.counters().num_asked_tokens == 11  # of the first alone
 
@@ -90,7 +90,7 @@ def test_scores_are_not_kept_from_going_on_by_the_last_page(num_pages: int) -> N
     one = engine(num_pages, 1, Limits(3, 2, 2))
     one.add(Request(0, [1], num_pages, priority=1))
     one.step()
-    one.add(Request(1, [2] * 6, 2, scores=True))
+    one.add(Request(1, [2] * 6, 2, scores=0))
     one.drain()
     assert set(one.scored[1]) == {1, 2, 3, 4, 5}
 

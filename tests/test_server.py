@@ -318,7 +318,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/completions", {**PROMPT, "stop": [""]}, "stop", "1 to 1000 characters"),
     ("/v1/completions", {**PROMPT, "stop": 3}, "stop", "a text or a list of texts"),
     ("/v1/completions", {**PROMPT, "logit_bias": {"a": 1}}, "logit_bias", "'a' is none"),
-    ("/v1/completions", {**PROMPT, "logit_bias": {"264": 1}}, "logit_bias", "below 264"),
+    ("/v1/completions", {**PROMPT, "logit_bias": {"264": 1}}, "logit_bias", "from 0 to 263, and 264 is not"),
     ("/v1/completions", {**PROMPT, "logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
     ("/v1/completions", {**PROMPT, "stream_options": {}}, "stream_options", "stream: true"),
     ("/v1/completions", {**PROMPT, "response_format": {"type": "xml"}}, "response_format", "'text', 'json_object' or"),
@@ -334,9 +334,9 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/completions", {"prompt": ["a", ""]}, "prompt", "is empty"),
     ("/v1/completions", {"prompt": ["a", 1]}, "prompt", "a list of texts"),
     ("/v1/completions", {"prompt": [True]}, "prompt", "a list of texts"),
-    ("/v1/completions", {"prompt": [-1]}, None, "-1 is not"),
-    ("/v1/completions", {"prompt": [264]}, None, "from 0 to 263, and 264 is not"),
-    ("/v1/completions", {"prompt": [10**4000]}, None, "from 0 to 263"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt", "-1 is not"),
+    ("/v1/completions", {"prompt": [264]}, "prompt", "from 0 to 263, and 264 is not"),
+    ("/v1/completions", {"prompt": [10**4000]}, "prompt", "from 0 to 263"),
     ("/v1/completions", {"prompt": ["a"] * 1025}, "prompt", "1025 prompts"),
     ("/v1/completions", {"prompt": "a" * 256}, None, "room for 256 in a request; a prompt of 255 tokens fits"),
     ("/v1/completions", {"prompt": "a" * 250, "max_tokens": 7}, "max_tokens", "max_tokens of 6 fits"),
@@ -354,7 +354,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
     ("/v1/embeddings", {"input": "a" * 257}, "input", "room for 256"),
     ("/tokenize", {}, None, "not both"),
-    ("/detokenize", {"tokens": [2**70]}, None, "from 0 to 263"),
+    ("/detokenize", {"tokens": [2**70]}, "tokens", "from 0 to 263"),
     ("/detokenize", {"tokens": "ab"}, "tokens", "must be a valid list"),
     ("/v1/completions", [1], None, "must be a JSON object"),
 ]  # fmt: skip
@@ -426,6 +426,9 @@ def test_a_full_queue_is_a_429_and_a_dead_engine_a_503(model: TinyModel, path: s
         dead = client.post(path, json=body)
         assert dead.status_code == 503 and dead.json()["error"]["message"] == "rank 1 was killed"
         assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 503
+        engine.is_lost = True
+        assert client.get("/health").json()["error"]["message"].startswith("the engine has ended for good")
+        assert client.get("/health").status_code == 503
         assert "shardwise_kv_pages" not in client.get("/metrics").text
 
 
@@ -438,6 +441,7 @@ def test_a_request_that_the_model_fails_on_fails_alone(client: TestClient, engin
     *chunks, error = stream(client, path, body)
     assert chunks and error["error"]["code"] == "model_failed" and error["error"]["type"] == "server_error"
     engine.runner.fails_at = None
+    assert "shardwise_request_failures_total 2.0" in client.get("/metrics").text
     post(client, path, body)
     assert engine.num_running == 0
 
@@ -545,6 +549,7 @@ def test_metrics_count_what_was_done(client: TestClient) -> None:
     assert samples["shardwise_request_seconds_count",] == 2
     assert samples["shardwise_answers_total", "length"] == 3
     assert samples["shardwise_errors_total", "invalid_value"] == 1
+    assert samples["shardwise_request_failures_total",] == samples["shardwise_requests_inside",] == 0
     assert "pid" not in text
 
 

@@ -378,10 +378,31 @@ def test_requests_that_do_not_end_are_cut_off(model: TinyModel, how: str) -> Non
                 live.server.stop()
             await asyncio.wait_for(live.ended, LIMIT_S)
             assert (engine.num_running, live.server.num_cut_off, engine.is_closed) == (0, 1, True)
-            with pytest.raises(openai.APIError):
+            with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
                 await waiting
 
     run(scenario())
+
+
+def test_a_stream_that_is_cut_off_says_so(model: TinyModel, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        engine = TinyEngine(model)
+        async with serving(engine, drain_s=0.01) as live:
+            tasks = asyncio.all_tasks()
+            body = {"prompt": "a", "n": 2, "max_tokens": 200, "ignore_eos": True, "stream": True}
+            reader, writer = await send(live, "/v1/completions", body)
+            await reader.readuntil(b"data: ")
+            engine.may_step.clear()
+            live.server.stop()
+            received = await reader.read()
+            events = [line for line in received.split(b"\n") if line.startswith(b"data: ")]
+            assert b"the server is shutting down" in events[-2] and events[-1] == b"data: [DONE]"
+            writer.close()
+            await asyncio.wait_for(live.ended, LIMIT_S)
+            assert live.server.num_cut_off == 1 and asyncio.all_tasks() <= tasks
+
+    run(scenario())
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_port_in_use_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:

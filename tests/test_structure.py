@@ -90,7 +90,13 @@ def test_after_a_token_that_was_not_allowed_nothing_is(structures: Structures, t
 
 @pytest.mark.parametrize(
     ("form", "text"),
-    [("regex", "a+["), ("json_schema", "{"), ("json_schema", '{"type": "objec"}'), ("json_schema", "3")],
+    [
+        ("regex", "a+["),
+        ("json_schema", "{"),
+        ("json_schema", '{"type": "objec"}'),
+        ("json_schema", "3"),
+        ("json_schema", '{"$ref": "#"}'),
+    ],
 )
 def test_what_cannot_be_used_is_a_sentence(structures: Structures, form: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"^the {form} cannot be used: [^\n]+$"):

@@ -54,10 +54,12 @@ class FragileRunner(Runner):
 
     def run(self, batch: Batch) -> Ran:
         ran = super().run(batch)
-        for part in batch.parts:
-            if self.fails_at is not None and part.start + len(part.tokens) > self.fails_at:
-                ran.logits[part.id].fill_(torch.nan)
-        return ran
+        bad = {
+            part.id
+            for part in batch.parts
+            if self.fails_at is not None and part.start + len(part.tokens) > self.fails_at
+        }
+        return Ran({id: row * torch.nan if id in bad else row for id, row in ran.logits.items()}, ran.scores)
 
     def keep_alive(self) -> None:
         pass
@@ -80,7 +82,7 @@ class TinyEngine:
         self.may_step.set()
         self.asked: list[Ask] = []
         self.death: str | None = None
-        self.is_closed = False
+        self.is_closed = self.is_lost = False
 
     @property
     def num_running(self) -> int:
@@ -131,4 +133,6 @@ class TinyEngine:
         return self.engine.stats()
 
     async def close(self) -> None:
-        self.is_closed = True
+        """Whoever waits is told so."""
+        self.is_closed, self.death = True, "the server is shutting down"
+        self.may_step.set()

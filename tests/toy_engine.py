@@ -98,10 +98,10 @@ class ToyEngine:
     def count(self, part: Part) -> None:
         self.num_tokens += len(part.tokens)
         stop, ever = part.start + len(part.tokens), self.num_ever_run.get(part.id, 0)
-        overlap = int(part.scores and part.start > 0)
+        overlap = int(part.scores is not None and part.start > 0)
         self.num_recomputed += max(0, min(stop, ever) - part.start - overlap)
         self.num_ever_run[part.id] = max(stop, ever)
-        if part.scores:
+        if part.scores is not None:
             self.scored.setdefault(part.id, []).extend(range(part.start + 1, stop))
 
     def commit(self, batch: Batch, picked: dict[int, list[int]]) -> None:

@@ -23,8 +23,8 @@ def add_serve(subparsers: Any) -> None:
         "serve",
         help="answer over HTTP, as OpenAI's API does",
         description="Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/embeddings and "
-        "/v1/models; beside them /tokenize, /detokenize, /health, /ready and /metrics. SIGTERM and Ctrl-C let running "
-        "requests end.",
+        "/v1/models; beside them /tokenize, /detokenize, /tokenizer_info, /health, /ready and /metrics. SIGTERM and "
+        "Ctrl-C let running requests end.",
     )
     parser.add_argument("model", metavar="MODEL", help="a run, a folder, a .gguf file or a hub id")
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0: all (default: 127.0.0.1)")

@@ -13,9 +13,9 @@ class Part:
     pages: its block table, long enough for start + len(tokens) tokens; position p is in pages[p // page_tokens].
     samples: how many next tokens are picked after the last of `tokens`: 0 while its prefill goes on; 1; n where it
     forks into n sequences.
-    scores: the log-probabilities of its own tokens are wanted too. Each follows from the token before it, so those of
-    all tokens but the first are given; parts of one prompt overlap by a token, so that together they leave out only
-    the first of the prompt.
+    scores: how many of the most probable tokens are told beside each of its own, with log-probabilities; None: those
+    are not wanted. Each follows from the token before it, so those of all tokens but the first are given; parts of one
+    prompt overlap by a token, so that together they leave out only the first of the prompt.
     """
 
     id: int
@@ -23,7 +23,7 @@ class Part:
     start: int
     pages: tuple[int, ...]
     samples: int
-    scores: bool
+    scores: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ from shardwise.config import ModelConfig
 from shardwise.model.tokenizer import Tokenizer
 from shardwise.parallel.mesh import CollectiveFailed
 from shardwise.serve.answer import Answer, end_ids
-from shardwise.serve.batch import Batch, Part
+from shardwise.serve.batch import Batch
 from shardwise.serve.link import Stats
-from shardwise.serve.logprobs import log_probabilities
-from shardwise.serve.penalties import Sampling, check_ids
-from shardwise.serve.request import Ask, Logprob, Piece
+from shardwise.serve.penalties import Sampling
+from shardwise.serve.request import Ask, Logprob, Piece, check_ids
 from shardwise.serve.runner import Ran
 from shardwise.serve.sampler import Picked, pick
 from shardwise.serve.scheduler import QueueFull, Scheduler
@@ -60,6 +59,7 @@ class Job:
     """Of those that must follow one."""
     prompt: dict[int, Logprob] = field(default_factory=dict)
     """By position, of those that asked for the log-probabilities of their prompt."""
+    has_failed: bool = False
 
 
 class Engine:
@@ -114,11 +114,11 @@ class Engine:
 
     def begin(self, name: int, ask: Ask, structure: Structure | None = None) -> None:
         params, room, request = ask.params, self.max_len - len(ask.tokens), self.request(ask)
-        self.scheduler.add(request, self.tokens_per_s)
         ends = end_ids(params, self.tokenizer.eos_ids)
         samplings = {id: Sampling(params, ask.tokens, ends, index) for index, id in enumerate(request.ids)}
         answers = {id: Answer(self.tokenizer, params, room, index) for index, id in enumerate(request.ids)}
         structures = {id: structure.fork() for id in request.ids} if structure is not None else {}
+        self.scheduler.add(request, self.tokens_per_s)
         self.jobs[name] = job = Job(name, ask, request, samplings, answers, structures)
         self.job_of |= dict.fromkeys(request.ids, job)
         self.num_prompt_tokens += len(ask.tokens)
@@ -126,14 +126,14 @@ class Engine:
     def request(self, ask: Ask) -> Request:
         params = ask.params
         most = self.max_len - len(ask.tokens) if params.max_tokens is None else params.max_tokens
-        scores = params.prompt_logprobs is not None
+        scores = params.prompt_logprobs
         return Request(self.scheduler.next_id, list(ask.tokens), most, ask.priority, ask.salt, params.n, scores)
 
     def check(self, ask: Ask) -> None:
         """Raise ValueError, with what would work, for a request that can never be served."""
         params, vocab_size, num_prompt = ask.params, self.config.vocab_size, len(ask.tokens)
-        check_ids(params, vocab_size)
-        self.check_tokens(ask.tokens)
+        check_ids("prompt", ask.tokens, vocab_size)
+        params.check_vocabulary(vocab_size)
         wanted = params.max_tokens or 1
         if num_prompt + wanted > self.max_len:
             room = self.max_len - num_prompt
@@ -143,10 +143,6 @@ class Engine:
                 f"have; {works}"
             )
         check_request(self.request(ask), self.scheduler.pages, self.scheduler.limits)
-
-    def check_tokens(self, tokens: Sequence[int]) -> None:
-        if tokens and (min(tokens) < 0 or max(tokens) >= self.config.vocab_size):
-            raise ValueError(f"the prompt has ids beyond the vocabulary, which has {self.config.vocab_size}")
 
     def abort(self, name: int) -> None:
         """End a request whose client has left. One that has ended is ignored."""
@@ -188,7 +184,7 @@ class Engine:
         except Exception:
             log.exception("a batch has failed; its requests are run one by one")
         logits: dict[int, Tensor] = {}
-        scores: dict[int, list[Tensor]] = {}
+        scores: dict[int, list[Logprob]] = {}
         pieces: list[Named] = []
         for part in batch.parts:
             if part.id not in self.job_of:  # another answer to its prompt has failed
@@ -220,7 +216,8 @@ class Engine:
         sampled = [part for part in batch.parts if part.id in ran.logits and part.id in self.job_of]
         for part in batch.parts:
             if part.id in self.job_of and part.id in ran.scores:
-                self.score(self.job_of[part.id], part, ran.scores[part.id])
+                places = range(part.start + 1, part.start + len(part.tokens))
+                self.job_of[part.id].prompt |= zip(places, ran.scores[part.id], strict=True)
         for part in sampled:
             job = self.job_of[part.id]
             ids = job.request.ids if part.samples > 1 else (part.id,)
@@ -230,23 +227,13 @@ class Engine:
         picked = iter(pick(torch.stack(rows), samplings, allowed)) if rows else iter(())
         return {part.id: [next(picked) for _ in range(part.samples)] for part in sampled}
 
-    def score(self, job: Job, part: Part, chunks: Sequence[Tensor]) -> None:
-        """Take down the log-probabilities of a part's own tokens, each under the logits of the one before it."""
-        asked = job.ask.params.prompt_logprobs
-        assert asked is not None
-        at = 0
-        for logits in chunks:
-            following = part.tokens[at + 1 : at + 1 + len(logits)]
-            for offset, logprob in enumerate(log_probabilities(logits, following, [asked] * len(following)), 1):
-                job.prompt[part.start + at + offset] = logprob
-            at += len(logits)
-
     def advance(self, job: Job, id: int, picked: Picked) -> Piece:
         """One more token of an answer."""
         answer = job.answers[id]
         first = answer.num_tokens == 0 and answer.index == 0
         if picked.token is None:
-            self.num_failures += 1
+            self.num_failures += not job.has_failed
+            job.has_failed = True
             piece = answer.end("error")
         else:
             job.samplings[id].add(picked.token)
@@ -274,15 +261,19 @@ class Engine:
         self.tokens_per_s = rate if not self.tokens_per_s else RATE_KEPT * self.tokens_per_s + (1 - RATE_KEPT) * rate
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
-        """The mean of the last hidden states, of length 1. Raises ValueError for what is too long."""
+        """The mean of the last hidden states, of length 1. Raises ValueError as `check_input` does."""
+        self.check_input(tokens)
+        return self.runner.embed(tokens)
+
+    def check_input(self, tokens: Sequence[int]) -> None:
+        """Raise ValueError for what can never be embedded."""
         if not 0 < len(tokens) <= self.max_len:
             raise ValueError(f"an input must have 1 to {self.max_len} tokens, not {len(tokens)}")
-        self.check_tokens(tokens)
-        return self.runner.embed(tokens)
+        check_ids("input", tokens, self.config.vocab_size)
 
     def stats(self) -> Stats:
         now, pages = self.scheduler.counters(), self.scheduler.pages.counts()
         return Stats(
             now.num_waiting, now.num_running, now.num_preemptions, pages.free, pages.used, pages.cached,
-            self.num_prompt_tokens, self.num_generated_tokens, self.num_steps,
+            self.num_prompt_tokens, self.num_generated_tokens, self.num_steps, self.num_failures,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
 from shardwise.serve.answer import Answer
 from shardwise.serve.cache import Cache
-from shardwise.serve.penalties import Sampling, check_ids
+from shardwise.serve.penalties import Sampling
 from shardwise.serve.request import SamplingParams
 from shardwise.serve.sampler import pick
 
@@ -85,7 +85,7 @@ def generate(
     room = model.config.max_positions - len(prompt)
     max_tokens = max(1, room) if params.max_tokens is None else params.max_tokens
     check_length(model.config, len(prompt), max_tokens)
-    check_ids(params, model.config.vocab_size)
+    params.check_vocabulary(model.config.vocab_size)
     decoder = Transformer(model.config)
     cache = Cache(model.config, len(prompt) + max_tokens, model.dtype, model.device)
     answer = Answer(model.tokenizer, params, max_tokens)

@@ -30,6 +30,7 @@ class Stats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Engine(Protocol):
     config: ModelConfig
     max_len: int
     vocab_size: int
+    is_lost: bool
+    """It has ended, and is not started again."""
 
     def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """The answers piece by piece; closing the generator aborts the request at once.

@@ -5,7 +5,7 @@ https://prometheus.io/docs/practices/naming/
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -35,6 +35,9 @@ class Metrics:
             "shardwise_request_seconds", "From a request's arrival to the end of its answers.",
             buckets=REQUEST_S, registry=self.registry,
         )  # fmt: skip
+        self.inside = Gauge(
+            "shardwise_requests_inside", "Requests whose answer has not gone out, or not whole.", registry=self.registry
+        )
         self.finished = Counter(
             "shardwise_answers", "Answers that have ended, by why.", ["finish_reason"], registry=self.registry
         )
@@ -72,5 +75,6 @@ class EngineCounters(Collector):
             ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
             ("generated_tokens", "Tokens generated.", stats.generated_tokens),
             ("steps", "Steps of the engine.", stats.steps),
+            ("request_failures", "Requests that failed inside the model.", stats.failures),
         ):
             yield CounterMetricFamily(f"shardwise_{name}", says, value)

@@ -115,11 +115,3 @@ def generator_for(params: SamplingParams, index: int = 0) -> torch.Generator:
         digest = hashlib.blake2b(f"{params.seed} {index}".encode(), digest_size=8).digest()
         generator.manual_seed(int.from_bytes(digest, "little", signed=True))
     return generator
-
-
-def check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError if a parameter names a token that the vocabulary does not have."""
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        for id in ids:
-            if not 0 <= id < vocab_size:
-                raise ValueError(f"{name} names token {id}, but the vocabulary has ids from 0 to {vocab_size - 1}.")

@@ -45,7 +45,7 @@ class RemoteEngine:
         self.waiting: dict[int, asyncio.Queue[Any]] = {}
         """By name, those who wait for pieces or an answer."""
         self.process: EngineProcess | None = None
-        self.running = self.closing = False
+        self.running = self.closing = self.is_lost = False
         self.restart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -103,18 +103,20 @@ class RemoteEngine:
         if self.closing:
             return
         for name in self.waiting:
-            self.give(name, EngineDied(f"the engine has ended: {reason}"))
+            self.give(name, EngineDied(f"the engine has ended: {in_brief(reason)}"))
         self.say(f"the engine has ended: {reason}")
         if time.monotonic() - process.began_s > QUICK_S:
             self.say("it is started again")
             self.restart = asyncio.create_task(self.start_again())
         else:
+            self.is_lost = True
             self.say("it ended soon after it had begun, so it is not started again")
 
     async def start_again(self) -> None:
         try:
             await self.start()
         except (ValueError, EngineDied) as error:
+            self.is_lost = True
             if not self.closing:
                 self.say(f"it could not be started: {error}")
 
@@ -126,7 +128,9 @@ class RemoteEngine:
         if self.closing:
             raise EngineDied("the server is shutting down")
         if self.process is None or not self.running:
-            raise EngineDied("the engine is not running; it is being started again, or has failed for good")
+            raise EngineDied(
+                f"the engine is not running; it {'has ended for good' if self.is_lost else 'is started again'}"
+            )
         self.process.outgoing.put(message)
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
@@ -162,6 +166,7 @@ class RemoteEngine:
     async def ask(self, what: str, *given: Any) -> Any:
         name = next(self.names)
         queue = self.waiting[name] = asyncio.Queue()
+        answer = None
         try:
             self.tell(what, name, *given)
             answer = await queue.get()
@@ -170,6 +175,9 @@ class RemoteEngine:
             return answer
         finally:
             del self.waiting[name]
+            if answer is None:
+                with suppress(EngineDied):
+                    self.tell("abort", name)
 
     async def close(self) -> None:
         """End the engine; whoever still waits is told so."""
@@ -178,6 +186,11 @@ class RemoteEngine:
             self.give(name, EngineDied("the server is shutting down"))
         if self.process is not None:
             await asyncio.to_thread(self.process.end)
+
+
+def in_brief(reason: str) -> str:
+    """Which ranks failed, for clients; the traceback before it is for the log."""
+    return "; ".join(line for line in reason.splitlines() if line.startswith("rank ")) or reason
 
 
 class EngineProcess:

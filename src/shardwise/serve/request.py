@@ -1,7 +1,7 @@
 """What a user asks of a generation, and what comes back."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,7 +74,7 @@ class SamplingParams:
         yield "top_k", top_k, "a whole number, 0 for all tokens", top_k >= -1 and top_k == int(top_k)
         yield "top_p", self.top_p, "above 0 and at most 1 (all tokens)", 0 < self.top_p <= 1
         penalty = self.repetition_penalty
-        yield "repetition_penalty", penalty, "a positive number", 0 < penalty < math.inf
+        yield "repetition_penalty", penalty, "from 0.01 to 100", 0.01 <= penalty <= 100  # beyond, logits overflow
         yield "n", self.n, "at least 1", self.n >= 1
         yield "seed", self.seed, "a whole number of 64 bits", self.seed is None or -(2**63) <= self.seed < 2**63
         yield "max_tokens", self.max_tokens, "at least 1", self.max_tokens is None or self.max_tokens >= 1
@@ -86,10 +86,23 @@ class SamplingParams:
         for id, bias in self.logit_bias.items():
             yield f"logit_bias of {id}", bias, "between -100 and 100, of an id from 0 up", abs(bias) <= 100 and id >= 0
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if a token is named that the vocabulary does not have."""
+        check_ids("logit_bias", self.logit_bias, vocab_size)
+        check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+
     @property
     def greedy(self) -> bool:
         """Whether chance has no part in it."""
         return self.temperature == 0
+
+
+def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raise ValueError if the field `name` has an id that is no token's."""
+    for id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= id < vocab_size:
+            says = f"{name} must have ids of the vocabulary, from 0 to {vocab_size - 1}, and {id!s:.30} is not"
+            raise ValueError(says)
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,16 @@ class Prompt(BaseModel):
     prompt: str
 
 
+class TokenizerInfo(BaseModel):
+    """What clients need that write prompts themselves: special tokens as text, and the template of conversations."""
+
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
 class Error(BaseModel):
     message: str
     type: str

@@ -22,18 +22,20 @@ from shardwise.parallel.apply import seams_of
 from shardwise.parallel.mesh import Mesh
 from shardwise.serve.batch import Batch
 from shardwise.serve.graphs import Capture, DecodeGraphs, only_decodes
+from shardwise.serve.logprobs import log_probabilities
+from shardwise.serve.request import Logprob
 
 SCORED_ROWS = 64
-"""Prompts whose log-probabilities are wanted have logits for every token, in chunks of this many."""
+"""Prompts whose log-probabilities are wanted have logits for every token, of which so many are held at a time."""
 
 
 @dataclass(frozen=True)
 class Ran:
     """By the id of a part. logits [V] in fp32: after its last token, of those that sample. scores: of those that asked,
-    logits [R, V] after all tokens but the last, in order and in chunks."""
+    and on the first rank: the log-probabilities of all tokens but the first, in order."""
 
     logits: Mapping[int, Tensor]
-    scores: Mapping[int, list[Tensor]]
+    scores: Mapping[int, list[Logprob]]
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ class Runner:
         sampled = [part.id for part in parts if part.samples]
         scores = {}
         for part in parts:
-            if part.scores and len(part.tokens) > 1:
+            if part.scores is not None and len(part.tokens) > 1:
                 before = x[ends[part.id] - len(part.tokens) : ends[part.id] - 1]
-                scores[part.id] = [self.logits(rows) for rows in before.split(SCORED_ROWS)]
+                scores[part.id] = self.score(before, part.tokens[1:], part.scores)
         if not sampled:
             return Ran({}, scores)
         logits = self.logits(x[torch.tensor([ends[id] - 1 for id in sampled], device=device)])
@@ -143,6 +145,15 @@ class Runner:
         source, target = torch.tensor(copies, device=self.mesh.device).t()
         for pages in (*self.keys, *self.values):
             pages[:, target] = pages[:, source]
+
+    def score(self, x: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
+        """The log-probabilities of `tokens`, each under the logits of its row of x [R, D], on the first rank."""
+        told: list[Logprob] = []
+        for start in range(0, len(tokens), SCORED_ROWS):
+            some, logits = tokens[start : start + SCORED_ROWS], self.logits(x[start : start + SCORED_ROWS])
+            if self.mesh.tp.rank == 0:
+                told += log_probabilities(logits, some, [num_top] * len(some))
+        return told
 
     def logits(self, x: Tensor) -> Tensor:
         """x [R, D] -> [R, V] in fp32, whole on every rank."""

@@ -189,7 +189,8 @@ class Scheduler:
         copies += self.pages.grow(request.pages, start, stop)
         samples = request.num_sequences if stop == len(request.tokens) else 0
         tokens = tuple(request.tokens[start:stop])
-        return Part(request.id, tokens, start, tuple(request.pages), samples, request.scoring)
+        scores = request.scores if request.scoring else None
+        return Part(request.id, tokens, start, tuple(request.pages), samples, scores)
 
     def preempt(self, request: Request) -> None:
         """Back to the queue with a request that is no longer among the running; what it computed may be evicted."""
@@ -223,7 +224,7 @@ class Scheduler:
         start, stop = part.start, part.start + len(part.tokens)
         assert start == request.num_computed
         self.num_recomputed_tokens += max(0, min(stop, request.num_ever_computed) - start)
-        if part.scores and not part.samples:
+        if part.scores is not None and not part.samples:
             stop -= 1  # is run once more, to score the token after it
         self.pages.commit(request.pages, request.tokens, start, stop, request.salt)
         request.num_computed = stop

@@ -11,8 +11,8 @@ class Request:
     id: the first of n ids in a row, one for each sequence; higher than all that were added before.
     tokens: the prompt, in a list that is the request's own; then also what was picked, each token once it is known.
     priority: lower goes first. salt: requests find each other's pages only if their salts are equal.
-    scores: the log-probabilities of the prompt are wanted too, so all of it is run. If the request is preempted while
-    in its prompt, some are given twice.
+    scores: the log-probabilities of the prompt are wanted too, with those of so many others at each place; so all of it
+    is run. If the request is preempted while in its prompt, some are given twice.
     num_found: tokens of the prompt whose keys and values were there already when it was first taken in.
     """
 
@@ -22,7 +22,7 @@ class Request:
     priority: int = 0
     salt: str = ""
     n: int = 1
-    scores: bool = False
+    scores: int | None = None
     ids: range = field(init=False)
     place: tuple[int, int] = field(init=False)
     num_prompt: int = field(init=False)
@@ -43,7 +43,7 @@ class Request:
 
     @property
     def scoring(self) -> bool:
-        return self.scores and len(self.tokens) == self.num_prompt
+        return self.scores is not None and len(self.tokens) == self.num_prompt
 
     @property
     def num_tokens_left(self) -> int:

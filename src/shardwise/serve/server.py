@@ -26,6 +26,7 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from shardwise.model.tokenizer import SPECIAL_NAMES
 from shardwise.serve import chat, completions
 from shardwise.serve.errors import Refused, as_refused
 from shardwise.serve.events import EventStream, end, while_connected
@@ -39,6 +40,7 @@ from shardwise.serve.protocol import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from shardwise.serve.request import check_ids
 from shardwise.serve.responses import (
     Chat,
     Completion,
@@ -49,6 +51,7 @@ from shardwise.serve.responses import (
     Model,
     Models,
     Prompt,
+    TokenizerInfo,
     Tokens,
 )
 from shardwise.serve.service import ServerSettings, Service
@@ -56,12 +59,14 @@ from shardwise.serve.service import ServerSettings, Service
 READY_S = 10.0  # an engine answers between two steps, and a step of a large model takes its time
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that none is closed under a new request
 DRAIN_S = 15.0
+CUT_OFF_S = 1.0  # for those who are cut off to read that they are
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
 
 
 def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """The application around an engine, which is closed when the application ends."""
     gate, metrics = Gate(), Metrics()
+    metrics.inside.set_function(lambda: gate.num_inside)
     service = Service(engine, settings, metrics)
 
     @asynccontextmanager
@@ -70,7 +75,7 @@ def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         await engine.close()
 
     app = FastAPI(title="Shardwise", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.gate = gate
+    app.state.gate, app.state.engine = gate, engine
     app.router.route_class = StrictRoute
     for kind in (Refused, ValueError, QueueFull, EngineDied, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, error_handler(metrics))
@@ -155,7 +160,8 @@ async def embeddings(service: Service, body: EmbeddingRequest) -> Embeddings:
     name = service.model_name(body)
     if body.dimensions is not None:
         raise ValueError("dimensions must be left out: vectors are as long as the model makes them")
-    prompts = [await service.prompt_tokens(prompt, body.add_special_tokens is not False) for prompt in body.input]
+    special_tokens = body.add_special_tokens is not False
+    prompts = [await service.prompt_tokens(prompt, special_tokens, "input") for prompt in body.input]
     for tokens in prompts:
         if len(tokens) > service.engine.max_len:
             says = (
@@ -184,7 +190,7 @@ def as_base64(vector: list[float]) -> str:
 
 
 def add_tokens(app: FastAPI, service: Service) -> None:
-    """vLLM's two paths between text and ids."""
+    """vLLM's paths between text and ids."""
 
     @app.post("/tokenize", response_model=None, responses={200: {"model": Tokens}, **ERRORS})
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -195,7 +201,7 @@ def add_tokens(app: FastAPI, service: Service) -> None:
             tokens = await service.chat_tokens(body)
         else:
             tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
-        pieces = [service.token_text(id) for id in tokens] if body.return_token_strs else None
+        pieces = await asyncio.to_thread(service.token_texts, tokens) if body.return_token_strs else None
         return as_json(Tokens(
             count=len(tokens), max_model_len=service.engine.max_len, tokens=tokens, token_strs=pieces
         ))  # fmt: skip
@@ -203,8 +209,14 @@ def add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", response_model=None, responses={200: {"model": Prompt}, **ERRORS})
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.model_name(body)
-        tokens = service.check_ids(body.tokens)
-        return as_json(Prompt(prompt=await asyncio.to_thread(service.tokenizer.decode, tokens, False)))
+        check_ids("tokens", body.tokens, service.engine.vocab_size)
+        return as_json(Prompt(prompt=await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)))
+
+    @app.get("/tokenizer_info", responses=ERRORS)
+    async def tokenizer_info() -> TokenizerInfo:
+        """By this lm-eval finds out that the server cuts texts for it."""
+        special = {name: service.tokenizer.special.get(name) for name in SPECIAL_NAMES}
+        return TokenizerInfo(**special, chat_template=service.tokenizer.chat_template)
 
 
 def add_state(app: FastAPI, service: Service, gate: Gate) -> None:
@@ -221,9 +233,11 @@ def add_state(app: FastAPI, service: Service, gate: Gate) -> None:
     async def describe_model(name: str) -> Model:
         return describe(service.known_name(name))
 
-    @app.get("/health")
+    @app.get("/health", responses=ERRORS)
     async def health() -> dict[str, str]:
-        """The process lives."""
+        """The server answers, or will again by itself: also while it drains, and while its engine is started again."""
+        if service.engine.is_lost:
+            raise Refused(503, "the engine has ended for good; start the server again", "engine_died")
         return {"status": "ok"}
 
     @app.get("/ready", responses=ERRORS)
@@ -232,7 +246,8 @@ def add_state(app: FastAPI, service: Service, gate: Gate) -> None:
         if gate.is_shut:
             raise Refused(503, "the server is shutting down", "draining")
         try:
-            await asyncio.wait_for(service.engine.stats(), READY_S)
+            async with asyncio.timeout(READY_S):
+                await service.engine.stats()
         except TimeoutError:
             raise Refused(503, f"the engine has not answered for {READY_S:g} s", "not_ready") from None
         return {"status": "ok"}
@@ -240,8 +255,9 @@ def add_state(app: FastAPI, service: Service, gate: Gate) -> None:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         try:
-            stats = await service.engine.stats()
-        except EngineDied:
+            async with asyncio.timeout(READY_S):
+                stats = await service.engine.stats()
+        except (EngineDied, TimeoutError):
             stats = None
         return Response(service.metrics.text(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -298,6 +314,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=1, server_header=False,
         ))  # fmt: skip
         self.gate: Gate = app.state.gate
+        self.engine: Engine = app.state.engine
         self.drain_s = drain_s
         self.draining: asyncio.Task[None] | None = None
         self.num_cut_off = 0
@@ -339,4 +356,7 @@ class Server(uvicorn.Server):
             await self.gate.drain(self.drain_s)
         finally:
             self.num_cut_off = self.gate.num_inside
+            if self.num_cut_off:  # who is still inside is told so by the engine's end
+                await self.engine.close()
+                await self.gate.drain(CUT_OFF_S)
             self.should_exit = True

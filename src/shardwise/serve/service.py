@@ -12,7 +12,7 @@ from shardwise.serve.events import merge
 from shardwise.serve.link import Engine
 from shardwise.serve.metrics import Metrics
 from shardwise.serve.protocol import Body, ChatRequest, Generation, TokenizeRequest
-from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams
+from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams, check_ids
 from shardwise.serve.responses import CachedTokens, Usage
 
 LEAST_BODY_BYTES = 1 << 20
@@ -94,22 +94,17 @@ class Service:
             raise Refused(404, says, "model_not_found", "model")
         return name
 
-    async def prompt_tokens(self, prompt: str | list[int], special_tokens: bool) -> list[int]:
-        """The ids of a prompt to be run: not empty, none outside the vocabulary."""
-        tokens = await self.encode(prompt, special_tokens) if isinstance(prompt, str) else self.check_ids(prompt)
+    async def prompt_tokens(self, prompt: str | list[int], special_tokens: bool, name: str = "prompt") -> list[int]:
+        """The ids of a prompt to be run, the field `name`: not empty, none outside the vocabulary."""
+        tokens = await self.encode(prompt, special_tokens) if isinstance(prompt, str) else prompt
+        check_ids(name, tokens, self.engine.vocab_size)
         if not tokens:
-            raise ValueError("prompt is empty; give it at least one token")
+            raise ValueError(f"{name} is empty; give it at least one token")
         return tokens
 
     async def encode(self, text: str, special_tokens: bool) -> list[int]:
         """On another thread: a long text takes a second, in which other requests go on."""
         return await asyncio.to_thread(self.tokenizer.encode, text, special_tokens)
-
-    def check_ids(self, ids: list[int]) -> list[int]:
-        for id in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= id < self.engine.vocab_size:
-                raise ValueError(f"token ids must be from 0 to {self.engine.vocab_size - 1}, and {id!s:.30} is not")
-        return ids
 
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """The ids of a conversation, in the template of the model."""
@@ -130,8 +125,6 @@ class Service:
                 f"server has room for {self.engine.max_len} in a request; {fits}", "context_length_exceeded",
                 "max_tokens" if room > 0 else None,
             )  # fmt: skip
-        if any(id >= self.engine.vocab_size for id in params.logit_bias):
-            raise ValueError(f"logit_bias must have ids below {self.engine.vocab_size}, the size of the vocabulary")
         return Ask(tuple(tokens), params, body.priority or 0, body.cache_salt or "")
 
     async def pieces(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -169,6 +162,9 @@ class Service:
         if len(token) == 6 and token.startswith("<0x"):
             return bytes((int(token[3:5], 16),))
         return token.replace("▁", " ").encode()
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [self.token_text(id) for id in ids]
 
     def token_text(self, id: int) -> str:
         """A token as log-probabilities name it: its text, or OpenAI's `bytes:\\xe2\\x80` for a part of a character."""

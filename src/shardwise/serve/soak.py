@@ -1,23 +1,21 @@
-"""An engine under random requests, of which some leave early: memory is to stay flat, and pages to come back."""
+"""A server under random requests over HTTP: of clients that stay, leave, read slowly, are killed or ask for nonsense.
+Memory is to stay flat, pages are to come back, and nobody who stays may get an answer that is broken."""
 
 import asyncio
 import random
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.serve.link import Engine, QueueFull, Stats
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.crowd import Served, Tally, ask, draw
+from shardwise.serve.target import exchange
 
 CLIENTS = 24
-STEMS = 4
-"""Beginnings that prompts share, so that pages are found and shared."""
-LEAVING = 0.3
-"""Of the requests, those whose client leaves before the end."""
 WATCH_S = 1.0
-IDLE_S = 10.0
+IDLE_S = 20.0
 """How long pages may take to come back after the last request."""
 GROWTH_BYTES = 32 << 20
 """What is still flat: allocators settle for a long time."""
@@ -25,112 +23,114 @@ GROWTH_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Soaked:
-    """What was asked, and what the engine's process held: resident bytes, medians of the middle and of the last third
-    of the time, and at the end pages in use and requests under way."""
+    """What was asked, by how clients behaved and by status; resident bytes of each process after each minute, and how
+    much they grew from the median of the middle third of the time to that of the last; and what was left at the end."""
 
-    num_requests: int
-    num_left_early: int
-    num_refused: int
-    num_tokens: int
+    seconds: float
+    behaviours: Mapping[str, int]
+    statuses: Mapping[int, int]
+    failures: tuple[str, ...]
     num_preemptions: int
-    middle_bytes: int
-    last_bytes: int
+    minutes: Mapping[str, tuple[int, ...]]
+    growth_bytes: Mapping[str, int]
     pages_used: int
     num_under_way: int
+    num_files_left: int
     pages_kept_count: bool
 
     @property
-    def growth_bytes(self) -> int:
-        return self.last_bytes - self.middle_bytes
+    def num_requests(self) -> int:
+        return sum(self.behaviours.values())
 
     @property
     def ok(self) -> bool:
+        left = self.pages_used or self.num_under_way or self.num_files_left > 0
         return (
-            self.growth_bytes <= GROWTH_BYTES
-            and not self.pages_used
-            and not self.num_under_way
-            and self.pages_kept_count
+            self.pages_kept_count and not left and not self.failures and max(self.growth_bytes.values()) <= GROWTH_BYTES
         )
 
 
-@dataclass
-class Tally:
-    num_requests: int = 0
-    num_left_early: int = 0
-    num_refused: int = 0
-    num_tokens: int = 0
+async def soak(
+    served: Served, seconds: float, seed: int, say: Callable[[str], None], num_requests: int | None = None
+) -> Soaked:
+    """Ask for so many seconds, or until there were so many requests."""
+    rng, tally, began_s = random.Random(seed), Tally(), time.monotonic()
+    num_files, before = open_files(served), await figures(served)
+    max_len = int(before["max_len"])
 
+    def is_over() -> bool:
+        enough = num_requests is not None and tally.num_requests >= num_requests
+        return enough or time.monotonic() - began_s > seconds
 
-async def soak(engine: Engine, pid: int, seconds: float, seed: int, say: Callable[[str], None]) -> Soaked:
-    """Ask for so many seconds; `pid` is the engine's process."""
-    rng, tally = random.Random(seed), Tally()
-    ends = time.monotonic() + seconds
-    stems = [[rng.randrange(engine.vocab_size) for _ in range(engine.max_len // 4)] for _ in range(STEMS)]
-    total = pages_of(await engine.stats())
-    clients = [
-        asyncio.create_task(client(engine, random.Random(rng.random()), stems, ends, tally)) for _ in range(CLIENTS)
-    ]
-    resident: list[int] = []
+    async def client(mine: random.Random) -> None:
+        while not is_over():
+            await ask(served, draw(mine, max_len), tally)
+
+    clients = asyncio.gather(*(client(random.Random(rng.random())) for _ in range(CLIENTS)))
+    resident: dict[str, list[int]] = {name: [] for name in served.pids}
+    minutes: dict[str, list[int]] = {name: [] for name in served.pids}
     kept = True
-    while time.monotonic() < ends:
+    while not is_over():
         await asyncio.sleep(min(WATCH_S, seconds / 30))
-        stats = await engine.stats()
-        kept &= pages_of(stats) == total
-        resident.append(resident_bytes(pid))
-        say(f"{tally.num_requests} requests, {resident[-1] / 1e6:,.0f} MB resident, {stats}")
-    await asyncio.gather(*clients)
-    stats = await idle(engine)
-    third = len(resident) // 3
+        now = await figures(served)
+        kept &= total_pages(now) == total_pages(before)
+        for name, pid in served.pids.items():
+            resident[name].append(resident_bytes(pid))
+            if time.monotonic() - began_s >= 60 * (len(minutes[name]) + 1):
+                minutes[name].append(resident[name][-1])
+        held = ", ".join(f"{name} {values[-1] / 1e6:,.0f} MB" for name, values in resident.items())
+        say(f"{tally.num_requests} requests, {held}, {now['used']:.0f} pages used")
+    await clients
+    after = await idle(served, num_files)
     return Soaked(
-        tally.num_requests, tally.num_left_early, tally.num_refused, tally.num_tokens, stats.num_preemptions,
-        median(resident[third : 2 * third]), median(resident[2 * third :]), stats.pages_used,
-        stats.num_running + stats.num_waiting, kept and pages_of(stats) == total,
+        time.monotonic() - began_s, dict(tally.behaviours), dict(tally.statuses), tuple(tally.failures),
+        int(after["preemptions"] - before["preemptions"]),
+        {name: tuple(values) for name, values in minutes.items()},
+        {name: growth(values) for name, values in resident.items()}, int(after["used"]), under_way(after),
+        open_files(served) - num_files, kept and total_pages(after) == total_pages(before),
     )  # fmt: skip
 
 
-async def client(engine: Engine, rng: random.Random, stems: list[list[int]], ends: float, tally: Tally) -> None:
-    """One request after the other."""
-    while time.monotonic() < ends:
-        leaves_after = rng.randrange(1, 20) if rng.random() < LEAVING else None
-        tally.num_requests += 1
-        num_pieces = 0
-        try:
-            async with aclosing(engine.generate(drawn(engine, rng, stems))) as pieces:
-                async for piece in pieces:
-                    tally.num_tokens += len(piece.tokens)
-                    num_pieces += 1
-                    if num_pieces == leaves_after:
-                        tally.num_left_early += 1
-                        break
-        except QueueFull:
-            tally.num_refused += 1
-            await asyncio.sleep(0.1)
+# -- what is left of it -------------------------------------------------------------------------------------
 
 
-def drawn(engine: Engine, rng: random.Random, stems: list[list[int]]) -> Ask:
-    """A prompt with a beginning that others have too, and anything that can be asked for."""
-    prompt = rng.choice(stems)[: rng.randrange(1, engine.max_len // 4)]
-    prompt = [*prompt, *(rng.randrange(engine.vocab_size) for _ in range(rng.randrange(engine.max_len // 8)))]
-    params = SamplingParams(
-        temperature=rng.choice((0.0, 0.7, 1.0)), top_p=rng.choice((1.0, 0.9)), top_k=rng.choice((0, 40)),
-        repetition_penalty=rng.choice((1.0, 1.1)), max_tokens=rng.randrange(1, engine.max_len // 8),
-        n=rng.choice((1, 1, 1, 2, 3)), logprobs=rng.choice((None, None, 3)), ignore_eos=rng.random() < 0.5,
-        prompt_logprobs=0 if rng.random() < 0.05 else None, seed=rng.randrange(1 << 30),
-    )  # fmt: skip
-    return Ask(tuple(prompt), params, rng.choice((0, 0, 1)), rng.choice(("", "", "tenant")))
+async def figures(served: Served) -> dict[str, float]:
+    """Of /metrics, by the last part of their names; max_len besides."""
+    text = await fetch(served, "/metrics")
+    found = {state: float(value) for state, value in re.findall(r'shardwise_kv_pages\{state="(\w+)"\} (\S+)', text)}
+    for name in ("waiting", "running", "inside"):
+        found[name] = float(re.findall(rf"^shardwise_requests_{name} (\S+)", text, re.MULTILINE)[0])
+    found["preemptions"] = float(re.findall(r"^shardwise_preemptions_total (\S+)", text, re.MULTILINE)[0])
+    found["max_len"] = float(re.findall(r'"max_model_len":(\d+)', await fetch(served, "/v1/models"))[0])
+    return found
 
 
-async def idle(engine: Engine) -> Stats:
-    """The counters once nothing is under way, or after a while."""
-    stats, until = await engine.stats(), time.monotonic() + IDLE_S
-    while (stats.num_running or stats.num_waiting or stats.pages_used) and time.monotonic() < until:
+async def fetch(served: Served, path: str) -> str:
+    async with aclosing(exchange(served.url + path, served.api_key)) as parts:
+        return b"".join([part async for part in parts]).decode()
+
+
+async def idle(served: Served, num_files: int) -> dict[str, float]:
+    """The figures once nothing is under way and all connections are closed, or after a while."""
+    until = time.monotonic() + IDLE_S
+    now = await figures(served)
+    while (under_way(now) or now["used"] or open_files(served) > num_files) and time.monotonic() < until:
         await asyncio.sleep(0.05)
-        stats = await engine.stats()
-    return stats
+        now = await figures(served)
+    return now
 
 
-def pages_of(stats: Stats) -> int:
-    return stats.pages_free + stats.pages_used + stats.pages_cached
+def under_way(now: Mapping[str, float]) -> int:
+    return int(now["waiting"] + now["running"] + now["inside"])
+
+
+def total_pages(now: Mapping[str, float]) -> float:
+    return now["free"] + now["used"] + now["cached"]
+
+
+def growth(values: list[int]) -> int:
+    third = len(values) // 3
+    return 0 if not third else median(values[2 * third :]) - median(values[third : 2 * third])
 
 
 def median(numbers: list[int]) -> int:
@@ -141,3 +141,14 @@ def resident_bytes(pid: int) -> int:
     """VmRSS of a process (proc_pid_status(5))."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def open_files(served: Served) -> int:
+    """Of the server: among them a socket for each client."""
+    return len(list(Path(f"/proc/{next(iter(served.pids.values()))}/fd").iterdir()))
+
+
+def children(pid: int) -> list[int]:
+    """Processes that one has started, but for the tracker of Python's own."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in pids if b"resource_tracker" not in Path(f"/proc/{each}/cmdline").read_bytes()]

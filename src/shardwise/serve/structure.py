@@ -92,7 +92,8 @@ class Structures:
         if found.is_error():
             raise ValueError(f"the {form} cannot be used: {_first_line(found.get_error())}")
         structure = Structure(found, self._vocab_size)
-        structure.allowed()  # the first takes longest, so here and not between the steps of others
+        if not structure.allowed().any():  # the first takes longest, so here and not between the steps of others
+            raise ValueError(f"the {form} cannot be used: no text follows it")
         return structure
 
     @cached_property

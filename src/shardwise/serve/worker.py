@@ -6,7 +6,7 @@ server is gone, all end.
 """
 
 import logging
-import pickle
+import os
 import signal
 import socket
 import time
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from shardwise.serve.engine import Engine
 from shardwise.serve.graphs import cuda_capture
 from shardwise.serve.link import Ready
 from shardwise.serve.pages import Pages
-from shardwise.serve.request import Ask
-from shardwise.serve.runner import Ran, Runner
+from shardwise.serve.ranks import Leader, OutOfStep, end_with, follow, tell
+from shardwise.serve.request import MAX_LOGPROBS, Ask
+from shardwise.serve.runner import SCORED_ROWS, Runner
 from shardwise.serve.scheduler import QueueFull, Scheduler
 from shardwise.serve.settings import EngineSettings
 
@@ -79,13 +81,20 @@ def serve(place: Place, settings: EngineSettings, address: str) -> str | None:
         started = start(place, settings, phase)
     except ValueError as error:
         return str(error)
-    if server is None:
-        follow(started.runner)
-        return None
-    engine = lead(started, settings)
-    server.send(("ready", Ready(started.max_len, started.num_pages, settings.page_tokens)))
-    serve_until_gone(server, engine)
-    Leader(started.runner).tell(None)
+    tp = started.runner.mesh.tp
+    pids = [int(pid) for pid in tp.gather(os.getpid())]
+    is_over = end_with([pid for pid in pids if pid != os.getpid()])
+    try:
+        if server is None:
+            follow(started.runner)
+        else:
+            engine = lead(started, settings)
+            server.send(("ready", Ready(started.max_len, started.num_pages, settings.page_tokens)))
+            serve_until_gone(server, engine)
+            tell(tp, None)
+    except OutOfStep as error:
+        raise RuntimeError(f"rank {place.rank} failed alone in a step") from error.__cause__
+    is_over.set()
     return None
 
 
@@ -134,15 +143,18 @@ def start(place: Place, settings: EngineSettings, phase: Callable[[str], Any] = 
         )
         runner = Runner(config, weights, mesh, dtype, settings.page_tokens)
     with phase(f"one full batch with {runner.kernels.name} kernels, for its memory"):
-        free_bytes = available_bytes(place.device) - batch_bytes(runner, settings)
+        free_bytes = available_bytes(place.device) // (1 if place.device.type == "cuda" else place.world_size)
+        free_bytes -= batch_bytes(runner, settings)
     with phase("pages"):
         free_bytes = int(mesh.world.max(-free_bytes)[0]) * -1
         num_pages = choose_pages(runner, settings, max_len, free_bytes)
         try:
             runner.make_pages(num_pages)
         except RuntimeError:
-            held = f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into memory"
-            raise ValueError(f"{held}; kv_bytes of {free_bytes} works") from None
+            raise ValueError(
+                f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into memory, of which each rank "
+                f"seemed to have {free_bytes / 1e9:,.3g} GB; a smaller --kv-bytes works"
+            ) from None
     if runner.kernels.reads_tables and mesh.tp.size == 1:
         with phase("graphs of decode steps"):
             try:
@@ -156,29 +168,50 @@ def batch_bytes(runner: Runner, settings: EngineSettings) -> int:
     """What a batch as large as they come takes while it runs, measured."""
     length = min(settings.max_batch_tokens, runner.config.max_positions)
     num_pages = -(-length // settings.page_tokens)
-    runner.make_pages(num_pages)
+    runner.make_pages(num_pages + -(-(SCORED_ROWS + 1) // settings.page_tokens))
     device = runner.mesh.device
     reset_peaks(device)
     before = peak_memory_bytes(device)
     tokens = tuple(token % runner.config.vocab_size for token in range(length))
-    runner.run(Batch((Part(0, tokens, 0, tuple(range(num_pages)), 1, False),), ()))
+    scored = tokens[: SCORED_ROWS + 1]  # logits of a prompt are held for no more at a time
+    own, others = tuple(range(num_pages)), tuple(range(num_pages, runner.keys[0].shape[1]))
+    runner.run(Batch((Part(0, tokens, 0, own, 1, None), Part(1, scored, 0, others, 1, MAX_LOGPROBS)), ()))
     return max(0, peak_memory_bytes(device) - before)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that pages may take: most of what a GPU has left, half of what a machine has, which others use too."""
+    """Memory that is free: of the GPU, or of the machine, or of what the container may have of it."""
     if device.type == "cuda":
-        return int(0.92 * torch.cuda.mem_get_info(device)[0])
+        return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as file:
         told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    return told["MemAvailable"] // 2
+    return min(told["MemAvailable"], container_bytes(Path("/sys/fs/cgroup")))
+
+
+def container_bytes(folder: Path) -> int:
+    """Free in a cgroup, which may drop what it has read of files (cgroup v2, "Memory Interface Files"); no end of it
+    where there is no limit."""
+    try:
+        limit, used = int((folder / "memory.max").read_text()), int((folder / "memory.current").read_text())
+        told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max"
+        return 1 << 62
+    return limit - used + int(told.get("inactive_file", 0))
 
 
 def choose_pages(runner: Runner, settings: EngineSettings, max_len: int, free_bytes: int) -> int:
-    """As many as all requests that run at a time could ever fill, or as memory has room for. Raises ValueError if that
-    is not one request of `max_len`."""
+    """As many as all requests that run at a time could ever fill, or as memory has room for: most of a GPU, half of a
+    machine, which others use too. Raises ValueError if that is not one request of `max_len`, or if memory has no room
+    for what was asked."""
     per_request = -(-max_len // settings.page_tokens)
-    room_bytes = free_bytes if settings.kv_bytes is None else settings.kv_bytes
+    share = 0.92 if runner.mesh.device.type == "cuda" else 0.5
+    if settings.kv_bytes is not None and settings.kv_bytes > free_bytes:
+        fits = max(0, int(share * free_bytes)) // runner.page_bytes * runner.page_bytes
+        raise ValueError(
+            f"a KV cache of {settings.kv_bytes / 1e9:,.3g} GB was asked for, but each rank has "
+            f"{max(0, free_bytes) / 1e9:,.3g} GB left; --kv-bytes {fits} fits"
+        )
+    room_bytes = int(share * free_bytes) if settings.kv_bytes is None else settings.kv_bytes
     fitting = max(0, room_bytes) // runner.page_bytes
     if fitting < per_request:
         works = fitting * settings.page_tokens
@@ -190,50 +223,6 @@ def choose_pages(runner: Runner, settings: EngineSettings, max_len: int, free_by
     return fitting if settings.kv_bytes is not None else min(fitting, per_request * settings.max_running)
 
 
-# -- ranks --------------------------------------------------------------------------------------------------
-
-Command = tuple[str, Any] | None
-"""What the ranks do together: ("run", batch), ("embed", tokens), ("wait", None); None: end."""
-
-
-@dataclass(frozen=True)
-class Leader:
-    """Rank 0's runner: what it does, it tells the others to do as well."""
-
-    runner: Runner
-
-    def run(self, batch: Batch) -> Ran:
-        self.tell(("run", batch))
-        return self.runner.run(batch)
-
-    def embed(self, tokens: Sequence[int]) -> list[float]:
-        self.tell(("embed", list(tokens)))
-        return self.runner.embed(tokens)
-
-    def keep_alive(self) -> None:
-        self.tell(("wait", None))
-
-    def tell(self, command: Command) -> None:
-        axis = self.runner.mesh.tp
-        if axis.size > 1:
-            axis.broadcast(pickle.dumps(command))
-
-
-def follow(runner: Runner) -> None:
-    """Every other rank: what it is told, until the end."""
-    while (command := pickle.loads(runner.mesh.tp.broadcast(None))) is not None:
-        what, given = command
-        try:
-            if what == "run":
-                runner.run(given)
-            elif what == "embed":
-                runner.embed(given)
-        except CollectiveFailed:
-            raise
-        except Exception:
-            pass  # rank 0 met it too, and decides what becomes of the batch
-
-
 # -- talking to the server ----------------------------------------------------------------------------------
 
 
@@ -243,22 +232,29 @@ def serve_until_gone(server: Connection, engine: Engine) -> None:
 
 
 def converse(server: Connection, engine: Engine) -> None:
-    """Take what comes between steps; wait for it where there is nothing to do."""
+    """Take what comes between steps; wait for it where there is nothing to do. Of the inputs to be embedded one is run
+    between two steps, so that they hold up nobody."""
+    inputs: dict[int, Sequence[int]] = {}
     while True:
-        patience_s = 0 if engine.has_work else COMPILING_S if engine.compiling else IDLE_S
+        is_busy = engine.has_work or inputs
+        patience_s = 0 if is_busy else COMPILING_S if engine.compiling else IDLE_S
         while server.poll(patience_s):
-            answer(server, engine, server.recv())
+            answer(server, engine, inputs, server.recv())
             patience_s = 0
         for name, error in engine.begin_compiled():
             refuse(server, name, error)
+        if inputs:
+            embed_next(server, engine, inputs)
         if engine.has_work:
             if pieces := engine.step():
                 server.send(("pieces", pieces))
-        elif not engine.compiling:
+        elif not is_busy and not engine.compiling:
             engine.runner.keep_alive()
 
 
-def answer(server: Connection, engine: Engine, message: tuple[Any, ...]) -> None:
+def answer(
+    server: Connection, engine: Engine, inputs: dict[int, Sequence[int]], message: tuple[Any, ...]
+) -> None:  # fmt: skip
     what, name, *given = message
     try:
         if what == "add":
@@ -266,14 +262,25 @@ def answer(server: Connection, engine: Engine, message: tuple[Any, ...]) -> None
             assert isinstance(ask, Ask)
             engine.add(name, ask)
         elif what == "abort":
+            inputs.pop(name, None)
             engine.abort(name)
         elif what == "embed":
-            server.send(("answer", name, engine.embed(*given)))
+            (tokens,) = given
+            engine.check_input(tokens)
+            if len(inputs) >= engine.scheduler.limits.max_queued:
+                raise QueueFull(len(inputs), 1)
+            inputs[name] = tokens
         else:
             assert what == "stats"
             server.send(("answer", name, engine.stats()))
     except (ValueError, QueueFull) as error:
         refuse(server, name, error)
+
+
+def embed_next(server: Connection, engine: Engine, inputs: dict[int, Sequence[int]]) -> None:
+    name = next(iter(inputs))
+    try:
+        server.send(("answer", name, engine.embed(inputs.pop(name))))
     except CollectiveFailed:
         raise
     except RuntimeError as error:  # of the model
