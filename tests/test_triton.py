@@ -295,8 +295,8 @@ def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_compa
     assert answered(asks[:1], triton_kernels())[0].said == together[0].said
 
 
-def test_cpus_have_torch_kernels() -> None:
-    assert kernels_for(CPU) is TORCH
+def test_cpus_have_torch_kernels_for_fp32() -> None:
+    assert kernels_for(CPU, torch.float32) is TORCH
 
 
 # -- on GPUs ------------------------------------------------------------------------------------------------
