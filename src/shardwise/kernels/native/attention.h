@@ -125,18 +125,28 @@ static Block block_of(const Pages& pages, const Task& task, int64_t start, int64
     return block;
 }
 
+// What of the next block no place of this one stands beside, and so is not fetched while that is read.
+static void fetch_rest(const Block& block, const Block& next, int64_t size) {
+    for (int i = next.first; i < next.last; i++)
+        if (i < block.first || i >= block.last)
+            for (int64_t at = 0; at < size * LANES / 2; at += LINE) {
+                __builtin_prefetch(next.keys[i] + at, 0, 2);
+                __builtin_prefetch(next.values[i] + at, 0, 2);
+            }
+}
+
 static void make_scores(const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, float scale) {
     for (int i = block.first; i < block.last; i += TILE_PANELS)
         over_tiles(num_rows, [&]<int R>(int64_t row) {
             with_constant<TILE_PANELS>(block.last - i, [&]<int P>() {
                 floats sums[R][P] = {};
-                Panels<P> panels{{}, {}, LANES};
-                for (int p = 0; p < P; p++) panels.panel[p] = block.keys[i + p], panels.next[p] = next.keys[i + p];
+                Panels<P> panels{{}, LANES};
+                for (int p = 0; p < P; p++) panels.panel[p] = block.keys[i + p];
                 const uint32_t* q = (const uint32_t*)(s.q + row * size);
-                if (row == 0)
-                    add_products<R, P, true>(sums, q, size / 2, panels, size / 2);
-                else
-                    add_products(sums, q, size / 2, panels, size / 2);
+                add_products(sums, q, size / 2, panels, size / 2, [&](int64_t k) {
+                    if (row == 0)
+                        for (int p = 0; p < P; p++) __builtin_prefetch(next.keys[i + p] + k * LANES, 0, 2);
+                });
                 for (int r = 0; r < R; r++)
                     for (int p = 0; p < P; p++)
                         store(s.scores + (row + r) * BLOCK_TOKENS + (i + p) * LANES, sums[r][p] * scale);
@@ -187,17 +197,15 @@ static void add_values(
                 for (int r = 0; r < R; r++)
                     for (int p = 0; p < P; p++) sums[r][p] = load(out + r * size + p * LANES);
                 for (int i = block.first; i < block.last; i++) {
-                    Panels<P> panels{{}, {}, size};
-                    for (int p = 0; p < P; p++) {
-                        panels.panel[p] = block.values[i] + c + p * LANES;
-                        panels.next[p] = next.values[i] + c + p * LANES;
-                    }
-                    int64_t rest = num_pairs - i * PAIRS, pairs = rest < PAIRS ? rest : PAIRS;
+                    Panels<P> panels{{}, size};
+                    for (int p = 0; p < P; p++) panels.panel[p] = block.values[i] + c + p * LANES;
                     const uint32_t* seen = (const uint32_t*)(s.seen + row * BLOCK_TOKENS) + i * PAIRS;
-                    if (row == 0)
-                        add_products<R, P, true>(sums, seen, BLOCK_TOKENS / 2, panels, pairs);
-                    else
-                        add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs);
+                    int64_t rest = num_pairs - i * PAIRS, pairs = rest < PAIRS ? rest : PAIRS;
+                    add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs, [&](int64_t k) {
+                        if (row == 0)
+                            for (int p = 0; p < P; p++)
+                                __builtin_prefetch(next.values[i] + c + p * LANES + k * size, 0, 2);
+                    });
                 }
                 for (int r = 0; r < R; r++)
                     for (int p = 0; p < P; p++) store(out + r * size + p * LANES, sums[r][p]);
@@ -278,6 +286,7 @@ static void attend_split(
     for (int64_t start = seen.start; start < seen.stop; start += BLOCK_TOKENS) {
         bool ends = start + BLOCK_TOKENS >= seen.stop;
         Block following = ends ? after : block_of(pages, task, start + BLOCK_TOKENS, seen.lowest, seen.highest);
+        fetch_rest(block, following, size);
         make_scores(block, following, s, num_rows, size, scale);
         for (int64_t row = 0; row < num_rows; row++)
             softmax_row(block, s, row, task.span->start + task.token + row / task.num_heads, window, size);

@@ -56,14 +56,23 @@ INLINE void put(Out* to, floats v, int count) {
         for (int i = 0; i < count; i++) to[i] = whole[i];
 }
 
+// What is read next, shared out among the tiles of rows that read what is there: `lines` of it from `start` on by each.
+struct Ahead {
+    const uint32_t* start;
+    int64_t lines_each;
+};
+
 template <class Out, int R, int P>
 INLINE void linear_tile(
-    const Linear& w, const uint32_t* rows, int64_t row_step, int64_t panel, Out* y, int64_t y_step
+    const Linear& w, const uint32_t* rows, int64_t row_step, int64_t panel, Out* y, int64_t y_step, Ahead ahead
 ) {
     floats sums[R][P] = {};
-    Panels<P> panels{{}, {}, w.step(panel)};
+    Panels<P> panels{{}, w.step(panel)};
     for (int p = 0; p < P; p++) panels.panel[p] = w.panel(panel + p);
-    add_products(sums, rows, row_step, panels, w.num_pairs);
+    add_products(sums, rows, row_step, panels, w.num_pairs, [&](int64_t k) {
+        for (int64_t i = 0; i < ahead.lines_each; i++)
+            __builtin_prefetch(ahead.start + (k * ahead.lines_each + i) * LINE, 0, 2);
+    });
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++) {
             int64_t column = (panel + p) * LANES, rest = w.num_columns - column;
@@ -71,13 +80,19 @@ INLINE void linear_tile(
         }
 }
 
-// Some panels of one block, by all rows.
+// Some panels of one block, by all rows. Where there are rows for more than one tile, memory would wait for products
+// after the first: what comes after these panels is fetched by all tiles, P lines a pair altogether.
 template <class Out, int P>
 void linear_panels(
     const Linear& w, const uint32_t* x, int64_t x_step, int64_t num_rows, int64_t panel, Out* y, int64_t y_step
 ) {
+    constexpr int64_t LINES = (P * LANES + LINE - 1) / LINE;
+    int64_t tiles = num_tiles(num_rows), tile = 0, each = tiles <= 1 ? 0 : (LINES + tiles - 1) / tiles;
+    const uint32_t* next = w.panel(panel) + w.num_pairs * w.step(panel);
     over_tiles(num_rows, [&]<int R>(int64_t row) {
-        linear_tile<Out, R, P>(w, x + row * x_step, x_step, panel, y + row * y_step, y_step);
+        Ahead ahead{next + tile * each * w.num_pairs * LINE, tile * each < LINES ? each : 0};
+        linear_tile<Out, R, P>(w, x + row * x_step, x_step, panel, y + row * y_step, y_step, ahead);
+        tile++;
     });
 }
 

@@ -17,23 +17,25 @@ constexpr int TILE_ROWS = 6, TILE_PANELS = 4;  // 24 of 32 registers hold sums
 constexpr int TILE_ROWS = 4, TILE_PANELS = 2;  // 8 of 16
 #endif
 
-// P panels, of which pair k is at panel[k * step]. While they are read, those that come next are fetched.
+constexpr int64_t LINE = 16;  // of a cache, in pairs
+
+// P panels, of which pair k is at panel[k * step].
 template <int P>
 struct Panels {
-    const uint32_t *panel[P], *next[P];
+    const uint32_t* panel[P];
     int64_t step;
 };
 
-// rows: pairs of R rows, `row_step` pairs apart.
-template <int R, int P, bool FETCH = false>
+// rows: pairs of R rows, `row_step` pairs apart. fetch(k) may fetch what comes next while pair k is read.
+template <int R, int P, class Fetch>
 INLINE void add_products(
-    floats (&sums)[R][P], const uint32_t* rows, int64_t row_step, const Panels<P>& panels, int64_t num_pairs
+    floats (&sums)[R][P], const uint32_t* rows, int64_t row_step, const Panels<P>& panels, int64_t num_pairs,
+    Fetch&& fetch
 ) {
     for (int64_t k = 0; k < num_pairs; k++) {
         words w[P];
         for (int p = 0; p < P; p++) w[p] = load<uint32_t, words>(panels.panel[p] + k * panels.step);
-        if constexpr (FETCH)
-            for (int p = 0; p < P; p++) __builtin_prefetch(panels.next[p] + k * panels.step, 0, 2);
+        fetch(k);
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) sums[r][p] = add_pairs(sums[r][p], rows[r * row_step + k], w[p]);
     }
@@ -51,10 +53,12 @@ INLINE void with_constant(int n, Work&& work) {
 // Where part `number` of `parts` even parts begins.
 INLINE int64_t part_start(int64_t total, int64_t parts, int64_t number) { return total * number / parts; }
 
+INLINE int64_t num_tiles(int64_t num_rows) { return (num_rows + TILE_ROWS - 1) / TILE_ROWS; }
+
 // Calls work<R>(first row) for all rows, in even parts of at most TILE_ROWS.
 template <class Work>
 INLINE void over_tiles(int64_t num_rows, Work&& work) {
-    int64_t parts = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t parts = num_tiles(num_rows);
     for (int64_t part = 0; part < parts; part++) {
         int64_t row = part_start(num_rows, parts, part), stop = part_start(num_rows, parts, part + 1);
         with_constant<TILE_ROWS>(int(stop - row), [&]<int R>() { work.template operator()<R>(row); });
