@@ -96,6 +96,11 @@ def compare_logits(source: Path, destination: Path, dtype: torch.dtype, report: 
     report("checking", 0.5)
     logits = prompt_logits(destination, read_config(destination), dtype)
     report("checking", 1.0)
+    return agreed(logits, expected, source, destination)
+
+
+def agreed(logits: Tensor, expected: Tensor, source: Path, destination: Path) -> float:
+    """The largest difference. Raises ValueError above the tolerance."""
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= TOLERANCE * largest:
         raise ValueError(
@@ -108,11 +113,15 @@ def compare_logits(source: Path, destination: Path, dtype: torch.dtype, report: 
 @torch.no_grad()
 def prompt_logits(path: Path, config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """Logits [1, T, V] in fp32 of a prompt that depends on the model's size alone."""
-    num_tokens = min(PROMPT_TOKENS, config.max_positions)
-    tokens = torch.randint(config.vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    tokens = drawn_prompt(config)
     with closing(open_weights(path, config)) as reader:
         weights = StreamedWeights(reader, model_specs(config), dtype)
-        return Transformer(config).forward(weights, tokens, torch.arange(num_tokens)[None], Causal(config))
+        return Transformer(config).forward(weights, tokens, torch.arange(tokens.shape[1])[None], Causal(config))
+
+
+def drawn_prompt(config: ModelConfig) -> Tensor:
+    num_tokens = min(PROMPT_TOKENS, config.max_positions)
+    return torch.randint(config.vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0))
 
 
 class StreamedWeights(Mapping[str, Tensor]):

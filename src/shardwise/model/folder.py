@@ -33,7 +33,9 @@ from shardwise.model.families import (
 from shardwise.model.quantized_folder import QuantizedFolder
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary
 from shardwise.params import Box, ParamSpec, model_specs
+from shardwise.quant import compressed
 from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.scheme import Scheme, quantizable
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -133,18 +135,20 @@ def write_folder(
     path: str | Path,
     config: ModelConfig,
     specs: Sequence[ParamSpec],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor | Quantized]],
     dtype: torch.dtype,
     tokenizer: Tokenizer | None = None,
     tokenizer_files: Sequence[Path] = (),
     max_shard_bytes: int = 5_000_000_000,
+    scheme: Scheme | None = None,
 ) -> tuple[str, ...]:
     """Write the folder that transformers loads as this model, and return the names of its files.
 
-    `tensors` gives (name, whole tensor) of every stored parameter in the order of `specs`; one shard is in memory at a
-    time. A tied head is not written again. `tokenizer` is saved too, or `tokenizer_files` copied in its place. All is
-    written aside and renamed when complete. Raises ValueError for a destination that is not new or empty, that cannot
-    be written, for a tokenizer with more ids than the vocabulary, and for tensors that are not those of `specs`.
+    `tensors` gives (name, whole tensor) of every stored parameter in the order of `specs`, with a `scheme` the matrices
+    of blocks quantized so; one shard is in memory at a time. A tied head is not written again. `tokenizer` is saved
+    too, or `tokenizer_files` copied in its place. All is written aside and renamed when complete. Raises ValueError for
+    a destination that is not new or empty, that cannot be written, for a tokenizer with more ids than the vocabulary,
+    and for tensors that are not those of `specs`.
     """
     path = Path(path)
     check_vacant(path)
@@ -152,10 +156,10 @@ def write_folder(
         check_vocabulary(tokenizer, config.vocab_size)
     held = [spec for spec in specs if spec.tied_to is None]
     names = FOLDER_NAMES[config.family]
-    shards = plan_shards(stored_tensors(held, names), dtype, max_shard_bytes)
+    shards = plan_shards(stored_bytes(held, names, dtype, scheme), max_shard_bytes)
     with written_aside(path) as aside:
         write_shards(aside, shards, stored_forms(held, names, tensors, dtype))
-        write_json(aside / "config.json", folder_config(config, dtype, tokenizer))
+        write_json(aside / "config.json", folder_config(config, dtype, tokenizer, scheme))
         for file in tokenizer_files:
             shutil.copyfile(file, aside / file.name)
         if tokenizer is not None and not tokenizer_files:
@@ -187,12 +191,30 @@ def written_aside(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path} cannot be written: {error}") from error
 
 
-def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[str]]:
+def stored_bytes(specs: Iterable[ParamSpec], names: Names, dtype: torch.dtype, scheme: Scheme | None) -> dict[str, int]:
+    """How large every tensor of a folder is, by its name, in their order."""
+    found: dict[str, int] = {}
+    for spec in specs:
+        for name, shape in stored_tensors([spec], names).items():
+            if scheme is not None and quantizable(spec):
+                num_rows, num_columns = shape
+                sizes = compressed.stored_bytes(scheme, (num_rows, num_columns))
+                found |= {beside(name, ending): size for ending, size in sizes.items()}
+            else:
+                found[name] = math.prod(shape) * dtype.itemsize
+    return found
+
+
+def beside(name: str, ending: str) -> str:
+    """What a tensor that is part of the matrix `….weight` is called."""
+    return f"{name.removesuffix('.weight')}.{ending}"
+
+
+def plan_shards(stored: dict[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
     """The stored tensors of each file, filled in order up to `max_shard_bytes`; a larger tensor has its own file."""
     shards: list[list[str]] = [[]]
     filled_bytes = 0
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
+    for name, num_bytes in stored.items():
         if shards[-1] and filled_bytes + num_bytes > max_shard_bytes:
             shards.append([])
             filled_bytes = 0
@@ -218,7 +240,7 @@ def write_shards(folder: Path, shards: dict[str, list[str]], tensors: Iterator[t
 
 
 def stored_forms(
-    specs: Sequence[ParamSpec], names: Names, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+    specs: Sequence[ParamSpec], names: Names, tensors: Iterable[tuple[str, Tensor | Quantized]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Split and turn each of our tensors into those of a folder, on the CPU, sharing no memory."""
     given = iter(tensors)
@@ -229,6 +251,11 @@ def stored_forms(
             raise ValueError(f"to be written next is {spec.name} of {written(spec.shape)}, but given was {got}")
         for source in {source.name: source for source in sources(spec, names).values()}.values():
             assert not source.interleaved, "Hugging Face folders keep the rows of heads in our order"
+            if isinstance(tensor, Quantized):
+                assert not source.transposed, "Hugging Face folders have no form for quantized [in, out] matrices"
+                stored_as = compressed.stored_tensors(tensor.picked(source.rows))
+                yield from ((beside(source.name, ending), each) for ending, each in stored_as.items())
+                continue
             piece = tensor[source.rows]
             stored = torch.empty(source.shape, dtype=dtype)
             yield source.name, stored.copy_(piece.T if source.transposed else piece)
@@ -236,8 +263,13 @@ def stored_forms(
         raise ValueError(f"given was {left[0]}, which is no parameter of the model or a second time")
 
 
-def folder_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def folder_config(
+    config: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None, scheme: Scheme | None = None
+) -> dict[str, Any]:
     raw = to_hugging_face(config) | {"torch_dtype": DTYPE_NAMES[dtype]}
+    if scheme is not None:
+        head = FOLDER_NAMES[config.family].stems["head"]
+        raw["quantization_config"] = compressed.quantization_config(scheme, [head])
     if tokenizer is not None:
         ends = sorted(tokenizer.eos_ids, key=lambda index: (index != tokenizer.eos_id, index))
         raw |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else tokenizer.eos_id}

