@@ -572,14 +572,7 @@ def schema_of(app: FastAPI) -> Any:
     return schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
-class EndlessEngine(TinyEngine):
-    """The application ends after every request that schemathesis makes, and begins again."""
-
-    async def close(self) -> None:
-        pass
-
-
-SCHEMA = schema_of(make_app(EndlessEngine(talking_model()), ServerSettings(("tiny",))))
+SCHEMA = schema_of(make_app(TinyEngine(talking_model()), ServerSettings(("tiny",))))
 
 
 @SCHEMA.parametrize()

@@ -59,6 +59,7 @@ def test_growth_is_what_the_last_third_has_over_the_middle() -> None:
         ("stays", False, 429, b"{}", None),
         ("stays", False, 500, b"it broke", "500: b'it broke'"),
         ("stays", True, 200, b"data: {}\n\ndata: [DONE]\n\n", None),
+        ("stays", True, 200, b'data: {"token": "error"}\n\ndata: [DONE]\n\n', None),
         ("stays", True, 200, b"data: {}\n\n", "a stream ended with"),
         ("stays", True, 200, b'data: {"error": {}}\n\ndata: [DONE]\n\n', "a stream ended with"),
         ("asks nonsense", True, 400, b"{}", None),

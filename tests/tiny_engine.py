@@ -134,5 +134,7 @@ class TinyEngine:
 
     async def close(self) -> None:
         """Whoever waits is told so."""
-        self.is_closed, self.death = True, "the server is shutting down"
+        self.is_closed = True
+        for waiting in self.pieces.values():
+            waiting.append(EngineDied("the server is shutting down"))
         self.may_step.set()

@@ -149,7 +149,11 @@ def wrong(drawn: Drawn, status: int, answer: bytes) -> str | None:
     """What is wrong with an answer that was read to its end."""
     if status not in ((400,) if drawn.behaviour == "asks nonsense" else (200, 429)):
         return f"{drawn.path}: {status}: {answer[:300]!r} to {drawn.body}"
-    if status == 200 and drawn.body.get("stream") and (b'"error"' in answer or not answer.endswith(b"[DONE]\n\n")):
+    if (
+        status == 200
+        and drawn.body.get("stream")
+        and (b'data: {"error"' in answer or not answer.endswith(b"[DONE]\n\n"))
+    ):
         return f"{drawn.path}: a stream ended with {answer[-300:]!r}"
     return None
 

@@ -9,7 +9,7 @@
 namespace shardwise {
 namespace INSTRUCTION_SET {
 
-constexpr int64_t PARALLEL_NUMBERS = 1 << 15;  // fewer than these are done before threads have woken up
+constexpr int64_t PARALLEL_NUMBERS = 1 << 13;  // fewer than these are done before threads have met
 
 // y = round(x / rms(x)) weight, with the mean square over D in fp32 (kernels/norm.py). D may be any number.
 void rms_norm(const bf16* x, int64_t x_step, int64_t num_rows, int64_t size, const bf16* weight, float eps, bf16* y) {
@@ -34,7 +34,7 @@ void rms_norm(const bf16* x, int64_t x_step, int64_t num_rows, int64_t size, con
 
 // silu(gate) up of rows [gate | up], each of F numbers (kernels/gated.py).
 void gated_silu(const bf16* x, int64_t num_rows, int64_t size, bf16* y) {
-#pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS / 4)
+#pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS)
     for (int64_t row = 0; row < num_rows; row++) {
         const bf16 *gate = x + row * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += LANES) {
