@@ -25,6 +25,7 @@ from shardwise.kernels.paged import BLOCK_TOKENS
 from shardwise.layout import Layout
 from shardwise.model.load import read_config
 from shardwise.model.tokenizer import byte_tokenizer, load_tokenizer
+from shardwise.parallel.launch import Place
 from shardwise.serve import process, worker
 from shardwise.serve import settings as limits
 from shardwise.serve.batch import Batch
@@ -468,16 +469,16 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder: Path) -> None:
-    async def check() -> None:
-        with pytest.raises(ValueError) as refused:
-            await remote(folder, kv_bytes=1 << 50).start()
-        told = re.fullmatch(
-            r"a KV cache of 1.13e\+06 GB was asked for, but each rank has ([\d.,]+) GB left; --kv-bytes (\d+) fits",
-            str(refused.value),
-        )
-        assert told and int(told[2]) <= 0.51 * 1e9 * float(told[1].replace(",", ""))
-
-    run(check())
+    place = Place(0, 1, torch.device("cpu"))
+    with pytest.raises(ValueError) as refused:
+        worker.start(place, EngineSettings(folder, dtype="fp32", kv_bytes=1 << 50))
+    told = re.fullmatch(
+        r"a KV cache of 1.13e\+06 GB was asked for, but each rank has ([\d.,]+) GB left; --kv-bytes (\d+) fits",
+        str(refused.value),
+    )
+    assert told and int(told[2]) <= 0.51 * 1e9 * float(told[1].replace(",", ""))
+    fits = worker.start(place, EngineSettings(folder, dtype="fp32", kv_bytes=min(int(told[2]), 1 << 23)))
+    assert fits.num_pages == (1 << 23) // fits.runner.page_bytes
 
 
 def test_scored_prompts_are_in_what_a_batch_is_measured_with(folder: Path) -> None:
