@@ -30,6 +30,7 @@ constexpr int BLOCK_PANELS_OF_KEYS = BLOCK_TOKENS / LANES;
 struct Pages {
     bf16 *keys, *values;  // [K, number of pages, P, C]
     int64_t num_kv_heads, num_pages, page_tokens, head_dim;
+    int page_shift;  // page_tokens divides BLOCK_TOKENS, so it is a power of 2
 
     int64_t at(int64_t head, int64_t page) const { return (head * num_pages + page) * page_tokens * head_dim; }
 };
@@ -117,22 +118,37 @@ static Block block_of(const Pages& pages, const Task& task, int64_t start, int64
     block.last = highest - start >= BLOCK_TOKENS ? BLOCK_PANELS_OF_KEYS : int((highest - start) / LANES) + 1;
     for (int i = 0; i < BLOCK_PANELS_OF_KEYS; i++) block.keys[i] = block.values[i] = (const uint32_t*)pages.keys;
     for (int i = block.first; i < block.last; i++) {
-        int64_t position = start + i * LANES, page = task.span->pages[position / pages.page_tokens];
-        int64_t at = pages.at(task.kv_head, page) + position % pages.page_tokens * pages.head_dim;
+        int64_t position = start + i * LANES, page = task.span->pages[position >> pages.page_shift];
+        int64_t at = pages.at(task.kv_head, page) + (position & (pages.page_tokens - 1)) * pages.head_dim;
         block.keys[i] = (const uint32_t*)(pages.keys + at);
         block.values[i] = (const uint32_t*)(pages.values + at);
     }
     return block;
 }
 
-// What of the next block no place of this one stands beside, and so is not fetched while that is read.
-static void fetch_rest(const Block& block, const Block& next, int64_t size) {
-    for (int i = next.first; i < next.last; i++)
-        if (i < block.first || i >= block.last)
-            for (int64_t at = 0; at < size * LANES / 2; at += LINE) {
-                __builtin_prefetch(next.keys[i] + at, 0, 2);
-                __builtin_prefetch(next.values[i] + at, 0, 2);
-            }
+// Fetches the same places of other panels.
+template <int P>
+struct Ahead {
+    const uint32_t* panel[P];
+    int64_t step;
+
+    Ahead(const uint32_t* const* from, int64_t step) : step(step) {
+        for (int p = 0; p < P; p++) panel[p] = from[p];
+    }
+    Ahead(const uint32_t* first, int64_t step) : step(step) {
+        for (int p = 0; p < P; p++) panel[p] = first + p * LANES;
+    }
+    INLINE void operator()(int64_t k) const {
+        for (int p = 0; p < P; p++) __builtin_prefetch(panel[p] + k * step, 0, 2);
+    }
+};
+
+// A block with panels of another in the places that nobody sees, to be fetched instead: after a block that is partly
+// seen there is too little to read for all of what comes next to be fetched meanwhile.
+static Block filled(Block block, const Block& other) {
+    for (int i = 0; i < BLOCK_PANELS_OF_KEYS; i++)
+        if (i < block.first || i >= block.last) block.keys[i] = other.keys[i], block.values[i] = other.values[i];
+    return block;
 }
 
 static void make_scores(const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, float scale) {
@@ -143,10 +159,10 @@ static void make_scores(const Block& block, const Block& next, Scratch& s, int64
                 Panels<P> panels{{}, LANES};
                 for (int p = 0; p < P; p++) panels.panel[p] = block.keys[i + p];
                 const uint32_t* q = (const uint32_t*)(s.q + row * size);
-                add_products(sums, q, size / 2, panels, size / 2, [&](int64_t k) {
-                    if (row == 0)
-                        for (int p = 0; p < P; p++) __builtin_prefetch(next.keys[i + p] + k * LANES, 0, 2);
-                });
+                if (row == 0)
+                    add_products(sums, q, size / 2, panels, size / 2, Ahead<P>(next.keys + i, LANES));
+                else
+                    add_products(sums, q, size / 2, panels, size / 2, Nothing());
                 for (int r = 0; r < R; r++)
                     for (int p = 0; p < P; p++)
                         store(s.scores + (row + r) * BLOCK_TOKENS + (i + p) * LANES, sums[r][p] * scale);
@@ -201,11 +217,10 @@ static void add_values(
                     for (int p = 0; p < P; p++) panels.panel[p] = block.values[i] + c + p * LANES;
                     const uint32_t* seen = (const uint32_t*)(s.seen + row * BLOCK_TOKENS) + i * PAIRS;
                     int64_t rest = num_pairs - i * PAIRS, pairs = rest < PAIRS ? rest : PAIRS;
-                    add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs, [&](int64_t k) {
-                        if (row == 0)
-                            for (int p = 0; p < P; p++)
-                                __builtin_prefetch(next.values[i] + c + p * LANES + k * size, 0, 2);
-                    });
+                    if (row == 0)
+                        add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs, Ahead<P>(next.values[i] + c, size));
+                    else
+                        add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs, Nothing());
                 }
                 for (int r = 0; r < R; r++)
                     for (int p = 0; p < P; p++) store(out + r * size + p * LANES, sums[r][p]);
@@ -285,8 +300,8 @@ static void attend_split(
     Block block = block_of(pages, task, seen.start, seen.lowest, seen.highest);
     for (int64_t start = seen.start; start < seen.stop; start += BLOCK_TOKENS) {
         bool ends = start + BLOCK_TOKENS >= seen.stop;
-        Block following = ends ? after : block_of(pages, task, start + BLOCK_TOKENS, seen.lowest, seen.highest);
-        fetch_rest(block, following, size);
+        Block following = after;
+        if (!ends) following = filled(block_of(pages, task, start + BLOCK_TOKENS, seen.lowest, seen.highest), after);
         make_scores(block, following, s, num_rows, size, scale);
         for (int64_t row = 0; row < num_rows; row++)
             softmax_row(block, s, row, task.span->start + task.token + row / task.num_heads, window, size);

@@ -57,14 +57,14 @@ INLINE void put(Out* to, floats v, int count) {
 }
 
 // What is read next, shared out among the tiles of rows that read what is there: `lines` of it from `start` on by each.
-struct Ahead {
+struct LinesAhead {
     const uint32_t* start;
     int64_t lines_each;
 };
 
 template <class Out, int R, int P>
 INLINE void linear_tile(
-    const Linear& w, const uint32_t* rows, int64_t row_step, int64_t panel, Out* y, int64_t y_step, Ahead ahead
+    const Linear& w, const uint32_t* rows, int64_t row_step, int64_t panel, Out* y, int64_t y_step, LinesAhead ahead
 ) {
     floats sums[R][P] = {};
     Panels<P> panels{{}, w.step(panel)};
@@ -90,7 +90,7 @@ void linear_panels(
     int64_t tiles = num_tiles(num_rows), tile = 0, each = tiles <= 1 ? 0 : (LINES + tiles - 1) / tiles;
     const uint32_t* next = w.panel(panel) + w.num_pairs * w.step(panel);
     over_tiles(num_rows, [&]<int R>(int64_t row) {
-        Ahead ahead{next + tile * each * w.num_pairs * LINE, tile * each < LINES ? each : 0};
+        LinesAhead ahead{next + tile * each * w.num_pairs * LINE, tile * each < LINES ? each : 0};
         linear_tile<Out, R, P>(w, x + row * x_step, x_step, panel, y + row * y_step, y_step, ahead);
         tile++;
     });

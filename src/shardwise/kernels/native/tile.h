@@ -26,6 +26,10 @@ struct Panels {
     int64_t step;
 };
 
+struct Nothing {
+    INLINE void operator()(int64_t) const {}
+};
+
 // rows: pairs of R rows, `row_step` pairs apart. fetch(k) may fetch what comes next while pair k is read.
 template <int R, int P, class Fetch>
 INLINE void add_products(
