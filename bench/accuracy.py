@@ -12,7 +12,7 @@ import ast
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +35,8 @@ from shardwise.train.settings import Settings
 
 GROUPS = (32, 64, 128)
 CONTEXT = 512
+WITH_OFFSETS: tuple[tuple[str, tuple[Method, ...]], ...] = (("int4z-g32", ("rtn",)), ("gguf:q4_1", ("rtn",)))
+"""Asked of SmolLM2, which is stored as Q4_1."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         task = smollm2(*sizes) if args.smollm2 else small(train_small(Path(folder)), *sizes)
         rows = []
         print(HEADER, flush=True)
-        for row in measure(task, schemes(task)):
+        for row in measure(task, [*schemes(task), *(WITH_OFFSETS if args.smollm2 else ())]):
             rows.append(row)
             print(line(row), flush=True)
     if args.json:
@@ -89,7 +91,7 @@ def schemes(task: Task) -> Iterator[tuple[str, Sequence[Method]]]:
                 yield f"int{bits}-g{group}", METHODS
 
 
-def measure(task: Task, asked: Iterator[tuple[str, Sequence[Method]]]) -> Iterator[Row]:
+def measure(task: Task, asked: Iterable[tuple[str, Sequence[Method]]]) -> Iterator[Row]:
     yield Row("none", None, 16.0, likeness(task.model, task.model, task.held_out, task.context))
     for name, methods in asked:
         for method in methods:
