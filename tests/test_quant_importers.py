@@ -196,9 +196,15 @@ def test_tensors_that_are_refused(folder: Path, edit: Callable[[Tensors], object
 
 def test_act_order_without_harm_is_read(folder: Path) -> None:
     """A file may say desc_act and keep its columns in order all the same."""
-    set_config(folder, quantization_config=gptq(4, 32, False).config | {"desc_act": True})
     config = read_config(folder)
-    load_weights(folder, config, model_specs(config), Layout(), Layout().coord(0), torch.float32)
+
+    def loaded() -> dict[str, torch.Tensor]:
+        return load_weights(folder, config, model_specs(config), Layout(), Layout().coord(0), torch.float32)
+
+    plain = loaded()
+    set_config(folder, quantization_config=gptq(4, 32, False).config | {"desc_act": True})
+    found = loaded()
+    assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
 
 
 def test_zero_points_off_the_middle_are_not_symmetric(folder: Path) -> None:

@@ -115,16 +115,8 @@ class Native:
         """`norm.rms_norm`, without its backward."""
         rows = x.reshape(-1, x.shape[-1])
         y = torch.empty(x.shape, dtype=x.dtype)
-        library.rms_norm(
-            self.functions,
-            rows.data_ptr(),
-            rows.stride(0),
-            len(rows),
-            rows.shape[1],
-            weight.data_ptr(),
-            eps,
-            y.data_ptr(),
-        )
+        start, step = rows.data_ptr(), rows.stride(0)
+        library.rms_norm(self.functions, start, step, *rows.shape, weight.data_ptr(), eps, y.data_ptr())
         return y
 
     def gated(self, inner: Tensor, activation: str) -> Tensor:

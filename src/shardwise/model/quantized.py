@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.layout import Coord, Layout
 from shardwise.model.forms import quantized_forms
-from shardwise.model.load import Reader, load_weights, open_weights, read_box, read_param, strips
+from shardwise.model.load import Reader, open_weights, read_box, read_param, strips
 from shardwise.params import Box, ParamSpec, block_of, boxes
 from shardwise.quant.blocks import Blocks, stack_blocks
 from shardwise.quant.format import Quantized, quantize, stack_rows
@@ -21,22 +21,6 @@ from shardwise.quant.weight import Piece, Plain, QuantizedWeight
 Weights = dict[str, Tensor | QuantizedWeight]
 
 
-def load_weights_as(
-    quant: str | None,
-    path: str | Path,
-    config: ModelConfig,
-    specs: Iterable[ParamSpec],
-    layout: Layout,
-    coord: Coord,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-) -> Weights:
-    """`load_weights`, or, where something is to be quantized, `load_quantized`."""
-    if quant is None:
-        return dict(load_weights(path, config, specs, layout, coord, dtype, device))
-    return load_quantized(path, config, specs, layout, coord, dtype, quant, device)
-
-
 def load_quantized(
     path: str | Path,
     config: ModelConfig,
@@ -44,30 +28,29 @@ def load_quantized(
     layout: Layout,
     coord: Coord,
     dtype: torch.dtype,
-    quant: str,
+    quant: str | None,
     device: torch.device | str = "cpu",
 ) -> Weights:
     """As `load_weights`, with the matrices of blocks quantized: to the scheme `quant` by rounding to nearest, or as
-    they are stored. What a rank holds are slices of what one rank would hold. Raises ValueError as `quantized_forms`
-    does."""
-    forms, scheme = quantized_forms(Path(path), config, layout, quant), parse_quant(quant)
+    they are stored; with None none is. What a rank holds are slices of what one rank would hold. Raises ValueError as
+    `quantized_forms` does."""
+    forms = quantized_forms(Path(path), config, layout, quant) if quant else {}
+    scheme = parse_quant(quant) if quant else None
     with closing(open_weights(path, config)) as reader:
-        weights: dict[str, Tensor | QuantizedWeight] = {}
+
+        def piece(spec: ParamSpec, box: Box) -> Piece:
+            if scheme is not None:
+                return quantized_box(reader, spec, box, scheme)
+            is_kept = (spec.name, box.part) in forms
+            return reader.read_piece(spec, box) if is_kept else plain_box(reader, spec, box, dtype)
+
+        weights: Weights = {}
         for spec in (spec for spec in specs if spec.tied_to is None):
             held = boxes(spec, layout, coord)
-            if not any((spec.name, box.part) in forms for box in held):
-                weights[spec.name] = read_param(reader, spec, layout, coord, dtype, device)
-            elif scheme is not None:
-                pieces: list[Piece] = [quantized_box(reader, spec, box, scheme) for box in held]
-                weights[spec.name] = QuantizedWeight(joined(pieces)).to(device)
+            if any((spec.name, box.part) in forms for box in held):
+                weights[spec.name] = QuantizedWeight(joined([piece(spec, box) for box in held])).to(device)
             else:
-                pieces = [
-                    reader.read_piece(spec, box)
-                    if (spec.name, box.part) in forms
-                    else plain_box(reader, spec, box, dtype)
-                    for box in held
-                ]
-                weights[spec.name] = QuantizedWeight(joined(pieces)).to(device)
+                weights[spec.name] = read_param(reader, spec, layout, coord, dtype, device)
     return weights
 
 

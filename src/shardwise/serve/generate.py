@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.load import read_config
-from shardwise.model.quantized import load_weights_as
+from shardwise.model.quantized import load_quantized
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -56,7 +56,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, quant: str 
     config, tokenizer = read_config(path), load_tokenizer(path)
     check_vocabulary(tokenizer, config.vocab_size)
     one = Layout()
-    weights = load_weights_as(quant, path, config, model_specs(config), one, one.coord(0), dtype, device)
+    weights = load_quantized(path, config, model_specs(config), one, one.coord(0), dtype, quant, device)
     return LoadedModel(config, weights, tokenizer, dtype, device)  # type: ignore[arg-type]  # `linear` takes both kinds
 
 

@@ -22,7 +22,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_si
 
 from shardwise.model.layers import DTYPES
 from shardwise.model.load import read_config
-from shardwise.model.quantized import load_weights_as
+from shardwise.model.quantized import load_quantized
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks
 from shardwise.parallel.memory import peak_memory_bytes, reset_peaks
@@ -138,8 +138,8 @@ def start(place: Place, settings: EngineSettings, phase: Callable[[str], Any] = 
         tokenizer = load_tokenizer(settings.model)
         check_vocabulary(tokenizer, config.vocab_size)
         coord = settings.layout.coord(place.rank)
-        weights = load_weights_as(
-            settings.quant, settings.model, config, model_specs(config), settings.layout, coord, dtype, place.device
+        weights = load_quantized(
+            settings.model, config, model_specs(config), settings.layout, coord, dtype, settings.quant, place.device
         )
         runner = Runner(config, weights, mesh, dtype, settings.page_tokens)
     with phase(f"one full batch with {runner.kernels.name} kernels, for its memory"):

@@ -151,7 +151,9 @@ static Block filled(Block block, const Block& other) {
     return block;
 }
 
-static void make_scores(const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, float scale) {
+static void make_scores(
+    const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, float scale
+) {
     for (int i = block.first; i < block.last; i += TILE_PANELS)
         over_tiles(num_rows, [&]<int R>(int64_t row) {
             with_constant<TILE_PANELS>(block.last - i, [&]<int P>() {

@@ -29,7 +29,8 @@ static void any_attend(const Attention& a) {
         spans[i] = {a.spans[2 * i], a.spans[2 * i + 1], first, a.table + i * a.table_width};
         first += spans[i].count;
     }
-    Pages pages{a.keys, a.values, a.num_kv_heads, a.num_pages, a.page_tokens, a.head_dim, __builtin_ctzll(a.page_tokens)};
+    int page_shift = __builtin_ctzll(a.page_tokens);
+    Pages pages{a.keys, a.values, a.num_kv_heads, a.num_pages, a.page_tokens, a.head_dim, page_shift};
     Step step{a.q, a.k, a.v, a.q_token, a.k_token, a.v_token, a.num_heads, a.cos, a.sin, a.window, a.out};
     attend(pages, step, spans, 1 / std::sqrt(float(a.head_dim)));
 }

@@ -1,6 +1,7 @@
 // y = x w^T with a weight that was packed once.
 //
-// Packed: blocks of up to 4 panels, with their pairs in turn, so that a block is read from its first byte to its last. Columns that are missing in the last panel are zeros.
+// Packed: blocks of up to 4 panels, with their pairs in turn, so that a block is read from its first byte to its last.
+// Columns that are missing in the last panel are zeros.
 
 #pragma once
 
@@ -56,7 +57,7 @@ INLINE void put(Out* to, floats v, int count) {
         for (int i = 0; i < count; i++) to[i] = whole[i];
 }
 
-// What is read next, shared out among the tiles of rows that read what is there: `lines` of it from `start` on by each.
+// What a tile fetches of what is read next: `lines_each` lines from `start` on for each pair that it reads.
 struct LinesAhead {
     const uint32_t* start;
     int64_t lines_each;

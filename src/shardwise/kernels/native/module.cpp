@@ -66,7 +66,8 @@ NB_MODULE(_native, m) {
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("use_huge_pages", [](Address start, int64_t num_bytes) {
 #ifdef MADV_HUGEPAGE
-        uintptr_t page = sysconf(_SC_PAGESIZE), first = (start + page - 1) / page * page, last = (start + num_bytes) / page * page;
+        Address page = sysconf(_SC_PAGESIZE), stop = start + num_bytes;
+        Address first = (start + page - 1) / page * page, last = stop / page * page;
         if (first < last) madvise(at<void>(first), last - first, MADV_HUGEPAGE);  // advice: it may be declined
 #endif
     });

@@ -1,4 +1,4 @@
-// What is done to each row by itself: norm, rotation, gated activation. One pass over memory each.
+// What is done to each row by itself: norm, gated activation. One pass over memory each.
 
 #pragma once
 

@@ -1,8 +1,8 @@
 // The one product everything is made of: a few rows by a few panels, held in registers while it is added up.
 //
 // A panel is LANES columns of a matrix, in pairs of bf16 along what is summed: pair k of all of them lie side by side,
-// one register full. Each sum has a lane of its own, to which its pairs are added from the first to the last. So a row has the
-// same bits whichever rows and panels are in the tile with it, which is all that batch invariance needs.
+// one register full. Each sum has a lane of its own, to which its pairs are added from the first to the last. So a row
+// has the same bits whichever rows and panels are in the tile with it, which is all that batch invariance needs.
 
 #pragma once
 

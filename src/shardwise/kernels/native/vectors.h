@@ -64,16 +64,21 @@ INLINE floats choose(ints where, floats yes, floats no) { return where ? yes : n
 
 INLINE floats larger(floats a, floats b) { return a > b ? a : b; }
 
-// Sums and maxima over lanes, always in the same tree.
+// One number of all lanes, always by the same tree.
+template <class Join>
+INLINE float over_lanes(floats v, Join&& join) {
+    float x[LANES];
+    store(x, v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = join(x[i], x[i + half]);
+    return x[0];
+}
+
 INLINE float sum(floats v) {
 #if SHARDWISE_AVX512
     return _mm512_reduce_add_ps((__m512)v);
 #else
-    float x[LANES];
-    store(x, v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
+    return over_lanes(v, [](float a, float b) { return a + b; });
 #endif
 }
 
@@ -81,11 +86,7 @@ INLINE float highest(floats v) {
 #if SHARDWISE_AVX512
     return _mm512_reduce_max_ps((__m512)v);
 #else
-    float x[LANES];
-    store(x, v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
-    return x[0];
+    return over_lanes(v, [](float a, float b) { return a > b ? a : b; });
 #endif
 }
 
