@@ -32,9 +32,9 @@ from shardwise.model.vocabulary import WORDS, byte_level_bpe
 from shardwise.model.write_gguf import model_keys
 from shardwise.params import model_specs
 from shardwise.quant import compressed
-from shardwise.quant.format import Quantized, dequantize, quantize
-from shardwise.quant.recipe import GGUF_SCHEMES, METHODS, Recipe
-from shardwise.quant.scheme import Scheme, quantizable
+from shardwise.quant.format import dequantize, quantize, rounded
+from shardwise.quant.recipe import METHODS, Recipe
+from shardwise.quant.scheme import GGUF_SCHEMES, Scheme, quantizable
 from shardwise.quant.to_gguf import choose_block_scales, to_blocks
 from smollm2 import smollm2_gguf
 from tiny_models import MODELS, tiny_model
@@ -147,17 +147,11 @@ def test_blocks_are_those_of_the_package(kind: str) -> None:
     scheme = Scheme.parse(GGUF_SCHEMES[kind])
     weight = torch.randn(9, 160, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.02
     weight[0, :64] = 0
-    quantized = quantize_blocks(weight, scheme)
-    theirs = gguf.quants.dequantize(to_blocks(quantized).numpy(), gguf.GGMLQuantizationType[kind.upper()])
+    quantized = rounded(weight, scheme, choose_block_scales)
+    theirs = gguf.quants.dequantize(to_blocks(quantized).numpy(), gguf.GGMLQuantizationType[kind])
     assert torch.equal(torch.from_numpy(np.array(theirs)), dequantize(quantized, torch.float32))
     steps = quantized.scales.float().repeat_interleave(32, 1)
     assert ((dequantize(quantized, torch.float32) - weight).abs() <= steps * 0.52 + 1e-4).all()
-
-
-def quantize_blocks(weight: Tensor, scheme: Scheme) -> Quantized:
-    from shardwise.quant.format import encode
-
-    return encode(weight, scheme, *choose_block_scales(weight, scheme))
 
 
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)
@@ -326,6 +320,7 @@ def test_a_data_set_calibrates_too(source: Path, text: Path, tmp_path: Path) -> 
         (["--quant", "gguf:q2_k"], "gguf:q8_0, gguf:q4_0, gguf:q4_1 are"),
         (["--quant", "gguf:q4_0"], "should end in .gguf, since it becomes one file"),
         (["--quant", "int8", "--method", "best"], "'best' is no method to quantize; known are rtn, gptq, awq"),
+        (["--quant", "int8", "--method", "gtpq", "--calibration", "text.txt"], "'gtpq' is no method to quantize"),
         (["--quant", "int8", "--method", "gptq"], "--method gptq needs --calibration FILE"),
         (["--quant", "int8", "--calibration", "text.txt"], "rounding to nearest looks at no text"),
         (["--method", "gptq"], "--quant says to what"),
@@ -362,6 +357,11 @@ def test_nothing_is_quantized_twice(source: Path, tmp_path: Path, capsys: pytest
     for once, kinds in ((folder, "compressed-tensors"), (file, "Q8_0")):
         assert main(["convert", str(once), str(tmp_path / "twice"), "--quant", "int4-g32"]) == 2
         assert f"{once} is quantized already ({kinds})" in capsys.readouterr().err
+    config = (
+        (folder / "config.json").read_text().replace('"quantization_config"', '"compression_config"')
+    )  # of old files
+    (folder / "config.json").write_text(config)
+    assert main(["convert", str(folder), str(tmp_path / "twice"), "--quant", "int4-g32"]) == 2
     assert main(["convert", str(file), str(tmp_path / "plain")]) == 0
     assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "twice"), "--quant", "int4-g32"]) == 0
 

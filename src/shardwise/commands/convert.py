@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardwise.model.convert import Converted
+    from shardwise.quant.recipe import Recipe
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -72,13 +73,24 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for flags of quantization that do not go together."""
-    calibrated = args.method in ("gptq", "awq")
-    if args.quant is None and (args.method or args.calibration or args.calibration_tokens is not None):
-        raise ValueError("--method and --calibration say how to quantize; --quant says to what, e.g. --quant int4-g64")
-    if args.quant and not calibrated and (args.calibration or args.calibration_tokens is not None):
+    says_how = args.calibration or args.calibration_tokens is not None
+    if args.quant is None:
+        if args.method or says_how:
+            raise ValueError(
+                "--method and --calibration say how to quantize; --quant says to what, e.g. --quant int4-g64"
+            )
+        return
+    calibrated = recipe_of(args).calibrated
+    if not calibrated and says_how:
         raise ValueError("rounding to nearest looks at no text; --calibration goes with --method gptq or awq")
     if calibrated and not args.calibration:
         raise ValueError(f"--method {args.method} needs --calibration FILE: text like what the model will read")
+
+
+def recipe_of(args: argparse.Namespace) -> "Recipe":
+    from shardwise.quant.recipe import Recipe
+
+    return Recipe.parse(args.quant, args.method or "rtn")
 
 
 def quantized(
@@ -88,10 +100,9 @@ def quantized(
     from shardwise.model.load import read_config
     from shardwise.model.tokenizer import load_tokenizer
     from shardwise.parallel.launch import device_of
-    from shardwise.quant.recipe import Recipe
     from shardwise.train.calibration import USUAL_TOKENS, calibration_text
 
-    recipe, text = Recipe.parse(args.quant, args.method or "rtn"), None
+    recipe, text = recipe_of(args), None
     check_plain(source)
     if recipe.calibrated:
         num_tokens = USUAL_TOKENS if args.calibration_tokens is None else args.calibration_tokens

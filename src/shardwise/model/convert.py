@@ -132,6 +132,9 @@ class StreamedWeights(Mapping[str, Tensor]):
         self._reader, self._dtype = reader, dtype
         self._specs = {spec.name: spec for spec in specs if spec.tied_to is None}
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
     def __getitem__(self, name: str) -> Tensor:
         return read_param(self._reader, self._specs[name], Layout(), Layout().coord(0), self._dtype).float()
 

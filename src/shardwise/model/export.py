@@ -4,7 +4,6 @@ While the parameters go by on their way to the file, a prompt runs through them 
 with are those that the file has to give.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.config import ModelConfig
+from shardwise.config import ModelConfig, read_config_json
 from shardwise.gguf import BLOCKS, read_gguf
 from shardwise.model.convert import (
     Converted,
@@ -35,6 +34,7 @@ from shardwise.model.write_gguf import package, write_gguf
 from shardwise.params import model_specs, num_params, units
 from shardwise.quant.format import Quantized, dequantize
 from shardwise.quant.recipe import Recipe
+from shardwise.quant.stored import folder_format
 
 
 def export(
@@ -80,8 +80,8 @@ def check_plain(source: Path) -> None:
     if kind_of(source) == "gguf":
         kinds = {tensor.kind for tensor in read_gguf(source).tensors.values() if BLOCKS[tensor.kind].num_elements > 1}
     elif (source / "config.json").is_file():
-        given = json.loads((source / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-        kinds = {str(given.get("quant_method"))} if isinstance(given, dict) else set()
+        format = folder_format(read_config_json(source), str(source / "config.json"))
+        kinds = {format.method} if format else set()
     if kinds:
         raise ValueError(
             f"{source} is quantized already ({', '.join(sorted(kinds))}), and errors of two roundings add up: take the "

@@ -17,7 +17,7 @@ def quantized_forms(path: Path | None, config: ModelConfig, layout: Layout, quan
     """The forms that `quant` asks for: those of the file or folder at `path`, or those of a scheme. Raises ValueError
     for what is not known, is not stored quantized, or is so already, and for groups that the layout would cut."""
     scheme = parse_quant(quant)
-    stored = {} if path is None else stored_forms(path, config)
+    stored = {} if path is None else kept_forms(path, config)
     if scheme is None:
         if not stored:
             where = "a shape without weights" if path is None else f"{path}, which is not stored quantized"
@@ -39,7 +39,7 @@ def check_forms(config: ModelConfig, forms: Forms, layout: Layout) -> None:
     check_cuts(model_specs(config), {name: form.group for (name, _), form in forms.items()}, layout)
 
 
-def stored_forms(path: Path, config: ModelConfig) -> Forms:
+def kept_forms(path: Path, config: ModelConfig) -> Forms:
     """Those of the matrices that a GGUF file or a folder stores quantized; a run has none."""
     if path.is_dir():
         return folder_forms(path, config) if (path / "config.json").is_file() else {}

@@ -6,20 +6,20 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from shardwise.model.tokenizer import Tokenizer, from_gguf
+from shardwise.model.tokenizer import GGUF_SPECIAL, Tokenizer, from_gguf
 from shardwise.model.vocabulary import GPT2_WORDS, WORDS, TokenType
 
 SAMPLE = "Hello! It's 2024: 3.14159, x_1=f(y); don't  stop.\n\n\tDéjà vu \N{SNOWMAN} 日本語 мир\r\n   THE End's 12345"
 
 
-class Metadata(dict[str, Any]):
+@dataclass(frozen=True)
+class Metadata:
     """What `from_gguf` asks an open file for."""
 
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        return self
+    metadata: Mapping[str, Any]
 
 
 def vocabulary_metadata(tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
@@ -61,8 +61,7 @@ def byte_level_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]
         ],
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
     }
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    for name, short in names.items():
+    for name, short in GGUF_SPECIAL.items():
         if name in tokenizer.special:
             found[f"{short}_token_id"] = tokenizer.backend.token_to_id(tokenizer.special[name])
     plain, whole = tokenizer.encode("a"), tokenizer.encode("a", special_tokens=True)

@@ -5,7 +5,7 @@ With a calibrated method the text runs through the blocks as they will be: each 
 quantized, then run again, so that the next one sees the errors of those before it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
+from shardwise.model.convert import Progress
 from shardwise.model.fold import Block, folds
 from shardwise.model.layers import AppliedWeight, Causal
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.params import model_specs, units
 from shardwise.quant.awq import clipped, input_scales
-from shardwise.quant.format import ChooseScales, Quantized, choose_scales, dequantize, encode
+from shardwise.quant.format import ChooseScales, Quantized, choose_scales, dequantize, rounded
 from shardwise.quant.gptq import gptq
 from shardwise.quant.recipe import Recipe
 from shardwise.quant.scheme import check_groups
@@ -30,8 +31,6 @@ MATRICES = ("qkv", "out", "gate_up", "down")
 BATCH_TOKENS = 4096
 """Of the text, that run through a block at once."""
 
-Progress = Callable[[str, float], None]
-"""progress(what is being done, how much of it is done from 0 to 1)."""
 Statistics = dict[str, InputStatistics]
 
 
@@ -69,13 +68,12 @@ class Quantizer:
             ready = self.block(block, None if x is None else self.watched(block, layer, x))
             if x is not None and layer + 1 < self.config.num_layers:
                 self.run(plain_block(ready), layer, x, out=x)
-            yield from ((prefix + name, to_cpu(value)) for name, value in ready.items())
+            yield from ((prefix + name, value.to("cpu")) for name, value in ready.items())
             progress("quantizing", (layer + 1) / self.config.num_layers)
 
     def embedded(self, weights: Mapping[str, Tensor], text: Tensor) -> Tensor:
         """[sequences, tokens, D]."""
-        needed = {name: weights[name] for name in ("embed", "positions") if name in weights}
-        return Transformer(self.config).embed(needed, text, torch.arange(text.shape[1])[None])
+        return Transformer(self.config).embed(weights, text, torch.arange(text.shape[1])[None])
 
     def watched(self, block: Block, layer: int, x: Tensor) -> Statistics:
         """What the matrices of a block are multiplied with while it runs."""
@@ -101,7 +99,7 @@ class Quantizer:
         """A block with its matrices quantized, and, of AWQ, with scales taken in."""
         scheme = self.recipe.scheme
         if statistics is None:
-            made = {name: encode(block[name], scheme, *self.choose(block[name], scheme)) for name in MATRICES}
+            made = {name: rounded(block[name], scheme, self.choose) for name in MATRICES}
         elif self.recipe.method == "gptq":
             made = {name: gptq(block[name], scheme, statistics[name].second_moment, self.choose) for name in MATRICES}
         else:
@@ -133,7 +131,3 @@ def plain_block(block: Mapping[str, Tensor | Quantized]) -> Block:
     return {
         name: value if isinstance(value, Tensor) else dequantize(value, torch.float32) for name, value in block.items()
     }
-
-
-def to_cpu(value: Tensor | Quantized) -> Tensor | Quantized:
-    return value.to("cpu")

@@ -55,14 +55,15 @@ def load_quantized(
 
 
 def quantized_box(reader: Reader, spec: ParamSpec, box: Box, scheme: Scheme) -> Quantized:
-    """A box of a matrix, rounded a few rows at a time. Rows are read whole, so that a scale for a row is that of all of
-    it, whoever holds which part."""
-    whole = replace(box, start=(box.start[0], 0), shape=(box.shape[0], spec.shape[1]))
+    """A box of a matrix, rounded a few rows at a time. Where a row has one scale it is read whole, so that its scale is
+    that of all of it, whoever holds which part."""
+    start, stop = (box.slices[1].start, box.slices[1].stop) if scheme.group else (0, spec.shape[1])
+    read = replace(box, start=(box.start[0], start), shape=(box.shape[0], stop - start))
     pieces = []
-    for strip in strips(whole, max(block_of(spec, part.dim) for part in spec.rows)):
+    for strip in strips(read, max(block_of(spec, part.dim) for part in spec.rows)):
         rows = torch.empty(strip.shape)
         read_box(reader, spec, strip, rows)
-        pieces.append(quantize(rows, scheme).columns(box.start[1], box.start[1] + box.shape[1]))
+        pieces.append(quantize(rows, scheme).columns(box.start[1] - start, box.start[1] - start + box.shape[1]))
     return stack_rows(pieces)
 
 

@@ -343,6 +343,10 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 # Tokenizers from elsewhere
 
 
+GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""What GGUF calls the tokens that Hugging Face's files name."""
+
+
 class GgufLike(Protocol):
     """What `from_gguf` needs of an open GGUF file."""
 
@@ -355,8 +359,7 @@ def from_gguf(gguf: GgufLike) -> Tokenizer:
     metadata = gguf.metadata
     _check_gguf_types(metadata)
     backend = backend_from_gguf(metadata)
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: gguf_special(metadata, short) for name, short in names.items()}
+    found = {name: gguf_special(metadata, short) for name, short in GGUF_SPECIAL.items()}
     special = {name: text for name, text in found.items() if text is not None}
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
     control = {text for text, kind in zip(tokens, types, strict=False) if kind == TokenType.CONTROL}

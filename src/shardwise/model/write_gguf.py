@@ -4,6 +4,7 @@ Matrices of blocks are quantized, norms and biases fp32, as llama.cpp wants them
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; names: gguf-py/gguf/constants.py of llama.cpp.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,6 @@ from shardwise.quant.scheme import quantizable
 from shardwise.quant.to_gguf import to_blocks
 
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
-"""`general.file_type`: what most of the file is."""
 QUANTIZATION_VERSION = 2
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -49,11 +48,10 @@ def write_gguf(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         writer = gguf.GGUFWriter(aside, arch)
-        add_metadata(writer, keys | {"general.file_type": FILE_TYPES[kind]} | dict(tokenizer))
+        add_metadata(writer, keys | {"general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{kind}"])} | dict(tokenizer))
         for name, shape, each in stored:
             block = BLOCKS[each]
-            row_bytes = shape[-1] // block.num_elements * block.num_bytes
-            num_bytes = row_bytes * (shape[0] if len(shape) == 2 else 1)
+            num_bytes = math.prod(shape) // block.num_elements * block.num_bytes
             writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes, gguf.GGMLQuantizationType[each])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

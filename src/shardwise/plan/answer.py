@@ -9,9 +9,10 @@ from shardwise.hardware import Device, find_device
 from shardwise.layout import Layout, Recompute
 from shardwise.model.forms import quantized_forms
 from shardwise.params import model_specs, num_params
-from shardwise.plan.memory import NOT_COUNTED, PRECISIONS, Mode, Precision
+from shardwise.plan.memory import NOT_COUNTED, NOT_QUANTIZED, PRECISIONS, Mode, Precision
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_one_is_not_enough
+from shardwise.quant.scheme import Forms
 
 DEFAULT_SEQ_TOKENS = 8192
 
@@ -120,15 +121,16 @@ def plan(
     num_gpus = gpus if gpus is not None else wanted.world_size if wanted else 1
     check_choices(mode, precision, num_gpus)
     check_training_choices(mode, micro_batch, recompute, wanted)
-    if quant is not None:
-        check_quant(quant, found, mode, wanted)
+    forms = NOT_QUANTIZED if quant is None else chosen_forms(quant, found, mode, wanted)
     trained = replace(wanted, recompute=recompute) if wanted and recompute else wanted
     if trained:
         check_layout(trained, found.config, num_gpus, mode)
     seq_tokens, num_sequences = choose_seq(found.config, seq), micro_batch or 1
-    serving = Job("serve", found.name, found.config, device, precision, seq_tokens, path=found.path, quant=quant)
+    serving = Job("serve", found.name, found.config, device, precision, seq_tokens, quant=quant, forms=forms)
     recomputed = trained.recompute if trained else recompute or "none"
-    training = replace(serving, mode="train", num_sequences=num_sequences, recompute=recomputed, quant=None)
+    training = replace(
+        serving, mode="train", num_sequences=num_sequences, recompute=recomputed, quant=None, forms=NOT_QUANTIZED
+    )
     asked = [(job, one) for job, one in ((training, trained), (serving, wanted)) if mode in (None, job.mode)]
     answers = tuple(answer(job, num_gpus, one) for job, one in asked)
     return Plan(found, device, num_gpus, precision, seq_tokens, num_sequences, answers, quant)
@@ -180,11 +182,12 @@ def check_training_choices(
         raise ValueError(f"layout {layout} says rc-{layout.recompute}, so recompute cannot be {recompute}; say it once")
 
 
-def check_quant(quant: str, found: FoundModel, mode: Mode | None, layout: Layout | None) -> None:
+def chosen_forms(quant: str, found: FoundModel, mode: Mode | None, layout: Layout | None) -> Forms:
+    """In what forms the weights are served. Raises ValueError for what cannot be."""
     if mode == "train":
         raise ValueError("weights are quantized in serving; leave quant out of training")
     served = Layout(tp=layout.tp) if layout and serves(layout) else Layout()
-    quantized_forms(found.path, found.config, served, quant)
+    return quantized_forms(found.path, found.config, served, quant)
 
 
 def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode | None) -> None:

@@ -156,6 +156,8 @@ def serving_ledgers(
 def unit_bytes(config: ModelConfig, tp: int, element_bytes: int, forms: Forms) -> dict[str, int]:
     """Of the weights of each unit on tensor rank 0, the fullest."""
     layout, first = Layout(tp=tp), Coord(dp=0, tp=0, pp=0, cp=0)
+    if not forms:
+        return {unit: size * element_bytes for unit, size in unit_sizes(config, layout).items()}
     return {
         unit: sum(held_bytes(spec, layout, first, forms, element_bytes) for spec in specs)
         for unit, specs in units(model_specs(config)).items()

@@ -6,17 +6,16 @@ other.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.hardware import Device
 from shardwise.layout import MAX_SIZE, Layout, Recompute, Shard
-from shardwise.model.forms import check_forms, quantized_forms
+from shardwise.model.forms import check_forms
 from shardwise.plan.activations import MicroBatchShape
-from shardwise.plan.memory import NOT_QUANTIZED, Ledger, Mode, Precision, serving_ledgers, training_ledgers
+from shardwise.plan.memory import Ledger, Mode, Precision, serving_ledgers, training_ledgers
 from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
 from shardwise.quant.scheme import Forms
 
@@ -67,13 +66,9 @@ class Job:
     seq_tokens: int
     num_sequences: int = 1
     recompute: Recompute = "none"
-    path: Path | None = None
     quant: str | None = None
-    """Of serving: how the weights at `path` are quantized."""
-
-    @cached_property
-    def forms(self) -> Forms:
-        return quantized_forms(self.path, self.config, Layout(), self.quant) if self.quant else NOT_QUANTIZED
+    forms: Forms = field(default_factory=dict)
+    """Of serving: how weights are quantized, in a word and matrix by matrix."""
 
     def allows(self, layout: Layout) -> bool:
         """Whether the heads of the model, and the groups of its weights, can be cut so."""

@@ -20,6 +20,7 @@ from shardwise.quant.format import (
     dequantize,
     encode,
     grouped,
+    rounded,
 )
 from shardwise.quant.scheme import Scheme
 from shardwise.quant.statistics import InputStatistics
@@ -40,8 +41,8 @@ def input_scales(
     best, least = torch.ones_like(inputs.magnitude), float("inf")
     for step in range(NUM_EXPONENTS):
         scales = foldable(powers(inputs.magnitude, step / NUM_EXPONENTS))
-        rounded = dequantize(rounded_to_nearest(weight * scales, scheme, choose), torch.float32) / scales
-        error = inputs.output_error(rounded - weight)
+        made = dequantize(rounded(weight * scales, scheme, choose), torch.float32) / scales
+        error = inputs.output_error(made - weight)
         if error < least:
             best, least = scales, error
     return best
@@ -73,7 +74,3 @@ def within_groups(second_moment: Tensor, scheme: Scheme) -> Tensor:
     """Its blocks on the diagonal, [G, columns of a group, columns of a group]."""
     size = len(second_moment) // scheme.num_groups(len(second_moment))
     return second_moment.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-
-
-def rounded_to_nearest(weight: Tensor, scheme: Scheme, choose: ChooseScales) -> Quantized:
-    return encode(weight, scheme, *choose(weight, scheme))

@@ -13,9 +13,7 @@ from torch import Tensor
 from shardwise.gguf import BLOCKS
 from shardwise.quant.format import Quantized, strip_rows
 from shardwise.quant.gguf import dequantize
-from shardwise.quant.scheme import Scheme
-
-SCHEMES = {"Q8_0": "int8-g32", "Q4_0": "int4-g32", "Q4_1": "int4z-g32"}
+from shardwise.quant.scheme import GGUF_SCHEMES, Scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +60,9 @@ def stack_blocks(pieces: Sequence[Blocks]) -> Blocks:
 def from_blocks(raw: Tensor, kind: str, shape: tuple[int, int]) -> Quantized | Blocks:
     """What is stored as `raw`, uint8 of any shape, without loss and in as many bytes."""
     num_rows, num_columns = shape
-    if kind not in SCHEMES:
+    if kind not in GGUF_SCHEMES:
         return Blocks(kind, shape, raw.reshape(num_rows, -1))
-    scheme = Scheme.parse(SCHEMES[kind])
+    scheme = Scheme.parse(GGUF_SCHEMES[kind])
     blocks = raw.reshape(num_rows, num_columns // 32, BLOCKS[kind].num_bytes)
     scales, *minima = (
         blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0] for at in ((0, 2) if scheme.zero else (0,))

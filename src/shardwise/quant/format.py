@@ -61,10 +61,6 @@ class Quantized:
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in (self.codes, self.scales, self.zeros) if each is not None)
 
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
     def to(self, device: torch.device | str) -> "Quantized":
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
@@ -122,8 +118,12 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
         raise ValueError(f"{scheme} does not fit a weight of {tuple(weight.shape)}: its groups must divide the columns")
     if not weight.isfinite().all():
         raise ValueError("a weight that is infinite or no number cannot be quantized")
-    scales, zeros = choose_scales(weight, scheme)
-    return encode(weight, scheme, scales, zeros)
+    return rounded(weight, scheme, choose_scales)
+
+
+def rounded(weight: Tensor, scheme: Scheme, choose: "ChooseScales") -> Quantized:
+    """Every weight at the code nearest to it, with the scales that `choose` finds."""
+    return encode(weight, scheme, *choose(weight, scheme))
 
 
 def choose_scales(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:

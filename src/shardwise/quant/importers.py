@@ -30,7 +30,6 @@ Read = tuple[Tensor, Tensor, Tensor | None]
 
 
 def read_gptq(format: FolderFormat, matrix: StoredMatrix, get: Get) -> Read:
-    check_order(format, matrix, get("g_idx"))
     scheme, (num_rows, _) = format.scheme, matrix.shape
     packed = bytes_of(needed(get, "qweight").t())
     zeros = unpack(bytes_of(needed(get, "qzeros")), scheme.bits)[:, :num_rows].t().contiguous()

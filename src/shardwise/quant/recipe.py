@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from shardwise.quant.scheme import Scheme
+from shardwise.quant.scheme import GGUF_SCHEMES, Scheme
 
 Method = Literal["rtn", "gptq", "awq"]
 METHODS: tuple[Method, ...] = get_args(Method)
-GGUF_SCHEMES = {"q8_0": "int8-g32", "q4_0": "int4-g32", "q4_1": "int4z-g32"}
-"""What the kinds of GGUF that are written are; each has blocks of 32 columns."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,10 @@ class Recipe:
         form, colon, kind = name.partition(":")
         if not colon:
             recipe = cls(Scheme.parse(name), method)
-        elif form == "gguf" and kind.lower() in GGUF_SCHEMES:
-            recipe = cls(Scheme.parse(GGUF_SCHEMES[kind.lower()]), method, kind.upper())
+        elif form == "gguf" and kind.upper() in GGUF_SCHEMES:
+            recipe = cls(Scheme.parse(GGUF_SCHEMES[kind.upper()]), method, kind.upper())
         else:
-            known = ", ".join(f"gguf:{each}" for each in GGUF_SCHEMES)
+            known = ", ".join(f"gguf:{each.lower()}" for each in GGUF_SCHEMES)
             raise ValueError(
                 f"{name!r} is no way to quantize a file; {known} are, or for a folder int8, int4-g64 or fp8"
             )

@@ -17,6 +17,8 @@ COMMON = (
     "int3-g32", "int3-g64", "int3-g128", "int3z-g32", "int3z-g64", "int3z-g128", "fp8",
 )  # fmt: skip
 """The names that are in use; others of the form work too."""
+GGUF_SCHEMES = {"Q8_0": "int8-g32", "Q4_0": "int4-g32", "Q4_1": "int4z-g32"}
+"""What kinds of GGUF are whose scales have no scales of their own; each has blocks of 32 columns."""
 AS_STORED = "as-stored"
 """Weights that are quantized already stay so."""
 COMMON_GROUPS = (32, 64, 128, 256)
@@ -104,7 +106,8 @@ def parse_quant(name: str) -> Scheme | None:
 @dataclass(frozen=True)
 class Form:
     """How a matrix is held in memory: codes of `bits`, and `beside_bytes` of scales and offsets for each `group` of
-    columns of a row, or for the row. The name is what people call it."""
+    columns of a row, or for the row. Of a kind of GGUF `bits` is what a block comes to for each weight, rounded
+    down, and the rest stands beside. The name is what people call it."""
 
     name: str
     bits: int

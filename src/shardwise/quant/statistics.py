@@ -3,23 +3,13 @@
 Shapes: N outputs, K inputs, M rows of activations.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Made(Protocol):
-    """What is cheap to make again (`model.layers.Light`)."""
-
-    @property
-    def make(self) -> Callable[..., Tensor]: ...
-
-    @property
-    def inputs(self) -> tuple[Tensor | None, ...]: ...
+from shardwise.quant.weight import Recomputed
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +42,7 @@ class WatchedWeight:
         self._magnitudes = torch.zeros(num_columns, device=weight.device)
         self._num_rows = 0
 
-    def apply(self, x: Tensor | Made) -> Tensor:
+    def apply(self, x: Tensor | Recomputed) -> Tensor:
         """x [..., K] -> [..., N]."""
         x = x if isinstance(x, Tensor) else x.make(*x.inputs)
         rows = x.detach().flatten(0, -2).float()

@@ -6,7 +6,7 @@ to itself. Products are those of plain numbers, made from a strip of rows at a t
 Shapes: N rows (outputs), K columns (inputs).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -35,12 +35,6 @@ class Plain:
 
     def to(self, device: torch.device | str) -> "Plain":
         return replace(self, weight=self.weight.to(device))
-
-    def rows(self, start: int, stop: int) -> "Plain":
-        return replace(self, weight=self.weight[start:stop])
-
-    def columns(self, start: int, stop: int) -> "Plain":
-        return replace(self, weight=self.weight[:, start:stop].contiguous())
 
     def strips(self, dtype: torch.dtype) -> Iterator[Tensor]:
         for start, stop in strip_rows(self.shape):
@@ -115,8 +109,3 @@ class FrozenProduct(torch.autograd.Function):
             dx += dy[..., start : start + len(strip)] @ strip
             start += len(strip)
         return dx.to(dy.dtype), None
-
-
-def num_bytes(weights: Sequence[Tensor | QuantizedWeight]) -> int:
-    """What weights hold in memory."""
-    return sum(weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes for weight in weights)
