@@ -67,7 +67,8 @@ class Runner:
         self.config, self.mesh, self.dtype, self.page_tokens = config, mesh, dtype, page_tokens
         self.kernels = kernels or kernels_for(mesh.device, dtype)
         self.model = Transformer(config, seams_of(mesh), kernels=self.kernels, turns=False)
-        head = weights[self.model.head_name]
+        name = self.model.head_name
+        head = weights[name] if config.tied else weights.pop(name)  # packed, it is needed no more
         assert isinstance(head, Tensor), "the head is never quantized"
         self.head = self.kernels.head(head)
         self.weights = self.kernels.weights(weights)
