@@ -4,7 +4,7 @@ import math
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,10 +14,15 @@ from torch import Tensor
 
 from shardwise.kernels.choice import CHOICE, TORCH, Heads, kernels_for
 from shardwise.kernels.gated import gated, gated_naive
-from shardwise.kernels.native import Native, NativeAttention, PackedWeight, instruction_sets
+from shardwise.kernels.native import Native, NativeAttention, PackedQuantized, PackedWeight, instruction_sets
 from shardwise.kernels.norm import rms_norm_naive
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rotary import rotate_naive
+from shardwise.kernels.rows import RowWeight
+from shardwise.quant.dynamic import dynamic_matmul
+from shardwise.quant.format import Quantized, dequantize, quantize
+from shardwise.quant.scheme import Scheme
+from shardwise.quant.weight import QuantizedWeight
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not built: no compiler")
 
@@ -39,7 +44,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def weight_of(native: Native, weight: Tensor, wide: bool) -> PackedWeight:
-    packed = native.weights({"blocks.0.w": weight})["blocks.0.w"] if not wide else native.head(weight)
+    packed = native.weights({"blocks.0.w": weight})["blocks.0.w"] if not wide else native.head(weight, BF16)[0]
     assert isinstance(packed, PackedWeight)
     return packed
 
@@ -89,6 +94,81 @@ def test_tiny_numbers_are_no_trouble(native: Native) -> None:
     x = torch.full((2, 64), 1e-39, dtype=BF16)
     found = weight_of(native, torch.full((16, 64), 1.0, dtype=BF16), True).apply(x)
     assert ((found == 0) | ((found - 64e-39).abs() < 1e-39)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(instruction_sets() or ("none",)),
+    scheme=st.sampled_from(["int8", "int8-g32", "int8z-g64", "int4", "int4-g32", "int4z-g32", "int4-g128", "int4z"]),
+    num_rows=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 13, 65]),
+    num_in=st.integers(1, 3).map(lambda groups: 128 * groups),
+    num_out=st.integers(1, 150),
+    scales=st.sampled_from([BF16, torch.float16, torch.float32]),
+    minima=st.booleans(),
+)
+def test_a_quantized_product_is_as_defined_and_a_row_has_the_same_bits_alone(
+    name: str, scheme: str, num_rows: int, num_in: int, num_out: int, scales: torch.dtype, minima: bool
+) -> None:
+    """Sums of integers are exact, so fp32 sums of a stretch each are all that differs from the definition in fp64."""
+    native, x = Native.of(name), drawn(num_rows, num_in)
+    held = with_numbers(quantize(drawn(num_out, num_in, seed=1).float(), Scheme.parse(scheme)), scales, minima)
+    head, table = native.head(QuantizedWeight((held,)), BF16)
+    found, exact = head.apply(x), dynamic_matmul(x.double(), held)
+    most = x.double().abs() @ dequantize(held, torch.float64).abs().t() + x.double().abs().sum(1, keepdim=True)
+    assert found.dtype == torch.float32
+    assert ((found - exact).abs() <= (num_in / 16 + 8) * 2.0**-23 * most).all()
+    narrow = native.weights({"blocks.0.w": QuantizedWeight((held,)), "norm": drawn(1)})["blocks.0.w"]
+    assert isinstance(narrow, PackedQuantized) and torch.equal(narrow.apply(x), found.to(BF16))
+    for row in {0, num_rows // 2, num_rows - 1}:
+        assert torch.equal(head.apply(x[row]), found[row])
+    ids = torch.tensor([[0, num_out - 1], [num_out // 2, 0]])
+    torch.testing.assert_close(table.look_up(ids), dequantize(held, BF16)[ids], rtol=HALF_STEP, atol=1e-6)
+
+
+def with_numbers(held: Quantized, scales: torch.dtype, minima: bool) -> Quantized:
+    """The same codes with scales of another dtype and, where they have offsets, minima in place of zero points."""
+    zeros = held.zeros
+    if zeros is not None and minima:
+        zeros = (-held.scales.float() * zeros.float()).to(scales)
+    return replace(held, scales=held.scales.to(scales), zeros=zeros)
+
+
+@given(num_in=st.integers(1, 140), num_out=st.integers(1, 40))
+def test_one_scale_a_row_needs_no_whole_stretches(num_in: int, num_out: int) -> None:
+    held, x = quantize(drawn(num_out, num_in).float(), Scheme.parse("int8")), drawn(3, 2 * num_in, seed=1)[:, :num_in]
+    for name in instruction_sets():
+        head, table = Native.of(name).head(QuantizedWeight((held,)), BF16)
+        torch.testing.assert_close(head.apply(x).double(), dynamic_matmul(x.double(), held), rtol=1e-5, atol=1e-4)
+        assert torch.equal(table.look_up(torch.arange(num_out)), dequantize(held, BF16))
+
+
+def test_a_stretch_that_is_no_number_spoils_its_row_alone(native: Native) -> None:
+    held = quantize(drawn(20, 96, seed=1).float(), Scheme.parse("int4-g32"))
+    x = drawn(8, 96)
+    x[3, 40], x[5, 95], x[6] = torch.nan, torch.inf, 1e-38
+    found = native.head(QuantizedWeight((held,)), BF16)[0].apply(x)
+    assert not found[[3, 5]].isfinite().any() and found[[0, 1, 2, 4, 6, 7]].isfinite().all()
+    assert found[6].eq(0).all()
+
+
+def test_what_has_no_native_product_is_made_plain(native: Native) -> None:
+    """Pieces in two ways, floats, groups that are no whole stretches."""
+    names = ("int8", "int4", "fp8", "int4-g16", "int3-g16")
+    int8, int4, *odd = [quantize(drawn(8, 80).float(), Scheme.parse(name)) for name in names]
+    for weight in (QuantizedWeight((int8, int4)), *(QuantizedWeight((each,)) for each in odd)):
+        x = drawn(3, weight.shape[1], seed=1)
+        ready = native.weights({"blocks.0.w": weight, "norm": drawn(1)})["blocks.0.w"]
+        assert isinstance(ready, RowWeight)
+        torch.testing.assert_close(ready.apply(x), x @ weight.plain(BF16).t(), rtol=0.02, atol=0.05)
+        head, _ = native.head(weight, BF16)
+        assert isinstance(head, PackedWeight)
+
+
+@given(rows=st.integers(1, 4), num_out=st.integers(1, 70), num_in=st.integers(1, 20).map(lambda pairs: 2 * pairs))
+def test_rows_are_looked_up_in_what_makes_logits(rows: int, num_out: int, num_in: int) -> None:
+    weight, ids = drawn(num_out, num_in), torch.arange(rows)[:, None] * 7 % num_out
+    for name in instruction_sets():
+        assert torch.equal(Native.of(name).head(weight, BF16)[1].look_up(ids), weight[ids])
 
 
 # -- rows -----------------------------------------------------------------------------------------------------

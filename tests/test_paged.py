@@ -150,7 +150,7 @@ def test_rows_of_a_product_do_not_depend_on_how_many_there_are(num_in: int, num_
     random = torch.Generator().manual_seed(num_in)
     weight = torch.randn(num_out, num_in, generator=random).to(dtype)
     x = torch.randn(300, num_in, generator=random).to(dtype)
-    linear, head = row_weights({"blocks.0.w": weight})["blocks.0.w"], head_of(weight)
+    linear, head = row_weights({"blocks.0.w": weight})["blocks.0.w"], head_of(weight, dtype)[0]
     assert isinstance(linear, RowWeight)
     expected = x.double() @ weight.double().t()
     scale = expected.abs().max()
@@ -241,7 +241,7 @@ class Served:
 
 def served(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> Served:
     ready = row_weights(weights)
-    return Served(config, ready, head_of(weights[Transformer(config).head_name]), dtype)  # type: ignore[arg-type]
+    return Served(config, ready, head_of(weights[Transformer(config).head_name], dtype)[0], dtype)  # type: ignore[arg-type]
 
 
 def ways(texts: list[list[int]]) -> Iterator[Runs]:

@@ -30,7 +30,7 @@ from shardwise.params import ParamSpec, boxes, model_specs
 from shardwise.plan import plan
 from shardwise.plan.memory import Precision
 from shardwise.quant.format import dequantize, quantize
-from shardwise.quant.scheme import Scheme, quantizable
+from shardwise.quant.scheme import Scheme, keepable, quantizable
 from shardwise.quant.weight import QuantizedWeight
 from shardwise.serve.evaluate import perplexity
 from shardwise.serve.generate import load_model
@@ -42,7 +42,7 @@ from tiny_models import our_weights, tiny_model
 
 KINDS = [kind for kind, block in BLOCKS.items() if block.num_elements > 1]
 MIXED = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q5_K", "ffn_gate": "Q4_K",
-         "ffn_up": "F16", "ffn_down": "Q8_0"}  # fmt: skip
+         "ffn_up": "F16", "ffn_down": "Q8_0", "token_embd": "Q6_K", "output": "Q4_0"}  # fmt: skip
 
 
 def nbytes(weights: Mapping[str, Tensor | QuantizedWeight]) -> int:
@@ -66,7 +66,9 @@ def write_gguf(path: Path, kinds: dict[str, str]) -> Path:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(96)
     random = np.random.default_rng(0)
-    writer.add_tensor("token_embd.weight", random.normal(size=(96, 512)).astype(np.float32))
+    for number, name in enumerate(("token_embd", "output")):
+        raw = drawn_blocks(kinds[name], 96, 512, seed=100 + number).numpy()
+        writer.add_tensor(f"{name}.weight", raw, raw_dtype=GGMLQuantizationType[kinds[name]])
     writer.add_tensor("output_norm.weight", np.ones(512, np.float32))
     shapes = {"attn_q": (512, 512), "attn_k": (256, 512), "attn_v": (256, 512), "attn_output": (512, 512),
               "ffn_gate": (1024, 512), "ffn_up": (1024, 512), "ffn_down": (512, 1024)}  # fmt: skip
@@ -106,16 +108,14 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str, tp: int) -> Non
         kept = load_quantized(path, config, specs, layout, coord, torch.float32, "as-stored")
         for spec in specs:
             held = kept[spec.name]
-            assert isinstance(held, QuantizedWeight) == quantizable(spec)
+            assert isinstance(held, QuantizedWeight) == keepable(spec)
             local = held.plain(torch.float32) if isinstance(held, QuantizedWeight) else held
             assert torch.equal(local, plain[spec.name]), spec.name
         assert nbytes(kept) == planned_bytes(path, layout, "as-stored", "fp32")
         total += sum(held.num_bytes for held in kept.values() if isinstance(held, QuantizedWeight))
     if kind != "mixed":
         stored = gguf.GGUFReader(path).tensors
-        assert total == sum(
-            int(each.n_bytes) for each in stored if each.name.startswith("blk") and len(each.shape) == 2
-        )
+        assert total == sum(int(each.n_bytes) for each in stored if len(each.shape) == 2)
 
 
 def test_logits_are_those_of_the_plain_file(tmp_path: Path) -> None:
@@ -143,23 +143,29 @@ def test_smollm2_as_stored() -> None:
         held = kept[name]
         assert torch.equal(held.plain(torch.bfloat16) if isinstance(held, QuantizedWeight) else held, weight), name
     blocks = sum(spec.numel for spec in specs if quantizable(spec))
+    embedding = 49152 * 576
     assert blocks == 106_168_320
-    assert nbytes(kept) == nbytes(plain) - 2 * blocks + 20 * blocks // 32 == planned_bytes(path, one, "as-stored")
+    saved = 2 * (blocks + embedding) - 20 * blocks // 32 - 34 * embedding // 32
+    assert nbytes(kept) == nbytes(plain) - saved == planned_bytes(path, one, "as-stored")
 
 
 def test_smollm2_answers_as_the_plain_model_does() -> None:
-    """Greedy, and within 0.15 of its log-probabilities: kept weights have torch's products and plain ones native ones,
-    which add up in another order, and each is 0.025 from fp32 on average."""
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
-    prompts = ["The capital of France is", "1, 2, 3, 4,"]
+    """Its log-probabilities are 0.05 from those of the plain model on average: activations in int8, where
+    products are native, cost about as much as bf16 itself does, whose products are 0.025 from fp32."""
+    params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0)
+    text = (
+        "The capital of France is Paris. " * 3
+        + "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12. Water boils at a hundred degrees"
+    )
     told = []
     for quant in (None, "as-stored"):
         llm = LLM(str(smollm2_gguf()), quant=quant, kv_bytes=1 << 26, max_len=512, max_batch_tokens=80)
-        told.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
-    for plain, kept in zip(*told, strict=True):
-        assert plain.token_ids == kept.token_ids
-        for one, other in zip(plain.logprobs, kept.logprobs, strict=True):
-            assert abs(one.logprob - other.logprob) < 0.15
+        (output,) = llm.generate([text], params, use_tqdm=False)
+        assert output.prompt_logprobs is not None
+        told.append((torch.tensor([each.logprob for each in output.prompt_logprobs]), output.outputs[0].token_ids[0]))
+    (plain, first), (kept, kept_first) = told
+    assert first == kept_first
+    assert (plain - kept).abs().mean() < 0.05
 
 
 def test_answers_have_the_same_bits_in_any_company() -> None:
@@ -319,7 +325,9 @@ def test_a_server_refuses_in_a_sentence(
 
 
 def test_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"is quantized already \(Q4_1\), and twice is not done; as-stored keeps it"):
+    with pytest.raises(
+        ValueError, match=r"is quantized already \(Q4_1, Q8_0\), and twice is not done; as-stored keeps it"
+    ):
         LLM(str(smollm2_gguf()), quant="int4-g64")
 
 

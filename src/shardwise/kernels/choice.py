@@ -94,15 +94,16 @@ class TorchAttention:
 @dataclass(frozen=True)
 class Kernels:
     """One version of each: rms_norm(x, weight, eps), gated(inner, activation), attention over pages, and what makes
-    products of the weights of a model, which it takes out of the dict, and of its head. Whether attention reads its
-    batch from tables (`tables.py`), so that a step can be captured once and run again."""
+    products of the weights of a model, which it takes out of the dict. head(weight [V, D], dtype): what makes logits,
+    and what looks rows up if the embedding is the same. Whether attention reads its batch from tables (`tables.py`), so
+    that a step can be captured once and run again."""
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gated: Callable[[Tensor, str], Tensor]
     attention: Callable[[Heads], Attention]
     weights: Callable[[dict[str, Tensor | QuantizedWeight]], Any]
-    head: Callable[[Tensor], Any]
+    head: Callable[[Tensor | QuantizedWeight, torch.dtype], tuple[Any, Any]]
     reads_tables: bool
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from shardwise.kernels.gated import gated
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rows import RowWeight, row_quantized
+from shardwise.quant.dynamic import STRETCH
+from shardwise.quant.format import Quantized
 from shardwise.quant.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ except ImportError:  # built without a compiler
 LANES = 16
 """Columns of a panel, and positions of a page that are worked on at once."""
 MAX_HEAD_DIM = 256
+LINE_BYTES = 64
+SCALE_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""As `native/kernels.h` numbers them."""
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -44,21 +49,67 @@ class PackedWeight:
 
     functions: int
     packed: Tensor
-    num_out: int
-    num_in: int
+    shape: tuple[int, int]
     wide: bool = False
 
     def apply(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
-        rows = x.reshape(-1, self.num_in)
-        if rows.stride(1) != 1 or rows.stride(0) % 2:
-            rows = rows.contiguous()
-        y = torch.empty(*x.shape[:-1], self.num_out, dtype=torch.float32 if self.wide else x.dtype)
+        rows, y = rows_of(x), out_for(x, self.shape[0], self.wide)
         library.linear(
-            self.functions, rows.data_ptr(), rows.stride(0), len(rows), self.packed.data_ptr(), self.num_out,
-            self.num_in, y.data_ptr(), self.wide,
+            self.functions, rows.data_ptr(), rows.stride(0), len(rows), self.packed.data_ptr(), *self.shape,
+            y.data_ptr(), self.wide,
         )  # fmt: skip
         return y
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows [..., K] of the weight."""
+        y = torch.empty(*ids.shape, self.shape[1], dtype=torch.bfloat16)
+        ids = ids.contiguous()
+        start, packed = ids.data_ptr(), self.packed.data_ptr()
+        library.look_up(self.functions, start, ids.numel(), packed, *self.shape, y.data_ptr())
+        return y
+
+
+@dataclass(frozen=True)
+class PackedQuantized:
+    """A weight [N, K] of integers in that order. Its products take activations in int8 (`quant/dynamic.py`)."""
+
+    functions: int
+    packed: Tensor
+    shape: tuple[int, int]
+    layout: Any
+    """The library's description of it."""
+    wide: bool = False
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        rows, y = rows_of(x), out_for(x, self.shape[0], self.wide)
+        start, step, packed = rows.data_ptr(), rows.stride(0), self.packed.data_ptr()
+        library.quantized_linear(
+            self.functions, start, step, len(rows), packed, self.layout, y.data_ptr(), self.wide
+        )  # fmt: skip
+        return y
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows [..., K] of the weight as plain numbers."""
+        y = torch.empty(*ids.shape, self.shape[1], dtype=torch.bfloat16)
+        ids = ids.contiguous()
+        start, packed = ids.data_ptr(), self.packed.data_ptr()
+        library.look_up_quantized(self.functions, start, ids.numel(), packed, self.layout, y.data_ptr())
+        return y
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K] whose pairs lie side by side."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 and rows.stride(0) % 2 == 0 else rows.contiguous()
+
+
+def out_for(x: Tensor, num_out: int, wide: bool) -> Tensor:
+    return torch.empty(*x.shape[:-1], num_out, dtype=torch.float32 if wide else x.dtype)
+
+
+Applied = PackedWeight | PackedQuantized | RowWeight
 
 
 @dataclass(frozen=True)
@@ -135,44 +186,87 @@ class Native:
     def attention(self, heads: "Heads") -> NativeAttention:
         return NativeAttention(self.functions, heads)
 
-    def weights(self, weights: dict[str, Tensor | QuantizedWeight]) -> dict[str, Tensor | PackedWeight | RowWeight]:
+    def weights(self, weights: dict[str, Tensor | QuantizedWeight]) -> dict[str, Tensor | Applied]:
         """The weights of a model with the matrices of its blocks packed, side by side in one piece of memory. They are
-        taken out of `weights` one after the other, so that little is there twice. Quantized ones have no native product
-        yet."""
-        ready: dict[str, Tensor | PackedWeight | RowWeight] = dict(row_quantized(weights))
-        plain = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
-        weights.clear()
-        packs = [name for name, weight in plain.items() if packable(name, weight)]
-        sizes = [packed_elements(plain[name]) for name in packs]
-        places = dict(zip(packs, huge_pages(sum(sizes)).split(sizes), strict=True))
-        for name in list(plain):
-            weight = plain.pop(name)
-            ready[name] = self.packed(weight, places[name]) if name in places else weight
+        taken out of `weights` one after the other, so that little is there twice. Quantized ones that have no native
+        product are multiplied as plain numbers."""
+        others = {name: weights.pop(name) for name, weight in list(weights.items()) if not self.packs(name, weight)}
+        ready: dict[str, Tensor | Applied] = {name: each for name, each in others.items() if isinstance(each, Tensor)}
+        ready |= row_quantized(others)
+        places = split_memory([self.packed_bytes(weight) for weight in weights.values()])
+        for name, place in zip(list(weights), places, strict=True):
+            ready[name] = self.packed(weights.pop(name), place)
         return ready
 
-    def head(self, weight: Tensor) -> PackedWeight:
-        """The weight [V, D] that makes logits, in fp32."""
-        return self.packed(weight, huge_pages(packed_elements(weight)), wide=True)
+    def packs(self, name: str, weight: Tensor | QuantizedWeight) -> bool:
+        """Whether it is a matrix of a block for which there is a native product."""
+        if isinstance(weight, QuantizedWeight):
+            return integers_of(weight) is not None
+        return name.startswith("blocks.") and weight.dim() == 2 and weight.shape[1] % 2 == 0
 
-    def packed(self, weight: Tensor, place: Tensor, wide: bool = False) -> PackedWeight:
-        weight = weight.contiguous()
-        library.pack(self.functions, weight.data_ptr(), *weight.shape, place.data_ptr())
-        return PackedWeight(self.functions, place, weight.shape[0], weight.shape[1], wide)
+    def head(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> tuple[Applied, Applied | Tensor]:
+        """What makes logits, in fp32, of the weight [V, D], and what looks its rows up if it is the embedding too: the
+        same, so that it is there once."""
+        if isinstance(weight, QuantizedWeight) and integers_of(weight) is None:
+            weight = weight.plain(dtype)
+        (place,) = split_memory([self.packed_bytes(weight)])
+        head = self.packed(weight, place, wide=True)
+        return head, head
+
+    def packed_bytes(self, weight: Tensor | QuantizedWeight) -> int:
+        if isinstance(weight, Tensor):
+            num_out, num_in = weight.shape
+            return -(-num_out // LANES) * LANES * num_in * 2
+        found: int = library.quantized_bytes(self.functions, layout_of(weight))
+        return found
+
+    def packed(
+        self, weight: Tensor | QuantizedWeight, place: Tensor, wide: bool = False
+    ) -> PackedWeight | PackedQuantized:
+        num_out, num_in = weight.shape
+        if isinstance(weight, Tensor):
+            weight = weight.contiguous()
+            library.pack(self.functions, weight.data_ptr(), num_out, num_in, place.data_ptr())
+            return PackedWeight(self.functions, place, (num_out, num_in), wide)
+        held, layout = integers_of(weight), layout_of(weight)
+        assert held is not None
+        codes, scales, zeros = held.codes.contiguous(), held.scales.contiguous(), held.zeros
+        zeros = None if zeros is None else zeros.contiguous()
+        offsets = 0 if zeros is None else zeros.data_ptr()
+        library.pack_quantized(
+            self.functions, codes.data_ptr(), scales.data_ptr(), offsets, layout, place.data_ptr()
+        )  # fmt: skip
+        return PackedQuantized(self.functions, place, (num_out, num_in), layout, wide)
 
 
-def packable(name: str, weight: Tensor) -> bool:
-    """Whether it is a matrix of a block, of whole pairs."""
-    return name.startswith("blocks.") and weight.dim() == 2 and weight.shape[1] % 2 == 0
+def integers_of(weight: QuantizedWeight) -> Quantized | None:
+    """What a weight is held as, if that has a native product: integers of 8 or 4 bits, whose groups are of whole
+    stretches of activations."""
+    if len(weight.pieces) > 1 or not isinstance(held := weight.pieces[0], Quantized):
+        return None
+    scheme, zeros = held.scheme, held.zeros
+    whole = scheme.group is not None and scheme.group % STRETCH == 0
+    alike = zeros is None or zeros.dtype in (torch.uint8, held.scales.dtype)
+    known = scheme.kind == "int" and scheme.bits in (4, 8) and held.scales.dtype in SCALE_KINDS
+    return held if known and alike and (whole or scheme.group is None) else None
 
 
-def packed_elements(weight: Tensor) -> int:
-    """Of a packed weight [N, K]: whole panels."""
-    num_out, num_in = weight.shape
-    return -(-num_out // LANES) * LANES * num_in
+def layout_of(weight: QuantizedWeight) -> Any:
+    """The library's description of a weight that has a native product."""
+    held = integers_of(weight)
+    assert held is not None
+    scheme, zeros = held.scheme, held.zeros
+    middle = 128 if scheme.bits == 8 and not scheme.zero else scheme.middle  # bytes with a sign are moved up by 128
+    offsets = 0 if zeros is None else 1 if zeros.dtype == torch.uint8 else 2
+    return library.QuantizedShape(
+        *held.shape, scheme.group or 0, scheme.bits, middle, SCALE_KINDS[held.scales.dtype], offsets
+    )
 
 
-def huge_pages(num_elements: int) -> Tensor:
-    """Uninitialised bf16 memory, in pages of 2 MiB where the system has them: fewer addresses to look up."""
-    memory = torch.empty(num_elements, dtype=torch.bfloat16)
+def split_memory(sizes: Sequence[int]) -> list[Tensor]:
+    """Uninitialised memory of those sizes in bytes, in one piece, in pages of 2 MiB where the system has them: fewer
+    addresses to look up."""
+    whole = [-(-size // LINE_BYTES) * LINE_BYTES for size in sizes]
+    memory = torch.empty(sum(whole), dtype=torch.uint8)
     library.use_huge_pages(memory.data_ptr(), memory.nbytes)
-    return memory
+    return [place[:size] for place, size in zip(memory.split(whole), sizes, strict=True)]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.quant.weight import QuantizedWeight
+from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 """Numbers of rows that are tried."""
@@ -71,27 +71,36 @@ def row_weights(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Te
 def row_quantized(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, RowWeight]:
     """The quantized ones among them. Each makes its own rows plain whatever x is, so the numbers of rows that agree are
     those of products with plain strips alike."""
-    first = next(weight for weight in weights.values() if isinstance(weight, Tensor))
     found: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
     ready = {}
     for name, weight in weights.items():
         if isinstance(weight, QuantizedWeight):
             shapes = tuple(piece.shape for piece in weight.pieces)
             if shapes not in found:
+                first = next(each for each in weights.values() if isinstance(each, Tensor))
                 probe = weight.like(cancelling(first.new_empty(weight.shape)))
                 found[shapes] = agreeing_sizes(probe.apply, first.new_empty(weight.shape))
             ready[name] = RowWeight(weight.apply, found[shapes])
     return ready
 
 
-def head_of(weight: Tensor) -> Head:
-    """The head with weight [V, D]."""
+def head_of(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> tuple[Head, Tensor | QuantizedTable]:
+    """The head with weight [V, D], and what looks its rows up, in `dtype`."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized_head(weight), QuantizedTable(weight.pieces, dtype)
     num_rows = max(1, HEAD_BLOCK_BYTES // (weight.shape[1] * weight.element_size()))
     blocks, found = weight.split(num_rows), {}
     for block in blocks:
         if block.shape not in found:
             found[block.shape] = agreeing_sizes(packed_twice(cancelling(block)), block)
-    return Head(tuple(RowWeight(packed_twice(block), found[block.shape]) for block in blocks))
+    return Head(tuple(RowWeight(packed_twice(block), found[block.shape]) for block in blocks)), weight
+
+
+def quantized_head(weight: QuantizedWeight) -> Head:
+    """Logits of fp32 products: its rows are made plain numbers a strip at a time."""
+    like = weight.plain(torch.float32)
+    sizes = agreeing_sizes(weight.like(cancelling(like)).apply, like)
+    return Head((RowWeight(lambda x: weight.apply(x.float()), sizes),))
 
 
 def packed(weight: Tensor) -> Product:

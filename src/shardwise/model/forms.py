@@ -9,7 +9,16 @@ from shardwise.gguf import read_gguf
 from shardwise.layout import Layout
 from shardwise.model.families import FOLDER_NAMES, GGUF_NAMES, fit_prefix, sources, stored_tensors
 from shardwise.params import model_specs
-from shardwise.quant.scheme import AS_STORED, Forms, check_cuts, check_groups, gguf_form, parse_quant, quantizable
+from shardwise.quant.scheme import (
+    AS_STORED,
+    Forms,
+    check_cuts,
+    check_groups,
+    gguf_form,
+    keepable,
+    parse_quant,
+    quantizable,
+)
 from shardwise.quant.stored import folder_format, read_headers, stored_matrices
 
 
@@ -46,7 +55,7 @@ def kept_forms(path: Path, config: ModelConfig) -> Forms:
     tensors, names = read_gguf(path).tensors, GGUF_NAMES[config.family]
     found = {}
     for spec in model_specs(config):
-        for part, source in sources(spec, names).items() if quantizable(spec) else ():
+        for part, source in sources(spec, names).items() if keepable(spec) else ():
             form = gguf_form(tensors[source.name].kind) if source.name in tensors else None
             if form is not None:
                 found[spec.name, part] = form
@@ -63,7 +72,7 @@ def folder_forms(folder: Path, config: ModelConfig) -> Forms:
     return {
         (spec.name, part): matrices[source.name].form
         for spec in specs
-        if quantizable(spec)
+        if keepable(spec)
         for part, source in sources(spec, names).items()
         if source.name in matrices
     }

@@ -73,8 +73,19 @@ def linear(x: Tensor | Light, weight: Tensor | AppliedWeight, bias: Tensor | Non
     return F.linear(x, weight, bias)
 
 
-def look_up(ids: Tensor, weight: Tensor, sparse_grad: bool = False) -> Tensor:
+class AppliedTable(Protocol):
+    """What stands in for an embedding that is not a plain tensor: a quantized one, or one packed for its products."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def look_up(self, ids: Tensor) -> Tensor: ...
+
+
+def look_up(ids: Tensor, weight: Tensor | AppliedTable, sparse_grad: bool = False) -> Tensor:
     """Rows [..., D] of weight [N, D]. With `sparse_grad` its gradient holds those rows alone, not all of them."""
+    if not isinstance(weight, Tensor):
+        return weight.look_up(ids)
     rows: Tensor = LookUp.apply(ids, weight, sparse_grad)
     return rows
 

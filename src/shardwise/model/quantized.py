@@ -16,7 +16,7 @@ from shardwise.params import Box, ParamSpec, block_of, boxes
 from shardwise.quant.blocks import Blocks, stack_blocks
 from shardwise.quant.format import Quantized, quantize, stack_rows
 from shardwise.quant.scheme import Scheme, parse_quant
-from shardwise.quant.weight import Piece, Plain, QuantizedWeight
+from shardwise.quant.weight import Piece, Plain, QuantizedTable, QuantizedWeight
 
 Weights = dict[str, Tensor | QuantizedWeight]
 
@@ -48,7 +48,8 @@ def load_quantized(
         for spec in (spec for spec in specs if spec.tied_to is None):
             held = boxes(spec, layout, coord)
             if any((spec.name, box.part) in forms for box in held):
-                weights[spec.name] = QuantizedWeight(joined([piece(spec, box) for box in held])).to(device)
+                weight = QuantizedWeight(joined([piece(spec, box) for box in held])).to(device)
+                weights[spec.name] = QuantizedTable(weight.pieces, dtype) if spec.name == "embed" else weight
             else:
                 weights[spec.name] = read_param(reader, spec, layout, coord, dtype, device)
     return weights

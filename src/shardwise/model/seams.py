@@ -3,7 +3,7 @@ no branch for it; `parallel/tensor.py` has the cut ones."""
 
 from torch import Tensor
 
-from shardwise.model.layers import look_up
+from shardwise.model.layers import AppliedTable, look_up
 
 
 class Seams:
@@ -20,7 +20,7 @@ class Seams:
         """After weights that are cut by rows: the sum over ranks, then the bias, once."""
         return x if bias is None else x + bias
 
-    def look_up(self, ids: Tensor, weight: Tensor, sparse_grad: bool = False) -> Tensor:
+    def look_up(self, ids: Tensor, weight: Tensor | AppliedTable, sparse_grad: bool = False) -> Tensor:
         """Rows of a weight whose rows are cut."""
         return look_up(ids, weight, sparse_grad)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.model.layers import look_up
+from shardwise.model.layers import AppliedTable, look_up
 from shardwise.model.seams import Seams
 from shardwise.parallel.mesh import Axis
 
@@ -85,7 +85,7 @@ class TensorSeams(Seams):
         y: Tensor = Conjugate.apply(x, there, back, self.axis)
         return y if bias is None else y + bias
 
-    def look_up(self, ids: Tensor, weight: Tensor, sparse_grad: bool = False) -> Tensor:
+    def look_up(self, ids: Tensor, weight: Tensor | AppliedTable, sparse_grad: bool = False) -> Tensor:
         local = ids - self.rank * weight.shape[0]
         is_here = (local >= 0) & (local < weight.shape[0])
         rows = look_up(local.where(is_here, 0), weight, sparse_grad)

@@ -38,6 +38,10 @@ class Blocks:
     def rows(self, start: int, stop: int) -> "Blocks":
         return replace(self, shape=(stop - start, self.shape[1]), raw=self.raw[start:stop])
 
+    def picked(self, rows: Tensor) -> "Blocks":
+        """Some rows."""
+        return replace(self, shape=(len(rows), self.shape[1]), raw=self.raw[rows])
+
     def columns(self, start: int, stop: int) -> "Blocks":
         """Columns [start, stop), copied; they begin and end with blocks."""
         block = BLOCKS[self.kind]

@@ -1,40 +1,61 @@
-"""W8A8: weights in int8 with a scale for each output, activations in int8 with a scale for each row, found as they
-come. The product is one of integers; what a kernel for it has to compute.
+"""Products of weights in small integers with activations in int8, found as they come: "dynamic" quantization of
+activations (W8A8 where weights have 8 bits), as llama.cpp does it too. What a kernel for it has to compute.
 
-    y = sx sw (qx qw^T),  qx = round(x / sx),  sx = max|x| / 127
+    x ~ sx qx,   qx = round(127 x / max|x|),   sx = max|x| / 127,   of every 32 neighbours of a row (a stretch)
+    y = sum over stretches of  sx (s (q . qx) + m sum(qx))
 
-Weights as `format.quantize` makes them of "int8". LLM.int8() (Dettmers et al. 2022) and SmoothQuant (Xiao et al. 2022)
-call it vector-wise and per-token. Shapes: N outputs, K inputs.
+for weights s q + m (or s (q - z): m = -s z). LLM.int8() (Dettmers et al. 2022) and SmoothQuant (Xiao et al. 2022) have
+one scale a row, which a few large activations spoil; and a rank that holds part of a row would find another.
+
+Shapes: N outputs, K inputs, G stretches of a row.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.quant.format import Quantized, codes_of, strip_rows
 
+STRETCH = 32
+"""Activations that share a scale."""
 LARGEST = 127
+LEAST = 2.0**-100
+"""A stretch of nothing larger counts as zeros: 127 divided by it might be no number."""
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] -> int8 codes of its shape and fp32 scales [..., 1]. A row of zeros has the scale 1."""
-    largest = x.float().abs().amax(-1, keepdim=True)
-    scales = torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST)
-    return (x.float() / scales).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> int8 codes [..., G, 32], filled up with zeros, and fp32 scales [..., G, 1]. What is no number makes
+    its whole scale none."""
+    stretches = F.pad(x.float(), (0, -x.shape[-1] % STRETCH)).unflatten(-1, (-1, STRETCH))
+    largest = stretches.abs().amax(-1, keepdim=True)
+    counts = ~(largest < LEAST)
+    inverse = torch.where(counts, largest.new_tensor(LARGEST) / largest, 0.0)
+    codes = (stretches * inverse).nan_to_num_(0.0).round_().to(torch.int8)
+    return codes, torch.where(counts, largest / LARGEST, 0.0)
 
 
 def dynamic_matmul(x: Tensor, quantized: Quantized) -> Tensor:
-    """x [..., K] -> [..., N] in the dtype of x. Sums of integers are exact, scaled in fp32 and rounded once."""
+    """x [..., K] -> [..., N] in the dtype of x: in fp64, rounded once. Groups of weights are whole stretches."""
     scheme = quantized.scheme
-    assert (scheme.kind, scheme.bits, scheme.group, scheme.zero) == ("int", 8, None, False), scheme
-    codes, scales = quantize_rows(x)
-    strips = [
-        integer_product(codes, codes_of(rows)).float().mul_(scales).mul_(rows.scales.float()[:, 0])
-        for rows in (quantized.rows(*strip) for strip in strip_rows(quantized.shape))
-    ]
+    assert scheme.kind == "int" and (scheme.group or STRETCH) % STRETCH == 0, scheme
+    codes, scales = quantize_activations(x)
+    activations = (codes.double() * scales.double()).flatten(-2)[..., : x.shape[-1]]
+    strips = []
+    for start, stop in strip_rows(quantized.shape):
+        rows = quantized.rows(start, stop)
+        strips.append(activations @ plain_in_fp64(rows).t())
     return torch.cat(strips, -1).to(x.dtype)
 
 
-def integer_product(left: Tensor, right: Tensor) -> Tensor:
-    """[..., K] times [N, K]^T of int8, in int32: exact, since doubles hold every such sum up to K = 2^31 / 2^14."""
-    assert left.shape[-1] <= 1 << 17
-    return (left.double() @ right.double().t()).to(torch.int32)
+def plain_in_fp64(quantized: Quantized) -> Tensor:
+    """The weights [N, K] that it stands for."""
+    scheme, (num_rows, num_columns) = quantized.scheme, quantized.shape
+    shape = num_rows, scheme.num_groups(num_columns), -1
+    codes, scales = codes_of(quantized).double().view(shape), quantized.scales.double()[..., None]
+    if quantized.zeros is None:
+        plain = scales * codes
+    elif quantized.zeros.dtype == torch.uint8:
+        plain = scales * (codes - quantized.zeros.double()[..., None])
+    else:
+        plain = scales * codes + quantized.zeros.double()[..., None]
+    return plain.view(quantized.shape)

@@ -138,6 +138,11 @@ def quantizable(spec: ParamSpec) -> bool:
     return spec.unit.startswith("blocks.") and len(spec.shape) == 2
 
 
+def keepable(spec: ParamSpec) -> bool:
+    """What may stay as it is stored: these, and embedding and head."""
+    return quantizable(spec) or spec.name in ("embed", "head")
+
+
 def held_bytes(spec: ParamSpec, layout: Layout, coord: Coord, forms: Forms, element_bytes: int) -> int:
     """Of a parameter on the rank at `coord`: of parts that have a form by it, of others by their elements."""
     held = boxes(spec, layout, coord)

@@ -36,6 +36,9 @@ class Plain:
     def to(self, device: torch.device | str) -> "Plain":
         return replace(self, weight=self.weight.to(device))
 
+    def picked(self, rows: Tensor) -> "Plain":
+        return Plain(self.weight[rows])
+
     def strips(self, dtype: torch.dtype) -> Iterator[Tensor]:
         for start, stop in strip_rows(self.shape):
             yield self.weight[start:stop].to(dtype)
@@ -90,6 +93,18 @@ class QuantizedWeight:
     def like(self, weight: Tensor) -> "QuantizedWeight":
         """Plain numbers in the same strips, so that a product with them adds up in the same order."""
         return QuantizedWeight(tuple(Plain(rows) for rows in weight.split([piece.shape[0] for piece in self.pieces])))
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTable(QuantizedWeight):
+    """A quantized embedding [V, D], whose rows are looked up in `dtype`. Where it is tied it makes logits too."""
+
+    dtype: torch.dtype
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows [..., D]."""
+        (piece,) = self.pieces
+        return torch.cat(list(piece.picked(ids.flatten()).strips(self.dtype))).view(*ids.shape, -1)
 
 
 class FrozenProduct(torch.autograd.Function):

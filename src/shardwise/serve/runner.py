@@ -68,10 +68,9 @@ class Runner:
         self.kernels = kernels or kernels_for(mesh.device, dtype)
         self.model = Transformer(config, seams_of(mesh), kernels=self.kernels, turns=False)
         name = self.model.head_name
-        head = weights[name] if config.tied else weights.pop(name)  # packed, it is needed no more
-        assert isinstance(head, Tensor), "the head is never quantized"
-        self.head = self.kernels.head(head)
-        self.weights = self.kernels.weights(weights)
+        self.head, table = self.kernels.head(weights.pop(name), dtype)
+        tables = {name: table} if config.tied else {}
+        self.weights = self.kernels.weights(weights) | tables
         self.frequencies = None if config.positions == "learned" else self.model.frequencies.to(mesh.device)
         self.num_kv_heads = max(1, config.num_kv_heads // mesh.tp.size)
         windows = frozenset(config.window(layer) for layer in range(config.num_layers))

@@ -24,11 +24,42 @@ struct Attention {
     Bf16* out;
 };
 
+enum class NumberKind : int { bf16, fp16, fp32 };
+enum class OffsetKind : int { none, zero_point, minimum };
+
+// A weight [N, K] of integers: see quantized.h. group: columns that share a scale, a multiple of 32, or 0: all of them.
+// middle: what is taken off a code; offsets are zero points of 8 bits, or minima of the kind that scales are.
+struct QuantizedShape {
+    int64_t num_columns, num_inner, group;
+    int bits, middle;
+    NumberKind scale_kind;
+    OffsetKind offset_kind;
+
+    int64_t scale_bytes() const { return scale_kind == NumberKind::fp32 ? 4 : 2; }
+    int64_t offset_bytes() const {
+        return offset_kind == OffsetKind::none ? 0 : offset_kind == OffsetKind::zero_point ? 1 : scale_bytes();
+    }
+};
+
 struct Kernels {
     void (*pack)(const Bf16* weight, int64_t num_columns, int64_t num_inner, Bf16* packed);
     void (*linear)(
         const Bf16* x, int64_t x_step, int64_t num_rows, const Bf16* packed, int64_t num_columns, int64_t num_inner,
         void* y, bool wide
+    );
+    void (*look_up)(
+        const int64_t* ids, int64_t num_ids, const Bf16* packed, int64_t num_columns, int64_t num_inner, Bf16* y
+    );
+    int64_t (*quantized_bytes)(const QuantizedShape& shape);
+    void (*pack_quantized)(
+        const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets, const QuantizedShape& shape, uint8_t* packed
+    );
+    void (*quantized_linear)(
+        const Bf16* x, int64_t x_step, int64_t num_rows, const uint8_t* packed, const QuantizedShape& shape, void* y,
+        bool wide
+    );
+    void (*look_up_quantized)(
+        const int64_t* ids, int64_t num_ids, const uint8_t* packed, const QuantizedShape& shape, Bf16* y
     );
     void (*attend)(const Attention& attention);
     void (*rms_norm)(
@@ -39,7 +70,7 @@ struct Kernels {
 
 extern const Kernels portable_kernels;
 #ifdef SHARDWISE_X86
-extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels;
+extern const Kernels avx2_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
 #endif
 
 }  // namespace shardwise

@@ -46,6 +46,16 @@ void pack(const bf16* weight, int64_t num_columns, int64_t num_inner, bf16* pack
     }
 }
 
+// Rows of the weight: an embedding is looked up where it makes logits too.
+static void look_up(const int64_t* ids, int64_t num_ids, const Linear& w, bf16* y) {
+#pragma omp parallel for if (num_ids > 1)
+    for (int64_t i = 0; i < num_ids; i++) {
+        const uint32_t* panel = w.panel(ids[i] / LANES) + ids[i] % LANES;
+        const int64_t step = w.step(ids[i] / LANES);
+        for (int64_t k = 0; k < w.num_pairs; k++) memcpy(y + 2 * (i * w.num_pairs + k), panel + k * step, 4);
+    }
+}
+
 template <class Out>
 INLINE void put(Out* to, floats v, int count) {
     Out whole[LANES];

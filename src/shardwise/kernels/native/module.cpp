@@ -30,10 +30,12 @@ std::vector<Choice> choices() {
     std::vector<Choice> found;
 #ifdef SHARDWISE_X86
     __builtin_cpu_init();
-    bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     bool wide = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (wide && __builtin_cpu_supports("avx512bf16")) found.push_back({"avx512_bf16", &avx512_bf16_kernels});
+    bool vnni = wide && __builtin_cpu_supports("avx512vnni");
+    if (vnni && __builtin_cpu_supports("avx512bf16")) found.push_back({"avx512_bf16", &avx512_bf16_kernels});
+    if (vnni) found.push_back({"avx512_vnni", &avx512_vnni_kernels});
     if (wide) found.push_back({"avx512", &avx512_kernels});
     if (fma) found.push_back({"avx2", &avx2_kernels});
 #endif
@@ -74,6 +76,32 @@ NB_MODULE(_native, m) {
     m.def("linear", [](Address table, Address x, int64_t x_step, int64_t num_rows, Address packed, int64_t num_columns,
                        int64_t num_inner, Address y, bool wide) {
         of(table).linear(at<Bf16>(x), x_step, num_rows, at<Bf16>(packed), num_columns, num_inner, at<void>(y), wide);
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("look_up", [](Address table, Address ids, int64_t num_ids, Address packed, int64_t num_columns,
+                        int64_t num_inner, Address y) {
+        of(table).look_up(at<int64_t>(ids), num_ids, at<Bf16>(packed), num_columns, num_inner, at<Bf16>(y));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<QuantizedShape>(m, "QuantizedShape")
+        .def("__init__", [](QuantizedShape* shape, int64_t num_columns, int64_t num_inner, int64_t group, int bits,
+                            int middle, int scale_kind, int offset_kind) {
+            new (shape) QuantizedShape{num_columns, num_inner, group, bits, middle, NumberKind(scale_kind),
+                                       OffsetKind(offset_kind)};
+        });
+    m.def("quantized_bytes", [](Address table, const QuantizedShape& shape) {
+        return of(table).quantized_bytes(shape);
+    });
+    m.def("pack_quantized", [](Address table, Address codes, Address scales, Address offsets,
+                               const QuantizedShape& shape, Address packed) {
+        of(table).pack_quantized(at<uint8_t>(codes), at<uint8_t>(scales), at<uint8_t>(offsets), shape,
+                                 at<uint8_t>(packed));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("quantized_linear", [](Address table, Address x, int64_t x_step, int64_t num_rows, Address packed,
+                                 const QuantizedShape& shape, Address y, bool wide) {
+        of(table).quantized_linear(at<Bf16>(x), x_step, num_rows, at<uint8_t>(packed), shape, at<void>(y), wide);
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("look_up_quantized", [](Address table, Address ids, int64_t num_ids, Address packed,
+                                  const QuantizedShape& shape, Address y) {
+        of(table).look_up_quantized(at<int64_t>(ids), num_ids, at<uint8_t>(packed), shape, at<Bf16>(y));
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("attend", [](Address table, Address keys, Address values, int64_t num_kv_heads, int64_t num_pages,
                        int64_t page_tokens, int64_t head_dim, Address q, Address k, Address v, int64_t q_token,

@@ -57,15 +57,18 @@ INLINE void with_constant(int n, Work&& work) {
 // Where part `number` of `parts` even parts begins.
 INLINE int64_t part_start(int64_t total, int64_t parts, int64_t number) { return total * number / parts; }
 
-INLINE int64_t num_tiles(int64_t num_rows) { return (num_rows + TILE_ROWS - 1) / TILE_ROWS; }
+template <int N = TILE_ROWS>
+INLINE int64_t num_tiles(int64_t num_rows) {
+    return (num_rows + N - 1) / N;
+}
 
-// Calls work<R>(first row) for all rows, in even parts of at most TILE_ROWS.
-template <class Work>
+// Calls work<R>(first row) for all rows, in even parts of at most N.
+template <int N = TILE_ROWS, class Work>
 INLINE void over_tiles(int64_t num_rows, Work&& work) {
-    int64_t parts = num_tiles(num_rows);
+    int64_t parts = num_tiles<N>(num_rows);
     for (int64_t part = 0; part < parts; part++) {
         int64_t row = part_start(num_rows, parts, part), stop = part_start(num_rows, parts, part + 1);
-        with_constant<TILE_ROWS>(int(stop - row), [&]<int R>() { work.template operator()<R>(row); });
+        with_constant<N>(int(stop - row), [&]<int R>() { work.template operator()<R>(row); });
     }
 }
 

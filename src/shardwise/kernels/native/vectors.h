@@ -7,15 +7,21 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#define SHARDWISE_AVX2 1
+#endif
+#if defined(__AVX512F__)
 #define SHARDWISE_AVX512 1
 #endif
 #if defined(__AVX512BF16__)
 #define SHARDWISE_AVX512_BF16 1
 #endif
-#if defined(__AVX2__)
-#define SHARDWISE_AVX2 1
+#if defined(__AVX512VNNI__)
+#define SHARDWISE_VNNI 1
+#endif
+#if defined(__F16C__)
+#define SHARDWISE_F16C 1
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -90,10 +96,12 @@ INLINE float highest(floats v) {
 #endif
 }
 
-// a b + c, rounded once where the instruction set can: AVX2 is compiled with -ffp-contract=fast for this.
+// a b + c, rounded once where the instruction set can.
 INLINE floats fused(floats a, floats b, floats c) {
 #if SHARDWISE_AVX512
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif SHARDWISE_AVX2
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
