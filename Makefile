@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# Two files of tests at a time, each with ranks of its own, which take a core each.
+TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 READY := $(VENV)/ready
 DEV_READY := $(VENV)/ready-dev
@@ -33,10 +35,10 @@ demo: $(READY)
 	@$(VENV)/bin/shardwise demo
 
 test: lint
-	$(PY) -m pytest
+	$(TESTS)
 
 coverage: $(DEV_READY)
-	$(PY) -m pytest --cov=shardwise
+	$(TESTS) --cov=shardwise
 
 lint: $(DEV_READY)
 	$(PY) -m ruff check .

@@ -305,11 +305,30 @@ def test_requests_that_fail_are_told(model: Path, capsys: pytest.CaptureFixture[
         (["train", "--max-tokens", "3"], "--max-tokens is a flag of `bench serve`, not of `bench train`"),
         (["serve", "m", "--requests", "0"], "--requests must be at least 1"),
         (["serve", "m", "--shared-prefix", "2"], "a share from 0 to 1"),
+        (["serve", "m", "--url", "http://localhost:1/v1", "--quant", "int8"], "--quant says how MODEL is loaded"),
+        (["train", "--quant", "int8"], "--quant is a flag of `bench serve`, not of `bench train`"),
     ],
 )
 def test_what_cannot_be_is_refused(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *argv]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--quant", "int4-g128"], "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do"),
+        (["--quant", "as-stored"], "which is not stored quantized"),
+        (["--quant", "int5"], "'int5' is no way to quantize weights"),
+        (["--layout", "tp3"], "layout tp3: "),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(
+    model: Path, flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", str(model), *flags]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\nshardwise: ") <= 1 and "Traceback" not in said
 
 
 def test_where_the_time_of_a_step_goes(model: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from quantized_files import gptq, quantize_folder
 from shardwise import cli
 from shardwise.cli import main
+from tiny_models import tiny_model
 
 COMMAND = [sys.executable, "-m", "shardwise"]
 
@@ -43,6 +45,16 @@ sys.exit(f"imported {heavy}" if heavy else code)
 def test_no_torch_for_help_and_plan(args: list[str], code: int) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
+
+
+def test_no_torch_to_plan_what_a_folder_holds(tmp_path: Path) -> None:
+    """A quantized one, whose files the plan looks into."""
+    tiny_model("llama").save_pretrained(tmp_path / "plain")
+    quantize_folder(tmp_path / "plain", tmp_path / "folder", gptq(4, 32, False))
+    args = ["plan", str(tmp_path / "folder"), "--gpu", "l4", "--quant", "as-stored", "--json"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["quant"] == "as-stored"
 
 
 def test_no_torch_for_the_words() -> None:

@@ -209,6 +209,18 @@ def test_stretched_positions_come_along(tmp_path: Path, scaling: RopeScaling) ->
     assert read_config(exported(tmp_path, source, "gguf:q8_0")).rope_scaling == scaling
 
 
+def test_positions_stretched_otherwise_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file says how far Llama 3's are stretched, not from which context on; a folder says both."""
+    source = saved(tmp_path / "old", "llama")
+    capsys.readouterr()  # what making the model printed
+    assert main(["convert", str(source), str(tmp_path / "new.gguf"), "--quant", "gguf:q8_0"]) == 2
+    said = capsys.readouterr().err
+    assert "has no place for rope scaling of the kind llama3 with other constants than Llama 3.1's" in said
+    assert said.count("\n") == 1 and not (tmp_path / "new.gguf").exists()
+    assert main(["convert", str(source), str(tmp_path / "new"), "--quant", "int4-g32"]) == 0
+    assert read_config(tmp_path / "new").rope_scaling == read_config(source).rope_scaling
+
+
 def test_shapes_that_a_gguf_file_cannot_tell() -> None:
     config = from_hugging_face(tiny_model("qwen2").config.to_dict())
     with pytest.raises(ValueError, match="no key for the activation gelu"):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.config import from_hugging_face, read_folder_config
 from shardwise.layout import Layout
-from shardwise.model import folder
+from shardwise.model import files
 from shardwise.model.folder import FolderReader, write_folder
 from shardwise.model.load import load_weights, open_weights, read_config, strips
 from shardwise.model.tokenizer import byte_tokenizer
@@ -151,7 +151,7 @@ class CountingSlice:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_rank_takes_the_bytes_of_its_boxes_and_no_others(saved, monkeypatch, name: str) -> None:
     path, taken_bytes = saved(name, max_shard_size="100KB"), []
-    monkeypatch.setattr(folder, "safe_open", lambda file, framework: CountingFile(file, taken_bytes, framework))
+    monkeypatch.setattr(files, "safe_open", lambda file, framework: CountingFile(file, taken_bytes, framework))
     config = read_folder_config(path)
     specs, layout = model_specs(config), Layout(tp=2)
     held = [spec for spec in specs if spec.tied_to is None]

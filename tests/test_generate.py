@@ -211,6 +211,15 @@ def test_the_command_says_what_generate_does(folder: Path, command: Command) -> 
     assert told["finish_reason"] == "length" and told["tokens_per_s"] > 0 and told["first_token_s"] > 0
 
 
+def test_quantized_weights_answer(folder: Path, command: Command) -> None:
+    words = ("--prompt", "Hello", "--max-tokens", 12, "--temperature", 0, "--dtype", "fp32", "--json")
+    model = load_model(folder, torch.float32, torch.device("cpu"), "int3-g32")
+    expected = generate(model, list(b"Hello"), SamplingParams(temperature=0, max_tokens=12))
+    told, plain = (json.loads(command(folder, *words, *more)[1]) for more in (("--quant", "int3-g32"), ()))
+    assert told["tokens"] == list(expected.tokens)
+    assert told["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB) != plain["logprobs"]
+
+
 def test_the_prompt_may_come_from_stdin(folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--max-tokens", 9, "--temperature", 0, "--json")
     wanted = json.loads(command(folder, "--prompt", "two\nlines é", *words)[1])
@@ -247,6 +256,7 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
         (["--stop", ""], "stop must be texts that are not empty"),
         (["--seed", str(2**63)], "seed is 9223372036854775808"),
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["--quant", "int4-g128"], "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 64], "the prompt has 64 tokens and the model 64 positions"),
         (["--prompt", "\udc80"], "the text is not valid Unicode"),

@@ -239,6 +239,48 @@ def test_the_command_line_refuses_in_a_sentence(
         assert sentence in said and said.count("\n") == 1
 
 
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def without_a_header(file: Path) -> None:
+    file.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+
+
+def listed_but_gone(file: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+
+
+def in_two_files(file: Path) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        shutil.copyfile(file, file.with_name(name))
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (cut_short, "is not a whole safetensors file"),
+        (without_a_header, "is not a whole safetensors file"),
+        (listed_but_gone, "is missing, although model.safetensors.index.json beside it lists it"),
+        (in_two_files, "in two files, so it is unclear which is meant"),
+        (Path.unlink, "holds no weights: expected model.safetensors or model.safetensors.index.json"),
+    ],
+)
+def test_plan_and_loader_say_the_same_of_damaged_files(
+    folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], sentence: str
+) -> None:
+    damage(folder / "model.safetensors")
+    said = refused(folder)
+    assert sentence in said
+    assert main(["plan", str(folder), "--gpu", "h100-80gb", "--quant", "as-stored"]) == 2
+    assert capsys.readouterr().err == f"shardwise: {said}\n"
+
+
 def test_a_damaged_folder_stops_the_server_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_tensors(folder, lambda tensors: tensors.pop(f"{STEM}.scales"))
     assert main(["serve", str(folder), "--port", "0", "--quant", "as-stored"]) == 2

@@ -1,20 +1,23 @@
 """Quantized weights where plain ones stood: products, gradients, rows of the same bits, the blocks of GGUF files."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from quantized_files import drawn_blocks
-from shardwise.config import from_hugging_face
+from shardwise.config import ModelConfig, from_hugging_face
 from shardwise.gguf import BLOCKS
 from shardwise.kernels.norm import rms_norm
 from shardwise.kernels.rows import RowWeight, row_weights
 from shardwise.model.layers import Causal, Light, linear
 from shardwise.model.transformer import Transformer
+from shardwise.parallel.deferred import Deferred, Owed
 from shardwise.quant.blocks import Blocks, from_blocks, stack_blocks
 from shardwise.quant.format import Quantized, dequantize, quantize
 from shardwise.quant.gguf import dequantize as decode
@@ -97,44 +100,109 @@ class LowRank:
     """LoRA (Hu et al. 2022): a frozen weight and a trained product of two thin matrices."""
 
     base: QuantizedWeight | Tensor
-    down: Tensor
-    up: Tensor
+    down: Tensor | Deferred
+    up: Tensor | Deferred
 
     def apply(self, x: Tensor | Light) -> Tensor:
         made = x.make(*x.inputs) if isinstance(x, Light) else x
         return linear(x, self.base) + linear(linear(made, self.down), self.up)
 
 
-@pytest.mark.parametrize("selective", [False, True])
-def test_adapters_learn_beside_frozen_quantized_weights(selective: bool) -> None:
-    """Through a whole model, the gradients of adapters are those beside the same weights made plain: 1e-4 of each."""
+Weights = dict[str, Tensor | QuantizedWeight]
+
+
+def frozen_model() -> tuple[ModelConfig, Weights]:
+    """With the matrices of its blocks in int4."""
     theirs = tiny_model("qwen3")
-    config, weights = from_hugging_face(theirs.config.to_dict()), our_weights(theirs)
-    frozen: dict[str, Tensor | QuantizedWeight] = dict(weights)
+    weights: Weights = dict(our_weights(theirs))
     for name, weight in weights.items():
-        if name.startswith("blocks.") and weight.dim() == 2:
-            frozen[name] = QuantizedWeight((quantize(weight, Scheme.parse("int4-g32")),))
+        if name.startswith("blocks.") and isinstance(weight, Tensor) and weight.dim() == 2:
+            weights[name] = QuantizedWeight((quantize(weight, Scheme.parse("int4-g32")),))
+    return from_hugging_face(theirs.config.to_dict()), weights
+
+
+def drawn_thin(weights: Weights, up: float) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of rank 4, for each quantized weight; those of `up` are drawn so large."""
+    random = random_of(5)
+    return {
+        name: (
+            (0.2 * torch.randn(4, weight.shape[1], generator=random)).requires_grad_(),
+            (up * torch.randn(weight.shape[0], 4, generator=random)).requires_grad_(),
+        )
+        for name, weight in weights.items()
+        if isinstance(weight, QuantizedWeight)
+    }
+
+
+def logits_of(config: ModelConfig, weights: Weights, thin: dict[str, tuple[Tensor, Tensor]], selective: bool) -> Tensor:
     ids = torch.randint(config.vocab_size, (2, 12), generator=random_of(4))
     positions = torch.arange(12).expand(2, 12)
+    adapted = weights | {name: LowRank(weights[name], *each) for name, each in thin.items()}
+    decoder = Transformer(config, selective=selective)
+    return decoder.forward(adapted, ids, positions, Causal(config))  # type: ignore[arg-type]
 
-    def gradients(plain: bool) -> list[Tensor]:
-        adapted: dict[str, Tensor | QuantizedWeight | LowRank] = {}
-        thin: list[Tensor] = []
-        for name, weight in frozen.items():
-            if isinstance(weight, QuantizedWeight):
-                down = torch.randn(4, weight.shape[1], generator=random_of(5)).requires_grad_()
-                up = (0.1 * torch.randn(weight.shape[0], 4, generator=random_of(6))).requires_grad_()
-                adapted[name] = LowRank(weight.plain(torch.float32) if plain else weight, down, up)
-                thin += [down, up]
-            else:
-                adapted[name] = weight
-        decoder = Transformer(config, selective=selective)
-        logits = decoder.forward(adapted, ids, positions, Causal(config))  # type: ignore[arg-type]
-        return list(torch.autograd.grad(logits.square().mean(), thin))
 
-    for mine, wanted in zip(gradients(False), gradients(True), strict=True):
-        assert wanted.abs().max() > 0
-        assert (mine - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+@pytest.mark.parametrize("selective", [False, True])
+def test_adapters_have_the_gradients_of_plain_weights(selective: bool) -> None:
+    """Through a whole model, beside the same weights made plain: 1e-4 of each."""
+    config, weights = frozen_model()
+    plain = {n: w.plain(torch.float32) if isinstance(w, QuantizedWeight) else w for n, w in weights.items()}
+    thin = drawn_thin(weights, up=0.1)
+    leaves = [leaf for pair in thin.values() for leaf in pair]
+    found, wanted = (
+        torch.autograd.grad(logits_of(config, held, thin, selective).square().mean(), leaves)
+        for held in (weights, plain)
+    )
+    for mine, other in zip(found, wanted, strict=True):
+        assert other.abs().max() > 0
+        assert (mine - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_adapters_learn_and_what_is_quantized_stays(selective: bool) -> None:
+    """They begin as nothing, as LoRA's do, and twelve steps take a third off the loss."""
+    config, weights = frozen_model()
+    before = {n: w.plain(torch.float32) for n, w in weights.items() if isinstance(w, QuantizedWeight)}
+    thin = drawn_thin(weights, up=0.0)
+    optimizer = torch.optim.AdamW([leaf for pair in thin.values() for leaf in pair], lr=0.02, weight_decay=0.0)
+    targets = torch.randint(config.vocab_size, (2, 12), generator=random_of(9)).flatten()
+    losses = []
+    for _ in range(12):
+        loss = cross_entropy(logits_of(config, weights, thin, selective).flatten(0, 1), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == cross_entropy(logits_of(config, weights, {}, selective).flatten(0, 1), targets).item()
+    assert losses[-1] < losses[0] * 2 / 3
+    for name, weight in weights.items():
+        if isinstance(weight, QuantizedWeight):
+            assert torch.equal(weight.plain(torch.float32), before[name]), name
+        else:
+            assert weight.grad is None, name
+
+
+def test_gradients_of_adapters_may_wait() -> None:
+    """As in a zero-bubble schedule: dx comes at once, the thin matrices' from the tape, 1e-4 of the largest of those
+    beside the plain weight; also of what is light. The quantized weight owes nothing."""
+    weight, scale = drawn_weight(), torch.rand(256, generator=random_of(1))
+    x = torch.randn(3, 4, 256, generator=random_of(2), requires_grad=True)
+    down = torch.randn(4, 256, generator=random_of(3)).requires_grad_()
+    up = torch.randn(84, 4, generator=random_of(4)).requires_grad_()
+    dy = torch.randn(3, 4, 84, generator=random_of(5))
+
+    def light(x: Tensor) -> Light:
+        return Light(partial(rms_norm, eps=1e-5), (x, scale))
+
+    tape: list[Owed] = []
+    waiting = LowRank(weight, Deferred("down", down, tape), Deferred("up", up, tape))
+    (dx,) = torch.autograd.grad(linear(light(x), waiting), x, dy)
+    found = {owed.name: owed.gradient() for owed in tape} | {"x": dx}
+    plain = linear(light(x), LowRank(weight.plain(torch.float32), down, up))
+    wanted = dict(zip(("x", "down", "up"), torch.autograd.grad(plain, (x, down, up), dy), strict=True))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

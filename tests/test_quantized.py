@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from shardwise.model.load import load_weights, read_config
 from shardwise.model.quantized import load_quantized
 from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
-from shardwise.params import ParamSpec, boxes, model_specs
+from shardwise.params import ParamSpec, boxes, model_specs, stage_units
 from shardwise.plan import plan
 from shardwise.plan.memory import Precision
 from shardwise.quant.format import dequantize, quantize
@@ -218,6 +219,30 @@ def test_ranks_hold_slices_of_what_one_rounds_to(tmp_path: Path, name: str, quan
             for box in boxes(spec, layout, coord):
                 assert torch.equal(mine[box.local_slices], whole[box.slices]), spec.name
         assert nbytes(held) == planned_bytes(path, layout, quant, "fp32")
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4-g16"])
+def test_a_stage_holds_its_blocks_and_a_rank_its_slices(tmp_path: Path, quant: str) -> None:
+    """Of dp1.tp2.pp2, against slices of the whole; each parameter is on some stage, and a tied embedding on both."""
+    theirs, layout, scheme = tiny_model("qwen3"), Layout(tp=2, pp=2, schedule="1f1b"), Scheme.parse(quant)
+    theirs.save_pretrained(tmp_path / "model")
+    path, weights = tmp_path / "model", our_weights(theirs)
+    config, found = read_config(path), Counter[str]()
+    for rank in range(layout.world_size):
+        coord = layout.coord(rank)
+        units = stage_units(config, layout, coord.pp)
+        specs = [spec for spec in stored_specs(path) if spec.unit in units]
+        held = load_quantized(path, config, specs, layout, coord, torch.float32, quant)
+        found.update(held.keys())
+        for spec in specs:
+            whole, mine = weights[spec.name], held[spec.name]
+            if quantizable(spec):
+                assert isinstance(mine, QuantizedWeight)
+                whole, mine = dequantize(quantize(whole, scheme), torch.float32), mine.plain(torch.float32)
+            assert isinstance(mine, Tensor)
+            for box in boxes(spec, layout, coord):
+                assert torch.equal(mine[box.local_slices], whole[box.slices]), spec.name
+    assert found == {name: 4 if name == "embed" else 2 for name in weights}
 
 
 def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> None:

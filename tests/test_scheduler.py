@@ -133,6 +133,17 @@ def test_tokens_are_recomputed_as_often_as_they_are_run_again() -> None:
     assert one.outputs[0] == alone([1] * 12, 9, 0, False)[12:]
 
 
+def test_what_scored_chunks_overlap_by_is_not_recomputed() -> None:
+    """A prompt of 9 that is scored gives way when all but one of its tokens have been run, and is then run again in
+    other chunks. Of these 8 were thrown away; the token that two chunks have in common is not counted."""
+    one = engine(num_pages=7, page_tokens=2, limits=Limits(4, 2, 2))
+    one.add(Request(0, [1, 2], 6))
+    one.add(Request(10, [2] * 6 + [1] * 3, 1, scores=0))
+    chunks = [(start, count) for batch in iter(one.step, None) for id, start, count in ran(batch) if id == 10]
+    assert chunks == [(0, 2), (1, 3), (3, 3), (5, 3), (0, 4), (3, 4), (6, 3)]
+    assert one.scheduler.counters().num_recomputed_tokens == 8
+
+
 def test_a_full_queue_tells_when_to_come_back() -> None:
     """10 + 4 tokens run at most of the first (2 sequences share 6 + 2 * 4), 3 + 7 of the second: 12 each on average."""
     one = engine(limits=Limits(64, 8, max_queued=2))

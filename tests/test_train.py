@@ -1,9 +1,11 @@
 """`shardwise train` as its users start, stop and break it: real processes where processes matter, else in this one."""
 
+import contextlib
 import fcntl
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from shardwise.train.settings import ModelSettings, Settings, read_settings, sha
 from tiny_training import build_data, tiny_settings, write_source
 
 DEADLINE_S = 90.0
+LOOK_S = 0.05
 STEPS = 150
 SIZES = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_positions")
 GIVEN = [word for key in SIZES for word in ("--set", f"model.{key}=0")] + ["--set", "model.weights=given"]
@@ -115,9 +118,11 @@ class Training:
         return spawned
 
     def wait_until(self, true: Callable[[], object], what: str) -> None:
+        """Looks now and then, and leaves the cores to the ranks between."""
         deadline = time.monotonic() + DEADLINE_S
         while not true():
-            if self.process.poll() is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(LOOK_S)
                 pytest.fail(f"ended with {self.process.returncode} before {what}: {self.process.communicate()[1]}")
             assert time.monotonic() < deadline, f"never {what}"
 
@@ -132,10 +137,16 @@ class Training:
     def end(self) -> tuple[int, str, str]:
         """Its exit code, stdout and stderr, once it has ended and left no process behind."""
         out, err = self.process.communicate(timeout=DEADLINE_S)
-        deadline = time.monotonic() + DEADLINE_S
-        while self.session():
-            assert time.monotonic() < deadline, "processes outlive the command"
+        for pid in self.session():
+            assert ended(pid), "processes outlive the command"
         return self.process.returncode, out, err
+
+
+def ended(pid: int) -> bool:
+    """Whether that process, of others, ends in time."""
+    with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
+        return bool(select.select([process], (), (), DEADLINE_S)[0])
+    return True
 
 
 def told_lines(err: str) -> list[str]:

@@ -350,10 +350,18 @@ def gguf_rope_scaling(
             f"rope_freqs.weight is {tensor.kind} of shape {tensor.shape}, and should be F32 of shape ({head_dim // 2},)"
         )
     stored = file.raw_rows(tensor.name, 0, tensor.shape[0]).view("<f4")
-    scaling = RopeScaling("llama3", check_positive("the largest value of rope_freqs.weight", float(stored.max())))
-    if not np.allclose(stored, llama3_divisors(scaling, head_dim, theta), rtol=1e-3, atol=0):
+    check_positive("the largest value of rope_freqs.weight", float(stored.max()))
+    scaling = llama3_of(stored, head_dim, theta)
+    if scaling is None:
         raise ValueError("this file's rope frequencies (rope_freqs.weight) are not Llama 3.1's, which alone are known")
     return scaling
+
+
+def llama3_of(divisors: NDArray[np.float32], head_dim: int, theta: float) -> RopeScaling | None:
+    """The scaling that these divisors stand for, as far as its constants are Llama 3.1's: they do not say others."""
+    scaling = RopeScaling("llama3", float(divisors.max()))
+    is_known = np.allclose(divisors, llama3_divisors(scaling, head_dim, theta), rtol=1e-3, atol=0)
+    return scaling if is_known else None
 
 
 def llama3_divisors(scaling: RopeScaling, head_dim: int, theta: float) -> NDArray[np.float64]:

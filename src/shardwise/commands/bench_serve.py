@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from shardwise.commands.serve import QUANT
 from shardwise.commands.terminal import answer_console, progress_bar, say
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 COMPARED = ("output_tokens_per_s", "ttft_p50_s", "itl_p50_s")
 FLAGS_OF_SERVE = (
     "url", "api_key", "concurrency", "rate", "ramp", "requests", "prompt_tokens", "max_tokens", "lengths",
-    "shared_prefix", "seed", "ttft_ms", "itl_ms", "dtype",
+    "shared_prefix", "seed", "ttft_ms", "itl_ms", "dtype", "quant",
 )  # fmt: skip
+FLAGS_OF_ENGINE = ("layout", "dtype", "quant")
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 8, 32
 
 
@@ -52,6 +54,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_argument("--ttft-ms", type=float, metavar="MS", help="goodput: the first token comes within")
     flags.add_argument("--itl-ms", type=float, metavar="MS", help="goodput: each after it, on average, comes within")
     flags.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights of MODEL (default: bf16)")
+    flags.add_argument("--quant", metavar="Q", help="of MODEL: " + QUANT)
 
 
 def run_bench_serve(args: argparse.Namespace) -> int:
@@ -126,6 +129,9 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
     from shardwise.serve.target import EngineTarget, UrlTarget, first_model
 
     if args.url:
+        for name in FLAGS_OF_ENGINE:
+            if getattr(args, name):
+                raise ValueError(f"--{name} says how MODEL is loaded; the server at {args.url} has its own already")
         yield UrlTarget(args.url, args.model or await first_model(args.url, args.api_key), args.api_key)
         return
     from shardwise.catalogue import find_model, model_path
@@ -133,15 +139,17 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
     from shardwise.model.load import read_config
     from shardwise.model.tokenizer import load_tokenizer
     from shardwise.serve.process import RemoteEngine
-    from shardwise.serve.settings import EngineSettings
+    from shardwise.serve.settings import EngineSettings, check_model
 
     if not args.model:
         raise ValueError("say which model is to be served, or with --url which server")
     if args.layout and len(args.layout) > 1:
         raise ValueError("a benchmark of serving has one layout, for example --layout tp2")
     path = model_path(find_model(args.model))
-    settings = EngineSettings(path, Layout.parse((args.layout or ["dp1"])[0]), args.dtype or "bf16")
-    engine = RemoteEngine(settings, read_config(path), load_tokenizer(path), say)
+    layout, config = Layout.parse((args.layout or ["dp1"])[0]), read_config(path)
+    settings = EngineSettings(path, layout, args.dtype or "bf16", quant=args.quant)
+    check_model(settings, config)
+    engine = RemoteEngine(settings, config, load_tokenizer(path), say)
     try:
         await engine.start()
         yield EngineTarget(engine)

@@ -6,6 +6,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from shardwise.commands.serve import QUANT
+
 DEFAULT_TOKENS = 256
 
 
@@ -42,6 +44,7 @@ def add_generate(subparsers: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and cache (default: bf16)"
     )
+    parser.add_argument("--quant", metavar="Q", help=QUANT)
     parser.set_defaults(run=run_generate)
 
 
@@ -59,7 +62,7 @@ def run_generate(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.system and not args.chat:
         raise ValueError("--system is a message of a chat; add --chat")
-    model = load_model(model_path(find_model(args.model)), DTYPES[args.dtype], device_of(0, 1))
+    model = load_model(model_path(find_model(args.model)), DTYPES[args.dtype], device_of(0, 1), args.quant)
     tokens = prompt_tokens(model.tokenizer, prompt, args.chat, args.system)
     room = model.config.max_positions - len(tokens)
     if args.max_tokens is None and 0 < room < DEFAULT_TOKENS:

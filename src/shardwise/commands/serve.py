@@ -99,10 +99,9 @@ def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelCon
     """What the engine is to be."""
     from shardwise.catalogue import find_model, model_path
     from shardwise.layout import Layout
-    from shardwise.model.forms import quantized_forms
     from shardwise.model.load import read_config
     from shardwise.model.tokenizer import load_tokenizer
-    from shardwise.serve.settings import EngineSettings
+    from shardwise.serve.settings import EngineSettings, check_model
 
     path = model_path(find_model(args.model))
     layout = Layout.parse(args.layout if args.tp is None else f"tp{args.tp}")
@@ -111,8 +110,5 @@ def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelCon
         max_running=args.max_running, max_queued=args.max_queued, quant=args.quant,
     )  # fmt: skip
     config = read_config(path)
-    for problem in layout.problems(config):
-        raise ValueError(f"layout {layout}: {problem}")
-    if args.quant is not None:
-        quantized_forms(path, config, layout, args.quant)
+    check_model(settings, config)
     return settings, config, load_tokenizer(path)

@@ -30,7 +30,7 @@ from shardwise.model.load import kind_of, open_weights, read_config
 from shardwise.model.quantize import Quantizer
 from shardwise.model.tokenizer import check_vocabulary
 from shardwise.model.transformer import BlockWeights, Transformer
-from shardwise.model.write_gguf import package, write_gguf
+from shardwise.model.write_gguf import model_keys, package, write_gguf
 from shardwise.params import model_specs, num_params, units
 from shardwise.quant.format import Quantized, dequantize
 from shardwise.quant.recipe import Recipe
@@ -96,6 +96,7 @@ def check_destination(destination: Path, recipe: Recipe, config: ModelConfig) ->
             raise ValueError(f"{destination} should end in .gguf, since it becomes one file")
         if destination.exists():
             raise ValueError(f"{destination} is there already; name a new file")
+        model_keys(config)
         return
     check_vacant(destination)
     if destination.suffix == ".gguf":

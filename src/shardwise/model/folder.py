@@ -1,7 +1,6 @@
 """Hugging Face folders: read slice by slice, written in shards.
 
-A folder holds config.json and either model.safetensors or several files with model.safetensors.index.json, which
-says in which of them each tensor is. Format: https://huggingface.co/docs/safetensors
+A folder holds config.json and the files that `files.py` tells of.
 """
 
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,11 +24,12 @@ from shardwise.model.families import (
     Names,
     check_stored,
     fit_prefix,
-    some,
     sources,
     stored_tensors,
     written,
 )
+from shardwise.model.files import INDEX, SINGLE, headers_of, opened_slices
+from shardwise.model.forms import matrix_forms
 from shardwise.model.quantized_folder import QuantizedFolder
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary
 from shardwise.params import Box, ParamSpec, model_specs
@@ -39,7 +39,6 @@ from shardwise.quant.scheme import Scheme, quantizable
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class FolderReader:
@@ -49,31 +48,16 @@ class FolderReader:
     """
 
     def __init__(self, path: str | Path, config: ModelConfig) -> None:
-        self._stored: dict[str, Any] = {}
-        with ExitStack() as opened:
-            for file in weight_files(Path(path)):
-                self._open(file, opened)
-            self._opened = opened.pop_all()
         specs = model_specs(config)
-        self._names = fit_prefix(FOLDER_NAMES[config.family], self._stored)
-        headers = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in self._stored.items()}
-        self._quantized = QuantizedFolder.at(Path(path), headers, stored_tensors(specs, self._names), self._tensor)
-        check_stored(self._quantized.plain_shapes, specs, self._names, path)
-        self.dtype = self._common_dtype(specs, path)
-
-    def _open(self, file: Path, opened: ExitStack) -> None:
-        try:
-            handle = opened.enter_context(safe_open(file, framework="pt"))
-        except FileNotFoundError:
-            raise ValueError(f"{file} is missing, although {INDEX} beside it lists it; get it again") from None
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{file} is not a whole safetensors file ({error}); it may have been cut short, so get it again"
-            ) from None
-        for name in handle.keys():  # noqa: SIM118 (not a dict)
-            if name in self._stored:
-                raise ValueError(f"{file.parent} holds the tensor {name} in two files, so it is unclear which is meant")
-            self._stored[name] = handle.get_slice(name)
+        with ExitStack() as opened:
+            self._stored = opened.enter_context(opened_slices(Path(path), "pt"))
+            self._names = fit_prefix(FOLDER_NAMES[config.family], self._stored)
+            wanted = stored_tensors(specs, self._names)
+            self._quantized = QuantizedFolder.at(Path(path), headers_of(self._stored), wanted, self._tensor)
+            check_stored(self._quantized.plain_shapes, specs, self._names, path)
+            self.dtype = self._common_dtype(specs, path)
+            self._opened = opened.pop_all()
+        self.forms = matrix_forms(self._quantized.matrices, specs, self._names)
 
     def _common_dtype(self, specs: Iterable[ParamSpec], path: str | Path) -> torch.dtype:
         """The dtype in which most elements are stored."""
@@ -108,27 +92,6 @@ class FolderReader:
     def close(self) -> None:
         self._stored.clear()
         self._opened.close()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder. Raises ValueError where there are none or the index makes no sense."""
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    index = folder / INDEX
-    if not index.is_file():
-        if list(folder.glob("pytorch_model*.bin")):
-            raise ValueError(
-                f"{folder} holds its weights only as pytorch_model.bin, a format that can run code when opened; "
-                "load and save_pretrained it once with transformers, which writes model.safetensors"
-            )
-        raise ValueError(f"{folder} holds no weights: expected {SINGLE} or {INDEX}")
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of weights ({error!r}); get it again") from None
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ValueError(f"{index} should list files beside it, not {some(sorted(map(str, names))) or 'nothing'}")
-    return [folder / name for name in sorted(names)]
 
 
 def write_folder(

@@ -2,13 +2,15 @@
 follows. Imports no torch.
 """
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shardwise.config import ModelConfig, read_config_json
-from shardwise.gguf import read_gguf
+from shardwise.gguf import Gguf, read_gguf
 from shardwise.layout import Layout
-from shardwise.model.families import FOLDER_NAMES, GGUF_NAMES, fit_prefix, sources, stored_tensors
-from shardwise.params import model_specs
+from shardwise.model.families import FOLDER_NAMES, GGUF_NAMES, Names, fit_prefix, sources, stored_tensors
+from shardwise.model.files import read_headers
+from shardwise.params import ParamSpec, model_specs
 from shardwise.quant.scheme import (
     AS_STORED,
     Forms,
@@ -19,14 +21,18 @@ from shardwise.quant.scheme import (
     parse_quant,
     quantizable,
 )
-from shardwise.quant.stored import folder_format, read_headers, stored_matrices
+from shardwise.quant.stored import StoredMatrix, folder_format, stored_matrices
 
 
 def quantized_forms(path: Path | None, config: ModelConfig, layout: Layout, quant: str) -> Forms:
     """The forms that `quant` asks for: those of the file or folder at `path`, or those of a scheme. Raises ValueError
     for what is not known, is not stored quantized, or is so already, and for groups that the layout would cut."""
+    return chosen_forms({} if path is None else kept_forms(path, config), path, config, layout, quant)
+
+
+def chosen_forms(stored: Forms, path: Path | None, config: ModelConfig, layout: Layout, quant: str) -> Forms:
+    """The same where the `stored` ones are known."""
     scheme = parse_quant(quant)
-    stored = {} if path is None else kept_forms(path, config)
     if scheme is None:
         if not stored:
             where = "a shape without weights" if path is None else f"{path}, which is not stored quantized"
@@ -52,11 +58,14 @@ def kept_forms(path: Path, config: ModelConfig) -> Forms:
     """Those of the matrices that a GGUF file or a folder stores quantized; a run has none."""
     if path.is_dir():
         return folder_forms(path, config) if (path / "config.json").is_file() else {}
-    tensors, names = read_gguf(path).tensors, GGUF_NAMES[config.family]
-    found = {}
+    return gguf_forms(read_gguf(path), config)
+
+
+def gguf_forms(gguf: Gguf, config: ModelConfig) -> Forms:
+    names, found = GGUF_NAMES[config.family], {}
     for spec in model_specs(config):
         for part, source in sources(spec, names).items() if keepable(spec) else ():
-            form = gguf_form(tensors[source.name].kind) if source.name in tensors else None
+            form = gguf_form(gguf.tensors[source.name].kind) if source.name in gguf.tensors else None
             if form is not None:
                 found[spec.name, part] = form
     return found
@@ -68,7 +77,11 @@ def folder_forms(folder: Path, config: ModelConfig) -> Forms:
         return {}
     specs, headers = model_specs(config), read_headers(folder)
     names = fit_prefix(FOLDER_NAMES[config.family], headers)
-    matrices = stored_matrices(format, headers, stored_tensors(specs, names))
+    return matrix_forms(stored_matrices(format, headers, stored_tensors(specs, names)), specs, names)
+
+
+def matrix_forms(matrices: Mapping[str, StoredMatrix], specs: Iterable[ParamSpec], names: Names) -> Forms:
+    """Those of a folder's quantized matrices."""
     return {
         (spec.name, part): matrices[source.name].form
         for spec in specs

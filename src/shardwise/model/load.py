@@ -22,18 +22,22 @@ from shardwise.layout import Coord, Layout
 from shardwise.model.checkpoint import newest
 from shardwise.model.families import GGUF_NAMES, check_stored, sources
 from shardwise.model.folder import DTYPES, FolderReader
+from shardwise.model.forms import gguf_forms
 from shardwise.params import Box, ParamSpec, block_of, boxes, local_shape, model_specs
 from shardwise.quant.blocks import Blocks, from_blocks
 from shardwise.quant.format import Quantized
 from shardwise.quant.gguf import dequantize, read_tensor
+from shardwise.quant.scheme import Forms
 
 STRIP_ELEMENTS = 1 << 20
 
 
 class Reader(Protocol):
-    """An open source of weights. `dtype` is what it stores most elements in, or bf16 where that is no plain number."""
+    """An open source of weights. `dtype` is what it stores most elements in, or bf16 where that is no plain number;
+    `forms` are those of the matrices that it stores quantized."""
 
     dtype: torch.dtype
+    forms: Forms
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         """A box of a parameter on the CPU, in any floating dtype, perhaps read-only."""
@@ -143,6 +147,7 @@ class RunReader:
         self._checkpoint = newest(Path(path), warnings.warn)
         self._checkpoint.check_model(model_specs(config))
         self.dtype = torch.float32
+        self.forms: Forms = {}
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         return self._checkpoint.read(spec, "master", box)
@@ -163,6 +168,7 @@ class GgufReader:
         shapes = {name: tensor.shape for name, tensor in self._gguf.tensors.items()}
         check_stored(shapes, model_specs(config), self._names, path)
         self.dtype = common_dtype(self._gguf)
+        self.forms = gguf_forms(self._gguf, config)
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         """A box of a parameter in fp32; of a parameter cut over heads, of whole heads."""

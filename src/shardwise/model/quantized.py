@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Coord, Layout
-from shardwise.model.forms import quantized_forms
+from shardwise.model.forms import chosen_forms
 from shardwise.model.load import Reader, open_weights, read_box, read_param, strips
 from shardwise.params import Box, ParamSpec, block_of, boxes
 from shardwise.quant.blocks import Blocks, stack_blocks
@@ -32,11 +32,11 @@ def load_quantized(
     device: torch.device | str = "cpu",
 ) -> Weights:
     """As `load_weights`, with the matrices of blocks quantized: to the scheme `quant` by rounding to nearest, or as
-    they are stored; with None none is. What a rank holds are slices of what one rank would hold. Raises ValueError as
-    `quantized_forms` does."""
-    forms = quantized_forms(Path(path), config, layout, quant) if quant else {}
+    they are stored; with None none is. What a rank holds are slices of what one rank would hold. `specs` may be part of
+    the model, as on a pipeline stage. Raises ValueError as `quantized_forms` does."""
     scheme = parse_quant(quant) if quant else None
     with closing(open_weights(path, config)) as reader:
+        forms = chosen_forms(reader.forms, Path(path), config, layout, quant) if quant else {}
 
         def piece(spec: ParamSpec, box: Box) -> Piece:
             if scheme is not None:

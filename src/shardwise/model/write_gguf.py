@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.config import ModelConfig, llama3_divisors
+from shardwise.config import ModelConfig, llama3_divisors, llama3_of
 from shardwise.gguf import BLOCKS
 from shardwise.model.families import GGUF_NAMES, Source, sources
 from shardwise.params import ParamSpec, model_specs
@@ -102,6 +103,12 @@ def model_keys(config: ModelConfig) -> dict[str, Any]:
         keys["attention.sliding_window"] = config.sliding_window
     if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope_scaling.factor}
+    divisors = rope_divisors(config)
+    if divisors is not None and llama3_of(divisors, config.head_dim, config.rope_theta) is None:
+        raise ValueError(
+            "a GGUF file has no place for rope scaling of the kind llama3 with other constants than Llama 3.1's; a "
+            "folder has: --quant int8 or int4-g32"
+        )
     found = {f"{architecture(config)}.{key}": value for key, value in keys.items()}
     return found | {"general.quantization_version": QUANTIZATION_VERSION}
 
@@ -123,7 +130,7 @@ def add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
 
 def stored_as(config: ModelConfig, kind: str, dtype: torch.dtype) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Name, shape and kind of every tensor, in the order in which they are written."""
-    if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
+    if rope_divisors(config) is not None:
         yield ROPE_FREQS, (config.head_dim // 2,), "F32"
     for spec in stored_specs(config):
         for source in distinct(spec, config):
@@ -135,8 +142,8 @@ def stored_forms(
     config: ModelConfig, tensors: Iterable[tuple[str, Tensor | Quantized]], dtype: torch.dtype
 ) -> Iterator[Any]:
     """The bytes of every tensor, as numpy has them, in the same order."""
-    if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
-        yield llama3_divisors(config.rope_scaling, config.head_dim, config.rope_theta).astype("<f4")
+    if (divisors := rope_divisors(config)) is not None:
+        yield divisors
     for spec, (name, tensor) in zip(stored_specs(config), tensors, strict=True):
         assert name == spec.name
         for source in distinct(spec, config):
@@ -148,6 +155,13 @@ def stored_forms(
                 raw = tensor[rows].to(dtype)
                 raw = raw.float() if raw.dim() == 1 else raw
             yield raw.contiguous().view(torch.uint8).numpy()
+
+
+def rope_divisors(config: ModelConfig) -> NDArray[np.float32] | None:
+    """How Llama 3's scaling of rotary positions is stored, as a tensor."""
+    if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
+        return None
+    return llama3_divisors(config.rope_scaling, config.head_dim, config.rope_theta).astype("<f4")
 
 
 def stored_specs(config: ModelConfig) -> Sequence[ParamSpec]:

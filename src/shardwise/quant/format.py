@@ -14,6 +14,7 @@ Shapes: N rows (outputs), K columns (inputs), G groups of a row, M rows of activ
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -200,9 +201,15 @@ def plain_values(codes: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | 
     return values.view(codes.shape)
 
 
-def matmul(x: Tensor, quantized: Quantized) -> Tensor:
+class Strips(Protocol):
+    """A matrix [N, K] that gives its rows as plain numbers, a few at a time: a quantized one, or several."""
+
+    def strips(self, dtype: torch.dtype) -> Iterator[Tensor]: ...
+
+
+def matmul(x: Tensor, matrix: Strips) -> Tensor:
     """x [..., K] -> [..., N] in the dtype of x: the product with the dequantized matrix, which is never whole."""
-    return torch.cat([F.linear(x, strip) for strip in quantized.strips(x.dtype)], -1)
+    return torch.cat([F.linear(x, strip) for strip in matrix.strips(x.dtype)], -1)
 
 
 def stack_rows(pieces: Sequence[Quantized]) -> Quantized:

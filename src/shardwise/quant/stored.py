@@ -15,11 +15,9 @@ Formats: https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hans
 https://github.com/vllm-project/compressed-tensors, https://huggingface.co/docs/transformers/quantization/finegrained_fp8
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.config import reading, table
@@ -31,8 +29,6 @@ DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 """Of scales, by the names that safetensors has."""
 LEFT_OUT = ("input_scale", "g_idx", "weight_shape")
 """Beside a quantized matrix, and not needed: activations are not quantized."""
-
-MAX_HEADER_BYTES = 1 << 28
 
 Headers = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of every tensor of a folder, by its name."""
@@ -254,22 +250,3 @@ def plain_headers(
            for suffix in (*parts(format, *each.shape), *LEFT_OUT)}  # fmt: skip
     plain = {name: shape for name, (_, shape) in headers.items() if name not in own}
     return plain | {name: each.shape for name, each in matrices.items()}
-
-
-def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of a folder. Raises ValueError where it has none, or files that are damaged."""
-    files = [folder / "model.safetensors"]
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    try:
-        if not files[0].is_file():
-            index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-            files = [folder / Path(name).name for name in sorted(set(index["weight_map"].values()))]
-        for file in files:
-            with file.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(min(size, MAX_HEADER_BYTES)))
-            header.pop("__metadata__", None)
-            found |= {name: (each["dtype"], tuple(each["shape"])) for name, each in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} holds no safetensors files that can be read: {error}") from None
-    return found

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.quant.blocks import Blocks
-from shardwise.quant.format import Quantized, as_pair, strip_rows
+from shardwise.quant.format import Quantized, as_pair, matmul, strip_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +112,7 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
         ctx.weight = weight
-        return torch.cat([F.linear(x, strip) for strip in weight.strips(x.dtype)], -1)
+        return matmul(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

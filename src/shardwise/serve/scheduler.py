@@ -177,7 +177,7 @@ class Scheduler:
         del self.waiting[0]
         insort(self.running, request, key=place)
         request.pages, request.num_computed = found, len(found) * self.pages.page_tokens
-        if not request.scoring and not request.num_ever_computed:
+        if not request.scoring and not request.num_ever_run:
             request.num_found = request.num_computed
             self.num_asked_tokens += request.num_prompt
             self.num_found_tokens += request.num_found
@@ -223,19 +223,20 @@ class Scheduler:
         """The tokens of a part have their keys and values now."""
         start, stop = part.start, part.start + len(part.tokens)
         assert start == request.num_computed
-        self.num_recomputed_tokens += max(0, min(stop, request.num_ever_computed) - start)
+        overlap = 1 if part.scores is not None and start > 0 else 0
+        self.num_recomputed_tokens += max(0, min(stop, request.num_ever_run) - start - overlap)
+        request.num_ever_run = max(stop, request.num_ever_run)
         if part.scores is not None and not part.samples:
             stop -= 1  # is run once more, to score the token after it
         self.pages.commit(request.pages, request.tokens, start, stop, request.salt)
         request.num_computed = stop
-        request.num_ever_computed = max(stop, request.num_ever_computed)
 
     def fork(self, request: Request) -> list[Request]:
         """The sequences of a request whose prompt has just been run, the first being itself; they share its pages."""
         sequences = [request]
         for id in request.ids[1 : request.num_sequences]:
             sequence = Request(id, list(request.tokens), request.max_tokens, request.priority, request.salt)
-            sequence.num_computed = sequence.num_ever_computed = request.num_computed
+            sequence.num_computed = sequence.num_ever_run = request.num_computed
             sequence.pages = self.pages.fork(request.pages)
             self.requests[id] = sequence
             insort(self.running, sequence, key=place)

@@ -28,7 +28,7 @@ class Request:
     num_prompt: int = field(init=False)
     num_sequences: int = field(init=False)  # n until it forks, then 1
     num_computed: int = field(default=0, init=False)  # its first tokens, whose keys and values are in its pages
-    num_ever_computed: int = field(default=0, init=False)
+    num_ever_run: int = field(default=0, init=False)
     num_found: int = field(default=0, init=False)
     pages: list[int] = field(default_factory=list, init=False)
 

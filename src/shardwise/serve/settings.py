@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from shardwise.config import ModelConfig
 from shardwise.layout import Layout
+from shardwise.model.forms import quantized_forms
 from shardwise.quant.scheme import parse_quant
 from shardwise.serve.scheduler import Limits
 
@@ -50,3 +52,18 @@ class EngineSettings:
     def limits(self) -> Limits:
         """Of a step and of the queue. Raises ValueError for those that do not go together."""
         return Limits(self.max_batch_tokens, self.max_running, self.max_queued)
+
+
+def check_model(settings: EngineSettings, config: ModelConfig) -> None:
+    """Raise ValueError, before any process is started, for what this model cannot have."""
+    check_shape(settings, config)
+    if settings.quant is not None:
+        quantized_forms(settings.model, config, settings.layout, settings.quant)
+
+
+def check_shape(settings: EngineSettings, config: ModelConfig) -> None:
+    """The same as far as its shape tells."""
+    for problem in settings.layout.problems(config):
+        raise ValueError(f"layout {settings.layout}: {problem}")
+    if settings.max_len is not None and settings.max_len > config.max_positions:
+        raise ValueError(f"max_len {settings.max_len} is more than the model's {config.max_positions} positions")

@@ -37,7 +37,7 @@ from shardwise.serve.ranks import Leader, OutOfStep, end_with, follow, tell
 from shardwise.serve.request import MAX_LOGPROBS, Ask
 from shardwise.serve.runner import SCORED_ROWS, Runner
 from shardwise.serve.scheduler import QueueFull, Scheduler
-from shardwise.serve.settings import EngineSettings
+from shardwise.serve.settings import EngineSettings, check_shape
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +127,8 @@ def start(place: Place, settings: EngineSettings, phase: Callable[[str], Any] = 
     """Load the model and make pages of the memory that is left. Raises ValueError for what does not fit, with what
     does."""
     config = read_config(settings.model)
-    for problem in settings.layout.problems(config):
-        raise ValueError(f"layout {settings.layout}: {problem}")
+    check_shape(settings, config)
     max_len = settings.max_len or config.max_positions
-    if max_len > config.max_positions:
-        raise ValueError(f"max_len {max_len} is more than the model's {config.max_positions} positions")
     mesh = make_mesh(settings.layout, place.rank, place.device, config.num_kv_heads)
     dtype = DTYPES[settings.dtype]
     with phase("weights"):
