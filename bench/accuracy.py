@@ -14,18 +14,26 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shardwise.kernels.choice import TORCH
+from shardwise.kernels.paged import Span
+from shardwise.layout import Layout
 from shardwise.model.quantize import Quantizer
 from shardwise.model.tokenizer import train_bpe
+from shardwise.parallel.mesh import make_mesh
+from shardwise.quant.cache import KvDtype, vector_bytes
 from shardwise.quant.format import Quantized, dequantize
 from shardwise.quant.recipe import METHODS, Method, Recipe
-from shardwise.serve.evaluate import Likeness, likeness
+from shardwise.serve.evaluate import ROWS, Likeness, RowLogits, likeness, likeness_of, row_logits
 from shardwise.serve.generate import LoadedModel, load_model
+from shardwise.serve.runner import Runner
 from shardwise.train.calibration import calibration_text
 from shardwise.train.corpus import build
 from shardwise.train.data import TokenFile
@@ -51,7 +59,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """A way to quantize, bits a weight of the blocks then takes (16: not quantized), and what that does."""
+    """A way to quantize, bits that a weight of the blocks then takes, or a number of the cache (16: not quantized), and
+    what that does."""
 
     scheme: str
     method: Method | None
@@ -71,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         task = smollm2(*sizes) if args.smollm2 else small(train_small(Path(folder)), *sizes)
         rows = []
         print(HEADER, flush=True)
-        for row in measure(task, [*schemes(task), *(WITH_OFFSETS if args.smollm2 else ())]):
+        weights = measure(task, [*schemes(task), *(WITH_OFFSETS if args.smollm2 else ())])
+        for row in chain(measure_cache(task), weights):
             rows.append(row)
             print(line(row), flush=True)
     if args.json:
@@ -99,6 +109,30 @@ def measure(task: Task, asked: Iterable[tuple[str, Sequence[Method]]]) -> Iterat
             yield Row(name, method, bits, likeness(quantized, task.model, task.held_out, task.context))
 
 
+def measure_cache(task: Task) -> Iterator[Row]:
+    """Keys and values quantized, and weights as they are: the attention over pages that a server runs."""
+    for kv_dtype in ("int8", "fp8"):
+        bits = 8 * vector_bytes(kv_dtype, 4).of(task.model.config.head_dim) / task.model.config.head_dim
+        plain, ids = partial(row_logits, task.model), torch.tensor(task.held_out)
+        yield Row(f"KV {kv_dtype}", None, bits, likeness_of(over_pages(task, kv_dtype), plain, ids, task.context))
+
+
+def over_pages(task: Task, kv_dtype: KvDtype) -> RowLogits:
+    """Logits as a server computes them, in fp32 with torch's operations."""
+    model, page_tokens = task.model, 16
+    mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
+    runner = Runner(model.config, dict(model.weights), mesh, model.dtype, page_tokens, TORCH, kv_dtype)
+    num_pages = -(-task.context // page_tokens)
+    runner.make_pages(num_pages)
+
+    def logits(ids: Tensor) -> Iterator[Tensor]:
+        batch = runner.attention.batch([Span(0, len(ids), tuple(range(num_pages)))])
+        for rows in runner.hidden(ids, torch.arange(len(ids)), batch).split(ROWS):
+            yield runner.logits(rows)
+
+    return logits
+
+
 def quantize(task: Task, recipe: Recipe) -> tuple[LoadedModel, float]:
     """The model as it is when quantized, in plain numbers, and the bits that a weight of its blocks takes."""
     quantizer = Quantizer(task.model.config, recipe, torch.bfloat16)
@@ -120,7 +154,7 @@ HEADER = (
 
 def line(row: Row) -> str:
     found = row.likeness
-    name = "as they are" if row.method is None else row.scheme
+    name = "as they are" if row.scheme == "none" else row.scheme
     return (
         f"| {name} | {row.method or ''} | {row.bits:.2f} | {found.perplexity:.3f} | {100 * found.top1:.1f} % | "
         f"{found.kl:.4f} |"

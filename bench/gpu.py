@@ -27,6 +27,7 @@ from shardwise.catalogue import CATALOGUE, llama
 from shardwise.config import ModelConfig
 from shardwise.kernels.choice import TORCH, Attention, Heads, Kernels, triton_kernels
 from shardwise.kernels.gated import gated_naive
+from shardwise.kernels.kv import KVPages, Vectors
 from shardwise.kernels.norm import rms_norm_naive
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rotary import rotate_naive
@@ -121,14 +122,14 @@ def attended(
     pages_of = [-(-len(text) // PAGE_TOKENS) for text in texts]
     ends = [sum(pages_of[: n + 1]) for n in range(len(texts))]
     shape = heads.num_kv, ends[-1], PAGE_TOKENS, heads.head_dim
-    keys, values = (torch.full(shape, torch.nan, dtype=heads.dtype, device=heads.device) for _ in range(2))
+    pages = KVPages(*(Vectors(torch.full(shape, torch.nan, dtype=heads.dtype, device=heads.device)) for _ in range(2)))
     done, out = [0] * len(texts), [text.new_empty(len(text), heads.num_heads, heads.head_dim) for text in texts]
     for step in steps:
         spans = [Span(done[n], count, tuple(range(ends[n] - pages_of[n], ends[n]))) for n, count in step]
         new = torch.cat([texts[n][done[n] : done[n] + count] for n, count in step])
         q, k, v = new.split((heads.num_heads, heads.num_kv, heads.num_kv), 1)
         batch = attention.batch(spans)
-        found = attention.attend(q, k, v, None, keys, values, batch, window)
+        found = attention.attend(q, k, v, None, pages, batch, window)
         for (n, count), part in zip(step, found.split([count for _, count in step]), strict=True):
             out[n][done[n] : done[n] + count] = part
             done[n] += count
@@ -295,7 +296,8 @@ def time_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
         spans = [Span(context - 1, 1, tuple(range(n * width, (n + 1) * width))) for n in range(count)]
         q, k, v = drawn((count, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split((32, 8, 8), 1)
         batch = attention.batch(spans)
-        seconds = kernel_s(partial(attention.attend, q, k, v, None, keys, values, batch, None))
+        pages = KVPages(Vectors(keys), Vectors(values))
+        seconds = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None))
         yield Row(f"attention, {count} tokens at {context}", 1e6 * seconds, "us")
         yield Row(f"attention, {count} tokens at {context}", (keys.nbytes + values.nbytes) / seconds / 1e9, "GB/s")
     num_tokens = 4096
@@ -303,7 +305,8 @@ def time_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
     keys, values = torch.zeros(2, num_kv, num_tokens // PAGE_TOKENS, PAGE_TOKENS, size, device=work.device).bfloat16()
     batch = attention.batch([Span(0, num_tokens, tuple(range(num_tokens // PAGE_TOKENS)))])
     flops = 2 * num_heads * num_tokens**2 * size  # half of the scores are seen
-    ours = kernel_s(partial(attention.attend, q, k, v, None, keys, values, batch, None), 5)
+    pages = KVPages(Vectors(keys), Vectors(values))
+    ours = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None), 5)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     theirs = kernel_s(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True), 5)
     yield Row(f"attention of {num_tokens} tokens", flops / ours / 1e12, "TFLOP/s")

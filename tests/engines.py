@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig, from_hugging_face
+from shardwise.kernels.choice import Kernels
+from shardwise.kernels.kv import KVPages
 from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.tokenizer import Tokenizer, byte_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import make_mesh
+from shardwise.quant.cache import KvDtype
 from shardwise.serve.engine import Engine, Runs
 from shardwise.serve.generate import LoadedModel
 from shardwise.serve.pages import Pages
@@ -25,17 +28,23 @@ BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
 LIMITS = Limits(512, 32, 1024)
 
 
-def tiny(name: str = "llama", dtype: torch.dtype = torch.float32) -> LoadedModel:
+def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> LoadedModel:
     """A drawn model that talks bytes and never comes to an end by itself."""
-    theirs = tiny_model(name, dtype, **BYTES)
+    theirs = tiny_model(name, dtype, **BYTES, **changes)
     tokenizer = replace(byte_tokenizer(), eos_ids=frozenset())
     config = from_hugging_face(theirs.config.to_dict())
     return LoadedModel(config, our_weights(theirs), tokenizer, dtype, torch.device("cpu"))
 
 
-def runner_of(model: LoadedModel) -> Runner:
+def runner_of(model: LoadedModel, kv_dtype: KvDtype = "auto", kernels: Kernels | None = None) -> Runner:
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
-    return Runner(model.config, dict(model.weights), mesh, model.dtype, page_tokens=16)
+    return Runner(model.config, dict(model.weights), mesh, model.dtype, 16, kernels, kv_dtype)
+
+
+def fill_with_anything(pages: KVPages) -> None:
+    """NaN, where there is one."""
+    for tensor in pages.tensors:
+        tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 99)
 
 
 def engine_of(
@@ -44,8 +53,8 @@ def engine_of(
 ) -> Engine:  # fmt: skip
     """An engine whose pages hold NaN until they are written. `runs` stands between it and the runner."""
     runner.make_pages(num_pages)
-    for pages in (*runner.keys, *runner.values):
-        pages.fill_(torch.nan)
+    for pages in runner.pages:
+        fill_with_anything(pages)
     scheduler = Scheduler(Pages(num_pages, runner.page_tokens), limits)
     config: ModelConfig = runner.config
     return Engine(

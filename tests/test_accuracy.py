@@ -21,7 +21,7 @@ from shardwise.serve.evaluate import likeness, perplexity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
-from accuracy import GROUPS, Row, Task, measure, schemes, small, train_small
+from accuracy import GROUPS, Row, Task, measure, measure_cache, schemes, small, train_small
 
 BITS = ("int3", "int4")
 Rows = dict[tuple[str, str | None], Row]
@@ -82,6 +82,15 @@ def test_larger_groups_are_worse(rows: Rows) -> None:
             found = [kl(rows, bits, group, method) for group in GROUPS]
             assert all(larger >= 0.9 * smaller for smaller, larger in pairwise(found))
             assert found[-1] > 1.05 * found[0]
+
+
+def test_a_cache_in_8_bits_costs_less_than_weights_in_4(task: Task, rows: Rows) -> None:
+    """Integers a tenth of it, and less than floats of as many bits, whose steps are coarse where numbers are large; both
+    through the attention over pages that a server runs."""
+    integers, floats = (row.likeness for row in measure_cache(task))
+    least = min(row.likeness.kl for row in rows.values() if row.scheme.startswith("int4"))
+    assert 0 < 10 * integers.kl < least and integers.kl < floats.kl < least
+    assert integers.perplexity < 1.001 * rows["none", None].likeness.perplexity
 
 
 def test_what_a_weight_takes(rows: Rows) -> None:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,17 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.kernels.choice import CHOICE, TORCH, Heads, kernels_for
+from engines import fill_with_anything
+from shardwise.kernels.choice import CHOICE, TORCH, Heads, TorchAttention, kernels_for
 from shardwise.kernels.gated import gated, gated_naive
+from shardwise.kernels.kv import CODES, KVPages, as_bytes
 from shardwise.kernels.native import Native, NativeAttention, PackedQuantized, PackedWeight, instruction_sets
 from shardwise.kernels.norm import rms_norm_naive
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rotary import rotate_naive
 from shardwise.kernels.rows import RowWeight
+from shardwise.quant.cache import KvDtype
 from shardwise.quant.dynamic import dynamic_matmul
 from shardwise.quant.format import Quantized, dequantize, quantize
 from shardwise.quant.scheme import Scheme
 from shardwise.quant.weight import QuantizedWeight
+from test_kv import KV_DTYPES, kept
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not built: no compiler")
 
@@ -214,7 +219,8 @@ def stories(draw: st.DrawFn) -> Story:
     step = st.sampled_from([1, 1, 2, 17, 40, 130, 500])
     steps = draw(st.lists(st.lists(step, min_size=1, max_size=3), min_size=1, max_size=3))
     lengths = tuple(tuple(sum(each[: number + 1]) for number in range(len(each))) for each in steps)
-    heads = Heads(num_kv * group, num_kv, head_dim, page_tokens, frozenset({window}), BF16, CPU)
+    kv_dtype = draw(st.sampled_from(get_args(KvDtype)))
+    heads = Heads(num_kv * group, num_kv, head_dim, page_tokens, frozenset({window}), BF16, CPU, kv_dtype)
     return Story(heads, window, lengths, draw(st.booleans()))
 
 
@@ -233,15 +239,16 @@ class Told:
         order = random.Random(seed).sample(range(sum(counts)), sum(counts))
         self.pages = [tuple(order.pop() for _ in range(count)) for count in counts]
         shape = heads.num_kv, sum(counts), heads.page_tokens, heads.head_dim
-        self.keys, self.values = (torch.full(shape, torch.nan, dtype=BF16) for _ in range(2))
+        self.kv = KVPages.empty(shape, heads.kv_dtype, BF16)
+        fill_with_anything(self.kv)
 
-    def step(self, attention: NativeAttention, parts: list[tuple[int, int, int]]) -> Tensor:
+    def step(self, attention: NativeAttention | TorchAttention, parts: list[tuple[int, int, int]]) -> Tensor:
         """Attention of tokens [start, stop) of each (sequence, start, stop)."""
         spans = [Span(start, stop - start, self.pages[number]) for number, start, stop in parts]
         q, k, v = (torch.cat([self.qkv[number][i][start:stop] for number, start, stop in parts]) for i in range(3))
         cos, sin = (torch.cat([each[start:stop] for _, start, stop in parts]) for each in (self.cos, self.sin))
         turns = (cos, sin) if self.story.turned else None
-        return attention.attend(q, k, v, turns, self.keys, self.values, attention.batch(spans), self.story.window)
+        return attention.attend(q, k, v, turns, self.kv, attention.batch(spans), self.story.window)
 
     def expected(self, number: int) -> Tensor:
         q, k, v = (x.double() for x in self.qkv[number])
@@ -249,6 +256,8 @@ class Told:
         if self.story.turned:
             cos, sin = self.cos[:count].double(), self.sin[:count].double()
             q, k = (rotate_naive(x, cos, sin).to(BF16).double() for x in (q, k))
+        if heads.kv_dtype != "auto":
+            k, v = kept(k, heads.kv_dtype), kept(v, heads.kv_dtype)
         k, v = (x.repeat_interleave(heads.group, 1) for x in (k, v))
         scores = torch.einsum("nhc,thc->hnt", q, k) / math.sqrt(heads.head_dim)
         behind = torch.arange(count)[:, None] - torch.arange(count)
@@ -281,12 +290,67 @@ def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_com
         assert torch.equal(alone.step(attention, [(sequence, 0, lengths[-1])]), whole)
 
 
-def test_decoding_token_by_token_has_the_bits_of_one_chunk(native: Native) -> None:
-    story = Story(Heads(9, 3, 64, 16, frozenset({None}), BF16, CPU), None, ((150,),), turned=True)
+@pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
+def test_decoding_token_by_token_has_the_bits_of_one_chunk(native: Native, kv_dtype: KvDtype) -> None:
+    story = Story(Heads(9, 3, 64, 16, frozenset({None}), BF16, CPU, kv_dtype), None, ((150,),), turned=True)
     whole, single = Told(story, 1), Told(story, 1)
     attention = native.attention(story.heads)
     out = whole.step(attention, [(0, 0, 150)])
     assert torch.equal(torch.cat([single.step(attention, [(0, at, at + 1)]) for at in range(150)]), out)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_codes_are_those_of_the_definition(native: Native, kv_dtype: KvDtype) -> None:
+    """In an order of their own, page by page; scales where they are expected, bit for bit; what is no number has none
+    that is one. With vectors of zeros, and numbers from hardly there to huge."""
+    heads = Heads(2, 2, 64, 16, frozenset({None}), BF16, CPU, kv_dtype)
+    told = Told(Story(heads, None, ((32,),), turned=False), 3)
+    _, k, v = told.qkv[0]
+    k *= torch.logspace(-44, 38, 32)[:, None, None]
+    k[3], v[4] = 0, 0
+    v[5, 0, 7], v[5, 1, 8] = torch.nan, torch.inf
+    told.step(native.attention(heads), [(0, 0, 32)])
+    for kept_there, new in ((told.kv.keys, k), (told.kv.values, v)):
+        codes, scales = quantize(new, CODES[kv_dtype])
+        finite = scales.isfinite()
+        assert kept_there.scales is not None
+        for page, tokens in zip(told.pages[0], (slice(0, 16), slice(16, 32)), strict=True):
+            there = kept_there.scales[:, page].t()
+            assert torch.equal(there[finite[tokens]], scales[tokens][finite[tokens]])
+            assert not there[~finite[tokens]].isfinite().any()
+            for head in range(2):
+                if finite[tokens, head].all():
+                    found, expected = as_bytes(kept_there.numbers)[head, page], as_bytes(codes)[tokens, head]
+                    assert torch.equal(found.flatten().sort()[0], expected.flatten().sort()[0])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (1e-3, 1e12), (3, 1e-12)])
+def test_attention_over_codes_is_that_of_torch(
+    native: Native, kv_dtype: KvDtype, key_size: float, value_size: float
+) -> None:
+    """Its plain definition in bf16, which rounds at other places: 2^-6 of the largest value."""
+    heads = Heads(9, 3, 64, 16, frozenset({130}), BF16, CPU, kv_dtype)
+    found = []
+    for attention in (native.attention(heads), TorchAttention.of(heads)):
+        told = Told(Story(heads, 130, ((200,), (33,)), turned=False), 4)
+        for _, k, v in told.qkv:
+            k *= key_size
+            v *= value_size
+        told.step(attention, [(0, 0, 180), (1, 0, 32)])
+        found.append(told.step(attention, [(1, 32, 33), (0, 180, 200)]).double() / value_size)
+    torch.testing.assert_close(*found, rtol=0, atol=4 * 2**-6)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_codes_that_are_no_numbers_stay_in_their_sequence(native: Native, kv_dtype: KvDtype) -> None:
+    heads = Heads(2, 1, 32, 16, frozenset({None}), BF16, CPU, kv_dtype)
+    told = Told(Story(heads, None, ((40,), (40,), (40,)), turned=True), 5)
+    told.qkv[0][1][30, 0, 1], told.qkv[1][2][30, 0, 1] = torch.nan, torch.inf
+    first, second, third = told.step(native.attention(heads), [(0, 0, 40), (1, 0, 40), (2, 0, 40)]).split(40)
+    assert first[30:].isnan().all() and first[:30].isfinite().all()
+    assert not second[30:].isfinite().any() and second[:30].isfinite().all()
+    assert third.isfinite().all()
 
 
 def test_threads_change_nothing(native: Native) -> None:

@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engines import fill_with_anything
 from shardwise.config import ModelConfig, from_hugging_face
-from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch, write_pages
+from shardwise.kernels.kv import KVPages, Vectors
+from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch
 from shardwise.kernels.rows import Head, RowWeight, agreeing_sizes, cancelling, head_of, pieces, row_weights
 from shardwise.layout import Layout
 from shardwise.model.load import load_weights, read_config
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
+from shardwise.quant.cache import KvDtype
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
 
@@ -51,10 +54,11 @@ def drawn(lengths: Sequence[int], num_heads: int, num_kv: int, size: int, dtype:
     return Drawn(tensors(num_heads), tensors(num_kv), tensors(num_kv), tables)
 
 
-def over_pages(case: Drawn, runs: Runs, window: int | None) -> list[Tensor]:
+def over_pages(case: Drawn, runs: Runs, window: int | None, kv_dtype: KvDtype = "auto") -> list[Tensor]:
     """Attention [T, H, C] of every sequence, its tokens run as `runs` says. Pages are full of NaN at first."""
     (_, num_heads, size), num_kv, dtype = case.q[0].shape, case.k[0].shape[1], case.q[0].dtype
-    keys, values = (torch.full((num_kv, case.num_pages, PAGE_TOKENS, size), torch.nan, dtype=dtype) for _ in range(2))
+    pages = KVPages.empty((num_kv, case.num_pages, PAGE_TOKENS, size), kv_dtype, dtype)
+    fill_with_anything(pages)
     sizes = attention_sizes(size, dtype)
     done, out = [0] * len(case.q), [torch.empty_like(q) for q in case.q]
     for step in runs:
@@ -62,9 +66,9 @@ def over_pages(case: Drawn, runs: Runs, window: int | None) -> list[Tensor]:
         spans = [Span(at.start, at.stop - at.start, case.tables[number]) for number, at in places]
         batch = paged_batch(spans, num_heads // num_kv, PAGE_TOKENS, [window], sizes)
         q, k, v = (torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v))
-        write_pages(keys, batch.slots, k)
-        write_pages(values, batch.slots, v)
-        found = paged_attention(q, keys, values, batch, window).split([span.num_tokens for span in spans])
+        pages.keys.write(batch.slots, k)
+        pages.values.write(batch.slots, v)
+        found = paged_attention(q, pages, batch, window).split([span.num_tokens for span in spans])
         for (number, at), part in zip(places, found, strict=True):
             out[number][at] = part
             done[number] = at.stop
@@ -137,10 +141,10 @@ def test_numbers_that_nobody_may_see_do_not_count() -> None:
     batch = paged_batch([Span(0, 20, case.tables[0])], 2, PAGE_TOKENS, [None], attention_sizes(16, torch.float32))
     found = []
     for garbage in (0.0, torch.nan, torch.inf):
-        keys, values = (torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage) for _ in range(2))
-        write_pages(keys, batch.slots, case.k[0])
-        write_pages(values, batch.slots, case.v[0])
-        found.append(paged_attention(case.q[0], keys, values, batch, None))
+        pages = KVPages(*(Vectors(torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage)) for _ in range(2)))
+        pages.keys.write(batch.slots, case.k[0])
+        pages.values.write(batch.slots, case.v[0])
+        found.append(paged_attention(case.q[0], pages, batch, None))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -192,14 +196,13 @@ class Paged:
     """`attend` of a step, as the runner of a server has it."""
 
     config: ModelConfig
-    keys: Tensor
-    values: Tensor
+    pages: list[KVPages]
     batch: PagedBatch
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        write_pages(self.keys[layer], self.batch.slots, k)
-        write_pages(self.values[layer], self.batch.slots, v)
-        return paged_attention(q, self.keys[layer], self.values[layer], self.batch, self.config.window(layer))
+        self.pages[layer].keys.write(self.batch.slots, k)
+        self.pages[layer].values.write(self.batch.slots, v)
+        return paged_attention(q, self.pages[layer], self.batch, self.config.window(layer))
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,7 @@ class Served:
     weights: dict[str, Tensor]
     head: Head
     dtype: torch.dtype
+    kv_dtype: KvDtype = "auto"
 
     @torch.inference_mode()
     def run(self, texts: list[list[int]], runs: Runs) -> list[tuple[Tensor, Tensor]]:
@@ -218,8 +222,10 @@ class Served:
         counts = [-(-len(text) // PAGE_TOKENS) for text in texts]
         ends = [sum(counts[: n + 1]) for n in range(len(counts))]
         tables = [tuple(range(end - 1, end - 1 - count, -1)) for end, count in zip(ends, counts, strict=True)]
-        shape = (config.num_layers, config.num_kv_heads, ends[-1], PAGE_TOKENS, config.head_dim)
-        keys, values = (torch.full(shape, torch.nan, dtype=self.dtype) for _ in range(2))
+        shape = config.num_kv_heads, ends[-1], PAGE_TOKENS, config.head_dim
+        pages = [KVPages.empty(shape, self.kv_dtype, self.dtype) for _ in range(config.num_layers)]
+        for layer in pages:
+            fill_with_anything(layer)
         sizes, windows = (
             attention_sizes(config.head_dim, self.dtype),
             [config.window(n) for n in range(config.num_layers)],
@@ -231,7 +237,7 @@ class Served:
             batch = paged_batch(spans, group, PAGE_TOKENS, windows, sizes)
             tokens = [token for number, n in step for token in texts[number][done[number] : done[number] + n]]
             positions = torch.cat([torch.arange(span.start, span.start + span.num_tokens) for span in spans])
-            attend = Paged(config, keys, values, batch)
+            attend = Paged(config, pages, batch)
             x = Transformer(config).hidden(self.weights, torch.tensor(tokens), positions, attend)
             for (number, count), part in zip(step, x.split([count for _, count in step]), strict=True):
                 hidden[number].append(part)
@@ -239,9 +245,9 @@ class Served:
         return [(torch.cat(parts), torch.cat([self.head.apply(part) for part in parts])) for parts in hidden]
 
 
-def served(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> Served:
-    ready = row_weights(weights)
-    return Served(config, ready, head_of(weights[Transformer(config).head_name], dtype)[0], dtype)  # type: ignore[arg-type]
+def served(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> Served:
+    ready, head = row_weights(weights), head_of(weights[Transformer(config).head_name], dtype)[0]
+    return Served(config, ready, head, dtype, kv_dtype)  # type: ignore[arg-type]
 
 
 def ways(texts: list[list[int]]) -> Iterator[Runs]:

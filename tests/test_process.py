@@ -490,7 +490,7 @@ def test_scored_prompts_are_in_what_a_batch_is_measured_with(folder: Path) -> No
     (batch,) = seen
     assert [len(part.tokens) for part in batch.parts] == [512, SCORED_ROWS + 1]
     pages = [page for part in batch.parts for page in part.pages]
-    assert batch.parts[1].scores == MAX_LOGPROBS and sorted(pages) == list(range(runner.keys[0].shape[1]))
+    assert batch.parts[1].scores == MAX_LOGPROBS and sorted(pages) == list(range(runner.pages[0].keys.numbers.shape[1]))
 
 
 def test_logits_of_a_scored_prompt_are_held_in_pieces(folder: Path) -> None:

@@ -29,7 +29,7 @@ from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.params import ParamSpec, boxes, model_specs, stage_units
 from shardwise.plan import plan
-from shardwise.plan.memory import Precision
+from shardwise.plan.memory import Precision, serving_ledgers
 from shardwise.quant.format import dequantize, quantize
 from shardwise.quant.scheme import Scheme, keepable, quantizable
 from shardwise.quant.weight import QuantizedWeight
@@ -263,14 +263,16 @@ def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> No
 
 
 def test_two_ranks_say_what_one_says(folder: Path) -> None:
-    """In fp32, greedy; each with its slices of the quantized weights."""
+    """In fp32, greedy; each with its slices of the quantized weights, and its heads of the quantized cache."""
     model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g16")
     ask = Ask(tuple(range(5, 40)), greedy(8))
-    ((wanted,),) = answers(engine_of(runner_of(model), model.tokenizer), [ask])
+    ((wanted,),) = answers(engine_of(runner_of(model, "int8"), model.tokenizer), [ask])
+    (planned,) = serving_ledgers(model.config, Layout(tp=2), 16, "fp32", kv_dtype="int8")
+    said: list[str] = []
 
     async def tokens() -> list[int]:
-        settings = EngineSettings(folder, Layout(tp=2), "fp32", kv_bytes=1 << 20, quant="int4-g16")
-        engine = RemoteEngine(settings, model.config, model.tokenizer, lambda said: None)
+        settings = EngineSettings(folder, Layout(tp=2), "fp32", kv_bytes=1 << 20, quant="int4-g16", kv_dtype="int8")
+        engine = RemoteEngine(settings, model.config, model.tokenizer, said.append)
         await engine.start()
         try:
             return [token async for piece in engine.generate(ask) for token in piece.tokens]
@@ -278,6 +280,7 @@ def test_two_ranks_say_what_one_says(folder: Path) -> None:
             await engine.close()
 
     assert asyncio.run(tokens()) == wanted.tokens
+    assert any(f"{(1 << 20) // planned.rows['kv']:,} pages" in line for line in said)
 
 
 def test_an_engine_with_quantized_weights_answers(folder: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,15 +19,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines import LoadedModel, answers, drawn_tokens, engine_of, greedy, tiny
-from shardwise.kernels.choice import TORCH, Heads, Kernels, kernels_for, triton_kernels
+from engines import LoadedModel, answers, drawn_tokens, engine_of, greedy, runner_of, tiny
+from shardwise.kernels.choice import TORCH, Heads, Kernels, TorchAttention, kernels_for, triton_kernels
 from shardwise.kernels.gated import gated_naive
+from shardwise.kernels.kv import write_pages
 from shardwise.kernels.norm import rms_norm_naive
-from shardwise.kernels.paged import Span, write_pages
+from shardwise.kernels.paged import Span
 from shardwise.kernels.rotary import rotate_naive
 from shardwise.kernels.tables import table_batch
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
+from shardwise.quant.cache import KvDtype
 from shardwise.serve.graphs import Step
 from shardwise.serve.request import Ask
 from shardwise.serve.runner import Runner
@@ -293,6 +295,20 @@ def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_compa
         for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert mine.logprob == pytest.approx(other.logprob, abs=error)
     assert answered(asks[:1], triton_kernels())[0].said == together[0].said
+
+
+def test_quantized_keys_and_values_have_torch_attention() -> None:
+    """And a batch that is no tables, so that nothing is captured."""
+    model = tiny("llama")
+    with_codes, without = (runner_of(model, kv_dtype, triton_kernels()) for kv_dtype in get_args(KvDtype)[1::-1])
+    assert isinstance(with_codes.attention, TorchAttention) and not with_codes.attention.reads_tables
+    assert without.attention.reads_tables
+    asks = [Ask(drawn_tokens(17, 1), greedy(3))]
+    found, wanted = (
+        answers(engine_of(runner, model.tokenizer), asks)[0][0]
+        for runner in (with_codes, runner_of(model, "int8", TORCH))
+    )
+    assert found.tokens == wanted.tokens
 
 
 def test_cpus_have_torch_kernels_for_fp32() -> None:

@@ -111,9 +111,9 @@ class ModelConfig:
         """How many tokens back attention of a layer sees, its own included; None: all."""
         return self.sliding_window if layer in self.windowed_layers else None
 
-    def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """Bytes of keys and values that one token keeps in the cache, over all layers and heads."""
-        return 2 * self.num_layers * self.kv_size * element_bytes
+    def kv_bytes_per_token(self, element_bytes: int = 2, scale_bytes: int = 0) -> int:
+        """Bytes of keys and values that one token keeps in the cache over all layers and heads, each with its scale."""
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * element_bytes + scale_bytes)
 
 
 def check_size(name: str, value: Any) -> int:

@@ -36,6 +36,10 @@ def add_plan(subparsers: Any) -> None:
     parser.add_argument(
         "--quant", metavar="Q", help="of weights when serving, as `shardwise serve` has it (default: not quantized)"
     )
+    parser.add_argument(
+        "--kv-dtype", default="auto", metavar="D",
+        help="of keys and values when serving: int8 or fp8, as `shardwise serve` has them (default: as --precision)",
+    )  # fmt: skip
     parser.set_defaults(run=run_plan)
 
 
@@ -44,7 +48,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from shardwise.plan import plan
 
     answer = plan(args.model, args.gpu, args.gpus, args.mode, args.layout, args.seq, args.precision, args.micro_batch,
-                  args.recompute, args.quant)  # fmt: skip
+                  args.recompute, args.quant, args.kv_dtype)  # fmt: skip
     if args.json:
         print(json.dumps(answer.to_json()))
     else:

@@ -16,6 +16,7 @@ QUANT = (
     "round the matrices of the blocks to int8, int4-g64 (groups of 64), int4z-g64 (with zero points), int3-g32, fp8 or "
     "the like; as-stored keeps a model that is stored quantized as it is (default: plain numbers in --dtype)"
 )
+KV_DTYPE = "keep keys and values in int8 or fp8, with a scale for each token and head (default: auto, as in --dtype)"
 
 
 def add_serve(subparsers: Any) -> None:
@@ -56,6 +57,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and cache (default: bf16)"
     )
     parser.add_argument("--quant", metavar="Q", help=QUANT)
+    parser.add_argument("--kv-dtype", default="auto", metavar="D", help=KV_DTYPE)
     for name, default, what in (
         ("kv-bytes", None, "of keys and values on each rank (default: what memory leaves)"),
         ("max-len", None, "tokens of a prompt and its answer (default: the model's positions)"),
@@ -107,7 +109,7 @@ def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelCon
     layout = Layout.parse(args.layout if args.tp is None else f"tp{args.tp}")
     settings = EngineSettings(
         path, layout, args.dtype, args.kv_bytes, args.max_len, max_batch_tokens=args.max_batch_tokens,
-        max_running=args.max_running, max_queued=args.max_queued, quant=args.quant,
+        max_running=args.max_running, max_queued=args.max_queued, quant=args.quant, kv_dtype=args.kv_dtype,
     )  # fmt: skip
     config = read_config(path)
     check_model(settings, config)

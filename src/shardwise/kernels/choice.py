@@ -16,10 +16,12 @@ from torch import Tensor
 
 from shardwise.kernels import native
 from shardwise.kernels.gated import gated
+from shardwise.kernels.kv import KVPages
 from shardwise.kernels.norm import rms_norm
-from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch, write_pages
+from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch
 from shardwise.kernels.rotary import rotate
 from shardwise.kernels.rows import head_of, row_weights
+from shardwise.quant.cache import KvDtype
 from shardwise.quant.weight import QuantizedWeight
 
 
@@ -34,6 +36,7 @@ class Heads:
     windows: frozenset[int | None]
     dtype: torch.dtype
     device: torch.device
+    kv_dtype: KvDtype = "auto"
 
     @property
     def group(self) -> int:
@@ -53,15 +56,19 @@ class Attention(Protocol):
         """The numbers of query rows that are worked on together, at which rows have the same bits."""
         ...
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether a batch is tables (`tables.py`), so that a step can be captured once and run again."""
+        ...
+
     def batch(self, spans: Sequence[Span]) -> Any:
         """What all layers need to know of a step."""
         ...
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, keys: Tensor, values: Tensor, batch: Any,
-        window: int | None,
-    ) -> Tensor:  # fmt: skip
-        """Turn q [N, H, C] and k [N, K, C], write k and v into the pages [K, pages, P, C], and attend: [N, H, C]."""
+        self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, pages: KVPages, batch: Any, window: int | None
+    ) -> Tensor:
+        """Turn q [N, H, C] and k [N, K, C], write k and v into the pages, and attend: [N, H, C]."""
         ...
 
 
@@ -71,6 +78,7 @@ class TorchAttention:
 
     heads: Heads
     sizes: tuple[int, ...]
+    reads_tables: bool = False
 
     @classmethod
     def of(cls, heads: Heads) -> "TorchAttention":
@@ -81,22 +89,21 @@ class TorchAttention:
         return paged_batch(spans, heads.group, heads.page_tokens, heads.windows, self.sizes, heads.device)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, keys: Tensor, values: Tensor, batch: PagedBatch,
+        self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, pages: KVPages, batch: PagedBatch,
         window: int | None,
     ) -> Tensor:  # fmt: skip
         if turns is not None:
             q, k = rotate(q, *turns), rotate(k, *turns)
-        write_pages(keys, batch.slots, k)
-        write_pages(values, batch.slots, v)
-        return paged_attention(q, keys, values, batch, window)
+        pages.keys.write(batch.slots, k)
+        pages.values.write(batch.slots, v)
+        return paged_attention(q, pages, batch, window)
 
 
 @dataclass(frozen=True)
 class Kernels:
     """One version of each: rms_norm(x, weight, eps), gated(inner, activation), attention over pages, and what makes
     products of the weights of a model, which it takes out of the dict. head(weight [V, D], dtype): what makes logits,
-    and what looks rows up if the embedding is the same. Whether attention reads its batch from tables (`tables.py`), so
-    that a step can be captured once and run again."""
+    and what looks rows up if the embedding is the same."""
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -104,10 +111,9 @@ class Kernels:
     attention: Callable[[Heads], Attention]
     weights: Callable[[dict[str, Tensor | QuantizedWeight]], Any]
     head: Callable[[Tensor | QuantizedWeight, torch.dtype], tuple[Any, Any]]
-    reads_tables: bool
 
 
-TORCH = Kernels("torch", rms_norm, gated, TorchAttention.of, row_weights, head_of, reads_tables=False)
+TORCH = Kernels("torch", rms_norm, gated, TorchAttention.of, row_weights, head_of)
 CHOICE = "SHARDWISE_KERNELS"
 """The environment may name the kernels for CPUs: torch, or an instruction set."""
 
@@ -131,14 +137,15 @@ def native_kernels(name: str) -> Kernels:
     def attention(heads: Heads) -> Attention:
         return kernels.attention(heads) if kernels.attends(heads) else TorchAttention.of(heads)
 
-    return Kernels(
-        f"native {name}", kernels.rms_norm, kernels.gated, attention, kernels.weights, kernels.head, reads_tables=False
-    )
+    return Kernels(f"native {name}", kernels.rms_norm, kernels.gated, attention, kernels.weights, kernels.head)
 
 
 def triton_kernels() -> Kernels:
-    """Those for GPUs, which need the package triton; torch's builds for CUDA bring it along."""
+    """Those for GPUs, which need the package triton; torch's builds for CUDA bring it along. Quantized keys and values
+    have no kernel in Triton yet."""
     from shardwise.kernels import triton_paged, triton_small
 
-    norm, gate, attention = triton_small.rms_norm, triton_small.gated, triton_paged.TritonAttention.of
-    return Kernels("Triton", norm, gate, attention, row_weights, head_of, reads_tables=True)
+    def attention(heads: Heads) -> Attention:
+        return triton_paged.TritonAttention.of(heads) if heads.kv_dtype == "auto" else TorchAttention.of(heads)
+
+    return Kernels("Triton", triton_small.rms_norm, triton_small.gated, attention, row_weights, head_of)

@@ -15,8 +15,10 @@ import torch  # first: it brings the OpenMP runtime that the module shares
 from torch import Tensor
 
 from shardwise.kernels.gated import gated
+from shardwise.kernels.kv import KVPages
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rows import RowWeight, row_quantized
+from shardwise.quant.cache import KvDtype
 from shardwise.quant.dynamic import STRETCH
 from shardwise.quant.format import Quantized
 from shardwise.quant.weight import QuantizedWeight
@@ -33,6 +35,7 @@ except ImportError:  # built without a compiler
 LANES = 16
 """Columns of a panel, and positions of a page that are worked on at once."""
 MAX_HEAD_DIM = 256
+KINDS_OF_PAGES: dict[KvDtype, int] = {"auto": 0, "int8": 1, "fp8": 2}
 LINE_BYTES = 64
 SCALE_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """As `native/kernels.h` numbers them."""
@@ -128,6 +131,7 @@ class NativeAttention:
     heads: "Heads"
     sizes: tuple[int, ...] = tuple(range(1, 49))
     """Numbers of query rows that are worked on together: any, up to that of `native/attention.h`."""
+    reads_tables: bool = False
 
     def batch(self, spans: Sequence[Span]) -> NativeBatch:
         width = max(len(span.pages) for span in spans)
@@ -135,15 +139,18 @@ class NativeAttention:
         return NativeBatch(torch.tensor([(span.start, span.num_tokens) for span in spans], dtype=torch.int32), table)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, turns: "Turns | None", keys: Tensor, values: Tensor, batch: NativeBatch,
+        self, q: Tensor, k: Tensor, v: Tensor, turns: "Turns | None", pages: KVPages, batch: NativeBatch,
         window: int | None,
     ) -> Tensor:  # fmt: skip
+        keys, values = pages.keys.numbers, pages.values.numbers
         assert keys.shape == values.shape and keys.shape[2] == self.heads.page_tokens
+        scales = [0 if each.scales is None else each.scales.data_ptr() for each in (pages.keys, pages.values)]
         assert all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k, v)), "heads lie side by side"
         out = torch.empty(q.shape, dtype=q.dtype)
         cos, sin = (0, 0) if turns is None else (turns[0].data_ptr(), turns[1].data_ptr())
         library.attend(
-            self.functions, keys.data_ptr(), values.data_ptr(), *keys.shape,
+            self.functions, KINDS_OF_PAGES[self.heads.kv_dtype], keys.data_ptr(), values.data_ptr(), *scales,
+            *keys.shape,
             q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0), q.shape[1], cos, sin,
             window or 0, batch.spans.data_ptr(), len(batch.spans), batch.table.data_ptr(), batch.table.shape[1],
             out.data_ptr(),

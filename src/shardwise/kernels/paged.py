@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.attention import log_sum_exp
+from shardwise.kernels.kv import KVPages
 from shardwise.kernels.rows import agreeing_sizes, cancelling
 
 BLOCK_TOKENS = 128
@@ -183,36 +184,35 @@ def instead_of(unseen: Tensor) -> Tensor:
     return torch.where(unseen.all(2), most_seen, torch.arange(unseen.shape[1]))
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-    """q [N, H, C], keys and values [K, pages, P, C], into which those of the new tokens are written -> [N, H, C].
+def paged_attention(q: Tensor, pages: KVPages, batch: PagedBatch, window: int | None) -> Tensor:
+    """q [N, H, C], pages into which keys and values of the new tokens are written -> [N, H, C].
 
     Scores are scaled by C^-0.5. Scores, softmax and what is added up are fp32.
     """
     num_tokens, num_heads, size = q.shape
-    num_kv = keys.shape[0]
-    queries = q.transpose(0, 1).reshape(num_kv, -1, size)
+    queries = q.transpose(0, 1).reshape(len(pages.keys.numbers), -1, size)
     out = torch.empty_like(queries)
     for tiles in batch.tiles[window]:
-        out.index_copy_(1, tiles.rows, attend_tiles(queries, keys, values, tiles))
+        out.index_copy_(1, tiles.rows, attend_tiles(queries, pages, tiles))
     return out.view(num_heads, num_tokens, size).transpose(0, 1)
 
 
-def write_pages(pages: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Put keys or values [N, K, C] into the `slots` [N] of pages [K, pages, P, C]."""
-    pages.view(pages.shape[0], -1, pages.shape[-1]).index_copy_(1, slots, new.transpose(0, 1))
-
-
-def attend_tiles(queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles) -> Tensor:
+def attend_tiles(queries: Tensor, pages: KVPages, tiles: Tiles) -> Tensor:
     """queries [K, G * N, C] -> [K, tiles * M, C]."""
     (num_kv, _, size), num_rows, num_pairs = queries.shape, tiles.num_rows, len(tiles.tile_of)
     rows = queries.index_select(1, tiles.rows).view(num_kv, -1, num_rows, size).index_select(1, tiles.tile_of)
-    blocks = keys.index_select(1, tiles.pages).view(-1, BLOCK_TOKENS, size)
-    scores = exact_scores(rows.view(-1, num_rows, size), blocks).mul_(size**-0.5)
+    keys, scales = pages.keys.gather(tiles.pages, queries.dtype)
+    scores = exact_scores(rows.view(-1, num_rows, size), keys.view(-1, BLOCK_TOKENS, size)).mul_(size**-0.5)
+    if scales is not None:
+        scores.mul_(scales.view(-1, 1, BLOCK_TOKENS))
     scores.view(num_kv, num_pairs, num_rows, -1).masked_fill_(tiles.hidden, torch.finfo(scores.dtype).min)
     seen = scores.softmax(-1)
     sums = log_sum_exp(scores, seen).view(num_kv, num_pairs, num_rows, 1)
-    blocks = values.index_select(1, tiles.pages).view(num_kv, -1, size).index_fill_(1, tiles.stale, 0)
-    made = torch.bmm(seen.to(values.dtype), blocks.view(-1, BLOCK_TOKENS, size))
+    values, scales = pages.values.gather(tiles.pages, queries.dtype)
+    if scales is not None:
+        seen.mul_(scales.index_fill_(1, tiles.stale, 0).view(-1, 1, BLOCK_TOKENS))
+    values.index_fill_(1, tiles.stale, 0)
+    made = torch.bmm(seen.to(values.dtype), values.view(-1, BLOCK_TOKENS, size))
     return add_up(made.view(num_kv, num_pairs, num_rows, size), sums, tiles).flatten(1, 2).to(queries.dtype)
 
 

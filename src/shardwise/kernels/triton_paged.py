@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.choice import Heads, Turns
+from shardwise.kernels.kv import KVPages
 from shardwise.kernels.paged import BLOCK_TOKENS, Span
 from shardwise.kernels.tables import RowTiles, TableBatch, table_batch
 from shardwise.kernels.triton_small import turn_and_write
@@ -249,6 +250,7 @@ class TritonAttention:
     heads: Heads
     sizes: tuple[int, ...]
     wanted_programs: int
+    reads_tables: bool = True
 
     @classmethod
     def of(cls, heads: Heads) -> "TritonAttention":
@@ -258,9 +260,10 @@ class TritonAttention:
         return table_batch(spans, self.heads.group, self.heads.page_tokens, self.sizes, self.heads.device)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, keys: Tensor, values: Tensor, batch: TableBatch,
+        self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, pages: KVPages, batch: TableBatch,
         window: int | None,
     ) -> Tensor:  # fmt: skip
+        keys, values = pages.keys.numbers, pages.values.numbers
         q = turn_and_write(q, k, v, turns, keys, values, batch.slots)
         return paged_attention(q, keys, values, batch, window, self.wanted_programs)
 

@@ -12,6 +12,7 @@ from shardwise.params import model_specs, num_params
 from shardwise.plan.memory import NOT_COUNTED, NOT_QUANTIZED, PRECISIONS, Mode, Precision
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_one_is_not_enough
+from shardwise.quant.cache import KvDtype, check_kv_dtype, vector_bytes
 from shardwise.quant.scheme import Forms
 
 DEFAULT_SEQ_TOKENS = 8192
@@ -66,6 +67,8 @@ class Plan:
     answers: tuple[Answer, ...]
     quant: str | None = None
     """How weights are quantized in serving."""
+    kv_dtype: KvDtype = "auto"
+    """What keys and values are kept in, in serving."""
 
     @property
     def fits(self) -> bool:
@@ -75,11 +78,12 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The object that the command line prints: the first answer at the top, a second one under its mode."""
         params = num_params(model_specs(self.model.config))
+        kv = vector_bytes(self.kv_dtype, PRECISIONS[self.precision].parameters)
         model = {
             "name": self.model.name,
             "params": params,
             "active_params": params,
-            "kv_bytes_per_token": self.model.config.kv_bytes_per_token(),
+            "kv_bytes_per_token": self.model.config.kv_bytes_per_token(kv.element, kv.scale),
         }
         first, *others = (answer.to_json() for answer in self.answers)
         return {
@@ -88,6 +92,7 @@ class Plan:
             "gpus": self.num_gpus,
             "precision": self.precision,
             "quant": self.quant,
+            "kv_dtype": self.kv_dtype,
             "seq": self.seq_tokens,
             "micro_batch": self.num_sequences,
             **first,
@@ -106,14 +111,15 @@ def plan(
     micro_batch: int | None = None,
     recompute: Recompute | None = None,
     quant: str | None = None,
+    kv_dtype: KvDtype = "auto",
 ) -> Plan:
     """What a model needs on `gpus` GPUs (1, or as many as `layout` has ranks), before anything is started.
 
     Without `mode`, training first, then serving. With `layout` the first candidate is that one, whether it fits or not.
     `seq` is the length in tokens of a sequence in training and of a request in serving; by default 8192, or the model's
     positions where they are fewer. `micro_batch` counts the sequences that a data rank trains on at a time (1), and
-    `recompute` is that of every layout of training; `quant` is how serving holds weights. Raises ValueError for what is
-    not known and for a layout that cannot work.
+    `recompute` is that of every layout of training; `quant` is how serving holds weights, and `kv_dtype` what it keeps
+    keys and values in. Raises ValueError for what is not known and for a layout that cannot work.
     """
     found = as_model(model)
     device = find_device(gpu) if isinstance(gpu, str) else gpu
@@ -121,19 +127,22 @@ def plan(
     num_gpus = gpus if gpus is not None else wanted.world_size if wanted else 1
     check_choices(mode, precision, num_gpus)
     check_training_choices(mode, micro_batch, recompute, wanted)
+    check_cache(kv_dtype, mode)
     forms = NOT_QUANTIZED if quant is None else chosen_forms(quant, found, mode, wanted)
     trained = replace(wanted, recompute=recompute) if wanted and recompute else wanted
     if trained:
         check_layout(trained, found.config, num_gpus, mode)
     seq_tokens, num_sequences = choose_seq(found.config, seq), micro_batch or 1
-    serving = Job("serve", found.name, found.config, device, precision, seq_tokens, quant=quant, forms=forms)
+    serving = Job(
+        "serve", found.name, found.config, device, precision, seq_tokens, quant=quant, forms=forms, kv_dtype=kv_dtype
+    )
     recomputed = trained.recompute if trained else recompute or "none"
     training = replace(
         serving, mode="train", num_sequences=num_sequences, recompute=recomputed, quant=None, forms=NOT_QUANTIZED
     )
     asked = [(job, one) for job, one in ((training, trained), (serving, wanted)) if mode in (None, job.mode)]
     answers = tuple(answer(job, num_gpus, one) for job, one in asked)
-    return Plan(found, device, num_gpus, precision, seq_tokens, num_sequences, answers, quant)
+    return Plan(found, device, num_gpus, precision, seq_tokens, num_sequences, answers, quant, kv_dtype)
 
 
 def answer(job: Job, num_gpus: int, wanted: Layout | None) -> Answer:
@@ -180,6 +189,12 @@ def check_training_choices(
         raise ValueError(f"recompute {recompute!r} is not known; {', '.join(get_args(Recompute))} are")
     if layout and recompute and layout.recompute not in ("none", recompute):
         raise ValueError(f"layout {layout} says rc-{layout.recompute}, so recompute cannot be {recompute}; say it once")
+
+
+def check_cache(kv_dtype: KvDtype, mode: Mode | None) -> None:
+    check_kv_dtype(kv_dtype)
+    if mode == "train" and kv_dtype != "auto":
+        raise ValueError("keys and values are kept in serving; leave kv_dtype out of training")
 
 
 def chosen_forms(quant: str, found: FoundModel, mode: Mode | None, layout: Layout | None) -> Forms:

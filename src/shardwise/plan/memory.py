@@ -21,6 +21,7 @@ from shardwise.layout import Coord, Layout
 from shardwise.params import local_shape, model_specs, stage_units, units
 from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits_bytes
 from shardwise.plan.buffers import buffer_bytes
+from shardwise.quant.cache import KvDtype, vector_bytes
 from shardwise.quant.scheme import Forms, held_bytes
 
 Precision = Literal["bf16", "fp32"]
@@ -37,7 +38,8 @@ NOT_COUNTED: dict[Mode, tuple[str, ...]] = {"train": ("slack",), "serve": ("acti
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes that one element of a parameter costs in each row; its weight is also what a cached key or value costs."""
+    """Bytes that one element of a parameter costs in each row; its weight is also what a cached key or value costs,
+    unless quantized."""
 
     parameters: int
     gradients: int
@@ -136,19 +138,20 @@ def training_ledgers(
 
 def serving_ledgers(
     config: ModelConfig, layout: Layout, seq_tokens: int, precision: Precision = "bf16", num_requests: int = 1,
-    forms: Forms = NOT_QUANTIZED,
+    forms: Forms = NOT_QUANTIZED, kv_dtype: KvDtype = "auto",
 ) -> tuple[Ledger, ...]:  # fmt: skip
     """Weights, and the keys and values of `num_requests` requests of `seq_tokens` tokens; data ranks are replicas. What
     has one of `forms` is quantized."""
     each = PRECISIONS[precision].parameters
     sizes = unit_bytes(config, layout.tp, each, forms)
+    vector = vector_bytes(kv_dtype, each).of(config.head_dim)
     ledgers = []
     for stage in range(layout.pp):
         held = sizes.keys() & stage_units(config, layout, stage)
         weights = sum(sizes[unit] for unit in held)
         blocks = [int(unit.split(".")[1]) for unit in held if unit.startswith("blocks.")]
-        cached = sum(kv_elements(config, layout, block, seq_tokens) for block in blocks) * num_requests
-        rows = {"parameters": weights, "gradients": 0, "optimizer": 0, "buffers": 0, "kv": cached * each}
+        cached = sum(kv_vectors(config, layout, block, seq_tokens) for block in blocks) * num_requests
+        rows = {"parameters": weights, "gradients": 0, "optimizer": 0, "buffers": 0, "kv": cached * vector}
         ledgers.append(Ledger(stage, rows))
     return tuple(ledgers)
 
@@ -164,9 +167,9 @@ def unit_bytes(config: ModelConfig, tp: int, element_bytes: int, forms: Forms) -
     }
 
 
-def kv_elements(config: ModelConfig, layout: Layout, block: int, seq_tokens: int) -> int:
-    """Elements that one block caches for one sequence: a window bounds its tokens, and fewer kv heads than tensor
-    ranks are replicated."""
+def kv_vectors(config: ModelConfig, layout: Layout, block: int, seq_tokens: int) -> int:
+    """Keys and values, a vector each, that one block caches for one sequence: a window bounds its tokens, and fewer kv
+    heads than tensor ranks are replicated."""
     tokens = min(seq_tokens, config.window(block) or seq_tokens)
     heads = math.ceil(config.num_kv_heads / layout.tp)
-    return 2 * heads * config.head_dim * tokens
+    return 2 * heads * tokens

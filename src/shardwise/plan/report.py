@@ -72,7 +72,10 @@ def title(plan: Plan, answer: Answer) -> str:
             f"micro-batches of {sequences(answer.job)}"
         )
     held = f", matrices of the blocks {quantized_to(plan.quant)}" if plan.quant else ""
-    return f"{TITLES['serve']} in {plan.precision}{held}, one request of {plan.seq_tokens:,} tokens on each replica"
+    kept = f", keys and values in {plan.kv_dtype}" if plan.kv_dtype != "auto" else ""
+    return (
+        f"{TITLES['serve']} in {plan.precision}{held}{kept}, one request of {plan.seq_tokens:,} tokens on each replica"
+    )
 
 
 def indented(sentence: str) -> Padding:

@@ -17,6 +17,7 @@ from shardwise.model.forms import check_forms
 from shardwise.plan.activations import MicroBatchShape
 from shardwise.plan.memory import Ledger, Mode, Precision, serving_ledgers, training_ledgers
 from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
+from shardwise.quant.cache import KvDtype
 from shardwise.quant.scheme import Forms
 
 GPUS_OF_A_NODE = 8  # tensor parallelism talks within every layer, so by itself it stays where links are fastest
@@ -69,6 +70,8 @@ class Job:
     quant: str | None = None
     forms: Forms = field(default_factory=dict)
     """Of serving: how weights are quantized, in a word and matrix by matrix."""
+    kv_dtype: KvDtype = "auto"
+    """Of serving: what keys and values are kept in."""
 
     def allows(self, layout: Layout) -> bool:
         """Whether the heads of the model, and the groups of its weights, can be cut so."""
@@ -89,7 +92,9 @@ class Job:
             ledger = training_ledgers(self.config, layout, self.precision, microbatch=self.microbatch)
             sent = comm_bytes(self.config, layout, self.precision, microbatch=self.microbatch)
         else:
-            ledger = serving_ledgers(self.config, layout, self.seq_tokens, self.precision, forms=self.forms)
+            ledger = serving_ledgers(
+                self.config, layout, self.seq_tokens, self.precision, forms=self.forms, kv_dtype=self.kv_dtype
+            )
             sent = unpriced(layout)  # replicas have nothing to tell each other
         return Candidate(layout, self.device.memory_bytes, ledger, sent)
 

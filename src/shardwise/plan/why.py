@@ -7,6 +7,7 @@ from shardwise.layout import Layout
 from shardwise.params import model_specs, num_params
 from shardwise.plan.memory import NOT_COUNTED, PRECISIONS
 from shardwise.plan.search import Candidate, Job
+from shardwise.quant.cache import vector_bytes
 from shardwise.quant.scheme import AS_STORED
 
 DOING = {"train": "In training", "serve": "In inference"}
@@ -75,13 +76,15 @@ def sequences(job: Job) -> str:
 
 
 def serving_rows(job: Job) -> list[str]:
-    config, rows, each = job.config, job.on_one_gpu.ledger[0].rows, PRECISIONS[job.precision]
+    config, rows = job.config, job.on_one_gpu.ledger[0].rows
+    vector = vector_bytes(job.kv_dtype, PRECISIONS[job.precision].parameters)
+    scaled = f" in {job.kv_dtype}, each with a scale" if vector.scale else ""
     window = config.sliding_window if config.windowed_layers else None
     within = f", of which a window of {window:,} stays" if window and window < job.seq_tokens else ""
     return [
         f"The KV cache of one request of {job.seq_tokens:,} tokens{within} adds {gb(rows['kv'])} "
-        f"({config.kv_bytes_per_token(each.parameters):,} bytes a token: keys and values of {config.num_layers} layers "
-        f"x {config.num_kv_heads} kv heads x {config.head_dim})."
+        f"({config.kv_bytes_per_token(vector.element, vector.scale):,} bytes a token: keys and values of "
+        f"{config.num_layers} layers x {config.num_kv_heads} kv heads x {config.head_dim}{scaled})."
     ]
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from shardwise.serve.request import SamplingParams
 ROWS = 64
 """Whose logits are held at a time."""
 
+RowLogits = Callable[[Tensor], Iterator[Tensor]]
+"""Logits [ROWS, V] in fp32 after each of the tokens [T], a few rows at a time."""
 Advance = Callable[[float], None]
 """Told how much is done, from 0 to 1."""
 
@@ -101,16 +104,21 @@ def trained_logprobs(model: LoadedModel, tokens: Sequence[int], num_scored: int 
     return torch.cat(found).cpu()
 
 
-@torch.inference_mode()
 def likeness(model: LoadedModel, other: LoadedModel, tokens: Sequence[int], context: int) -> Likeness:
-    """Of a quantized model with the one that it was made of. Windows do not overlap; KL is that of the other's
-    distribution p to this one's q, sum p log(p / q)."""
+    """Of a quantized model with the one that it was made of."""
+    ids = torch.tensor(tokens, device=model.device)
+    return likeness_of(partial(row_logits, model), partial(row_logits, other), ids, context)
+
+
+@torch.inference_mode()
+def likeness_of(one: RowLogits, other: RowLogits, tokens: Tensor, context: int) -> Likeness:
+    """Windows do not overlap; KL is that of the other's distribution p to this one's q, sum p log(p / q)."""
     check_text(tokens)
     nll = kl = 0.0
     num_same, count = 0, len(tokens) - 1
     for window in windows(len(tokens), context, context):
-        ids = torch.tensor(tokens[window.start : window.stop + 1], device=model.device)
-        pairs = zip(row_logits(model, ids[:-1]), row_logits(other, ids[:-1]), ids[1:].split(ROWS), strict=True)
+        ids = tokens[window.start : window.stop + 1]
+        pairs = zip(one(ids[:-1]), other(ids[:-1]), ids[1:].split(ROWS), strict=True)
         for mine, theirs, following in pairs:
             num_same += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
             mine, theirs = mine.log_softmax(-1), theirs.log_softmax(-1)
@@ -155,6 +163,6 @@ def agreement(path: Path, tokens: Sequence[int], dtype: str, context: int | None
     return Agreement(float(apart.max()), float(apart.mean()), len(apart))
 
 
-def check_text(tokens: Sequence[int]) -> None:
+def check_text(tokens: Sequence[int] | Tensor) -> None:
     if len(tokens) < 2:
         raise ValueError(f"the text has {len(tokens)} token{'s' * (len(tokens) != 1)}; at least 2 can be scored")

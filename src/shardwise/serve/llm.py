@@ -59,8 +59,8 @@ class RequestOutput:
 
 class LLM:
     """A model in this process: a folder, a .gguf file, a run or a hub id. `settings` are those of `EngineSettings`:
-    dtype, quant, kv_bytes, max_len, max_batch_tokens, max_running. Raises ValueError for what does not fit, with what
-    does."""
+    dtype, quant, kv_dtype, kv_bytes, max_len, max_batch_tokens, max_running. Raises ValueError for what does not fit,
+    with what does."""
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.settings = EngineSettings(model_path(find_model(model)), **settings)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.kernels.choice import Attention, Heads, Kernels, Turns, kernels_for
+from shardwise.kernels.kv import KVPages
 from shardwise.kernels.paged import Span
 from shardwise.kernels.tables import TableBatch
 from shardwise.model.layers import Causal, rotation
@@ -20,6 +21,7 @@ from shardwise.model.quantized import Weights
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import seams_of
 from shardwise.parallel.mesh import Mesh
+from shardwise.quant.cache import KvDtype, vector_bytes
 from shardwise.serve.batch import Batch
 from shardwise.serve.graphs import Capture, DecodeGraphs, only_decodes
 from shardwise.serve.logprobs import log_probabilities
@@ -47,13 +49,12 @@ class PagedAttention:
     attention: Attention
     batch: Any
     turns: Turns | None
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    pages: Sequence[KVPages]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, C], k and v [N, K, C] -> [N, H, C]."""
-        keys, values, window = self.keys[layer], self.values[layer], self.config.window(layer)
-        return self.attention.attend(q, k, v, self.turns, keys, values, self.batch, window)
+        window = self.config.window(layer)
+        return self.attention.attend(q, k, v, self.turns, self.pages[layer], self.batch, window)
 
 
 class Runner:
@@ -62,9 +63,10 @@ class Runner:
 
     def __init__(
         self, config: ModelConfig, weights: Weights, mesh: Mesh, dtype: torch.dtype, page_tokens: int,
-        kernels: Kernels | None = None,
+        kernels: Kernels | None = None, kv_dtype: KvDtype = "auto",
     ) -> None:  # fmt: skip
         self.config, self.mesh, self.dtype, self.page_tokens = config, mesh, dtype, page_tokens
+        self.kv_dtype = kv_dtype
         self.kernels = kernels or kernels_for(mesh.device, dtype)
         self.model = Transformer(config, seams_of(mesh), kernels=self.kernels, turns=False)
         name = self.model.head_name
@@ -76,27 +78,24 @@ class Runner:
         windows = frozenset(config.window(layer) for layer in range(config.num_layers))
         num_heads, shape = config.num_heads // mesh.tp.size, (config.head_dim, page_tokens)
         self.attention = self.kernels.attention(
-            Heads(num_heads, self.num_kv_heads, *shape, windows, dtype, mesh.device)
+            Heads(num_heads, self.num_kv_heads, *shape, windows, dtype, mesh.device, kv_dtype)
         )
         self.graphs: DecodeGraphs | None = None
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.pages: list[KVPages] = []
 
     @property
     def page_bytes(self) -> int:
         """Of keys and values in all layers on this rank."""
-        heads = 2 * self.config.num_layers * self.num_kv_heads
-        return heads * self.page_tokens * self.config.head_dim * self.dtype.itemsize
+        vectors = 2 * self.config.num_layers * self.num_kv_heads * self.page_tokens
+        return vectors * vector_bytes(self.kv_dtype, self.dtype.itemsize).of(self.config.head_dim)
 
     def make_pages(self, num_pages: int) -> None:
         """Memory for that many; what was there is gone. It holds anything until it is written."""
         shape = self.num_kv_heads, num_pages, self.page_tokens, self.config.head_dim
         self.graphs = None
-        self.keys.clear()
-        self.values.clear()
+        self.pages.clear()
         for _ in range(self.config.num_layers):
-            self.keys.append(torch.empty(shape, dtype=self.dtype, device=self.mesh.device))
-            self.values.append(torch.empty(shape, dtype=self.dtype, device=self.mesh.device))
+            self.pages.append(KVPages.empty(shape, self.kv_dtype, self.dtype, self.mesh.device))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Ran:
@@ -124,13 +123,13 @@ class Runner:
     def hidden(self, tokens: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """The last hidden states [N, D] of the tokens of a batch."""
         turns = None if self.frequencies is None else rotation(positions, self.frequencies, self.dtype)
-        attend = PagedAttention(self.config, self.attention, batch, turns, self.keys, self.values)
+        attend = PagedAttention(self.config, self.attention, batch, turns, self.pages)
         return self.model.hidden(self.weights, tokens, positions, attend)
 
     @torch.inference_mode()
     def capture_graphs(self, max_running: int, max_len: int, capture: Capture) -> None:
         """From now on, until there are other pages, run batches of single tokens by what is captured here."""
-        assert self.kernels.reads_tables and self.mesh.tp.size == 1
+        assert self.attention.reads_tables and self.mesh.tp.size == 1
         width = -(-max_len // self.page_tokens)
 
         def decode(tokens: Tensor, batch: TableBatch) -> Tensor:
@@ -143,8 +142,8 @@ class Runner:
         if not copies:
             return
         source, target = torch.tensor(copies, device=self.mesh.device).t()
-        for pages in (*self.keys, *self.values):
-            pages[:, target] = pages[:, source]
+        for pages in self.pages:
+            pages.copy(source, target)
 
     def score(self, x: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
         """The log-probabilities of `tokens`, each under the logits of its row of x [R, D], on the first rank."""

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.forms import quantized_forms
+from shardwise.quant.cache import KvDtype, check_kv_dtype
 from shardwise.quant.scheme import parse_quant
 from shardwise.serve.scheduler import Limits
 
@@ -19,7 +20,8 @@ BLOCK_TOKENS = 128
 class EngineSettings:
     """kv_bytes: of keys and values on each rank; None: what memory leaves. max_len: tokens of a prompt and its answer;
     None: the model's positions. quant: what the matrices of blocks are rounded to, as `int4-g64`, or `as-stored`; None:
-    plain numbers. The rest are the limits of a step and of the queue."""
+    plain numbers. kv_dtype: what keys and values are kept in; auto: dtype. The rest are the limits of a step and of the
+    queue."""
 
     model: Path
     layout: Layout = field(default_factory=Layout)
@@ -31,6 +33,7 @@ class EngineSettings:
     max_running: int = 64
     max_queued: int = 1024
     quant: str | None = None
+    kv_dtype: KvDtype = "auto"
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -40,6 +43,7 @@ class EngineSettings:
             raise ValueError(f"dtype is {self.dtype}, but a model is served in {' or '.join(get_args(Dtype))}")
         if self.quant is not None:
             parse_quant(self.quant)
+        check_kv_dtype(self.kv_dtype)
         if self.page_tokens < 1 or BLOCK_TOKENS % self.page_tokens:
             raise ValueError(f"page_tokens is {self.page_tokens}, but it must divide {BLOCK_TOKENS}; 16 works")
         _ = self.limits

@@ -138,7 +138,7 @@ def start(place: Place, settings: EngineSettings, phase: Callable[[str], Any] = 
         weights = load_quantized(
             settings.model, config, model_specs(config), settings.layout, coord, dtype, settings.quant, place.device
         )
-        runner = Runner(config, weights, mesh, dtype, settings.page_tokens)
+        runner = Runner(config, weights, mesh, dtype, settings.page_tokens, kv_dtype=settings.kv_dtype)
     with phase(f"one full batch with {runner.kernels.name} kernels, for its memory"):
         free_bytes = available_bytes(place.device) // (1 if place.device.type == "cuda" else place.world_size)
         free_bytes -= batch_bytes(runner, settings)
@@ -152,7 +152,7 @@ def start(place: Place, settings: EngineSettings, phase: Callable[[str], Any] = 
                 f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into memory, of which each rank "
                 f"seemed to have {free_bytes / 1e9:,.3g} GB; a smaller --kv-bytes works"
             ) from None
-    if runner.kernels.reads_tables and mesh.tp.size == 1:
+    if runner.attention.reads_tables and mesh.tp.size == 1:
         with phase("graphs of decode steps"):
             try:
                 runner.capture_graphs(settings.limits.max_running, max_len, cuda_capture(place.device))
@@ -165,13 +165,14 @@ def batch_bytes(runner: Runner, settings: EngineSettings) -> int:
     """What a batch as large as they come takes while it runs, measured."""
     length = min(settings.max_batch_tokens, runner.config.max_positions)
     num_pages = -(-length // settings.page_tokens)
-    runner.make_pages(num_pages + -(-(SCORED_ROWS + 1) // settings.page_tokens))
+    total = num_pages + -(-(SCORED_ROWS + 1) // settings.page_tokens)
+    runner.make_pages(total)
     device = runner.mesh.device
     reset_peaks(device)
     before = peak_memory_bytes(device)
     tokens = tuple(token % runner.config.vocab_size for token in range(length))
     scored = tokens[: SCORED_ROWS + 1]  # logits of a prompt are held for no more at a time
-    own, others = tuple(range(num_pages)), tuple(range(num_pages, runner.keys[0].shape[1]))
+    own, others = tuple(range(num_pages)), tuple(range(num_pages, total))
     runner.run(Batch((Part(0, tokens, 0, own, 1, None), Part(1, scored, 0, others, 1, MAX_LOGPROBS)), ()))
     return max(0, peak_memory_bytes(device) - before)
 

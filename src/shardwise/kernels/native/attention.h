@@ -5,12 +5,6 @@
 // split has a softmax of its own, made block by block; splits are added up in order, weighted by their log-sum-exp. So
 // threads can share out a long context, and yet a token has the same bits alone, in a chunk and in any company. What
 // a row does not see has a weight of exactly zero and adds exactly nothing.
-//
-// A page holds P positions of one kv head, P a multiple of 16:
-//     keys    [P / LANES][C / 2][LANES positions][2]: panels of positions, summed over C
-//     values  [P / 2][C][2]: panels of C, summed over positions
-// Writing an even position zeroes the odd one after it: they are summed as a pair, and what was there before might be
-// NaN. Everything else that is not yet written is never read, or masked.
 
 #pragma once
 
@@ -19,37 +13,14 @@
 #include <atomic>
 #include <vector>
 
+#include "pages.h"
 #include "tile.h"
 
 namespace shardwise {
 namespace INSTRUCTION_SET {
 
-constexpr int BLOCK_TOKENS = 128, SPLIT_TOKENS = 512, MAX_TILE_ROWS = 48, MAX_HEAD_DIM = 256;
+constexpr int BLOCK_TOKENS = 128, SPLIT_TOKENS = 512, MAX_TILE_ROWS = 48;
 constexpr int BLOCK_PANELS_OF_KEYS = BLOCK_TOKENS / LANES;
-
-struct Pages {
-    bf16 *keys, *values;  // [K, number of pages, P, C]
-    int64_t num_kv_heads, num_pages, page_tokens, head_dim;
-    int page_shift;  // page_tokens divides BLOCK_TOKENS, so it is a power of 2
-
-    int64_t at(int64_t head, int64_t page) const { return (head * num_pages + page) * page_tokens * head_dim; }
-};
-
-// The tokens of a sequence that a step runs: `count` from position `start`, number `first` of the step; its pages.
-struct Span {
-    int64_t start, count, first;
-    const int32_t* pages;
-};
-
-// What the N tokens of a step bring: q [N, H, C], k and v [N, K, C], whose tokens are a number of elements apart; cos
-// and sin [N, C / 2] of the angles that q and k are turned by, or none. out [N, H, C].
-struct Step {
-    const bf16 *q, *k, *v;
-    int64_t q_token, k_token, v_token, num_heads;
-    const bf16 *cos, *sin;
-    int64_t window;  // 0: none
-    bf16* out;
-};
 
 // Some tokens of a span and some of the heads that share a kv head, times one split.
 struct Task {
@@ -65,63 +36,40 @@ struct Scratch {
     alignas(64) float scores[MAX_TILE_ROWS * BLOCK_TOKENS];
     alignas(64) bf16 seen[MAX_TILE_ROWS * BLOCK_TOKENS];
     alignas(64) float out[MAX_TILE_ROWS * MAX_HEAD_DIM];
+    alignas(64) uint32_t pairs[BLOCK_TOKENS * MAX_HEAD_DIM / 2];
+    alignas(64) float key_scales[BLOCK_TOKENS];
     float highest[MAX_TILE_ROWS], total[MAX_TILE_ROWS];
 };
-
-// -- writing -----------------------------------------------------------------------------------------------
-
-// A head turned by the angles of its token (kernels/rotary.py), or as it is.
-INLINE void turn(const Step& step, int64_t token, const bf16* from, int64_t size, bf16* to) {
-    if (!step.cos) {
-        memcpy(to, from, size * 2);
-        return;
-    }
-    const int64_t half = size / 2;
-    for (int64_t i = 0; i < half; i += LANES) {
-        floats a = load_bf16(from + i), b = load_bf16(from + half + i);
-        floats c = load_bf16(step.cos + token * half + i), s = load_bf16(step.sin + token * half + i);
-        store_bf16(to + i, a * c - b * s);
-        store_bf16(to + half + i, b * c + a * s);
-    }
-}
-
-static void write_head(const Pages& pages, const Step& step, const Span& span, int64_t head) {
-    const int64_t size = pages.head_dim;
-    alignas(64) bf16 key[MAX_HEAD_DIM];
-    for (int64_t i = 0; i < span.count; i++) {
-        int64_t token = span.first + i, position = span.start + i, at = position % pages.page_tokens;
-        int64_t base = pages.at(head, span.pages[position / pages.page_tokens]);
-        turn(step, token, step.k + token * step.k_token + head * size, size, key);
-        const bf16* value = step.v + token * step.v_token + head * size;
-        bf16* panel = pages.keys + base + at / LANES * LANES * size + at % LANES * 2;
-        for (int64_t c = 0; c < size; c += 2) memcpy(panel + c * LANES, key + c, 4);
-        bf16* pairs = pages.values + base + at / 2 * 2 * size;
-        if (at % 2)
-            for (int64_t c = 0; c < size; c++) pairs[2 * c + 1] = value[c];
-        else
-            for (int64_t c = 0; c < size; c++) pairs[2 * c] = value[c], pairs[2 * c + 1] = 0;
-    }
-}
 
 // -- one tile, one block -------------------------------------------------------------------------------------
 
 // Keys and values of a block as panels, of LANES positions each. Those that some row sees are [first, last).
 struct Block {
     const uint32_t *keys[BLOCK_PANELS_OF_KEYS], *values[BLOCK_PANELS_OF_KEYS];
+    const float *key_scales[BLOCK_PANELS_OF_KEYS], *value_scales[BLOCK_PANELS_OF_KEYS];
     int first, last;
     int64_t start;  // the position of the block
 };
 
+template <class Kind>
 static Block block_of(const Pages& pages, const Task& task, int64_t start, int64_t lowest, int64_t highest) {
-    Block block{{}, {}, 0, 0, start};
+    Block block;
+    block.start = start;
     block.first = lowest <= start ? 0 : int((lowest - start) / LANES);
     block.last = highest - start >= BLOCK_TOKENS ? BLOCK_PANELS_OF_KEYS : int((highest - start) / LANES) + 1;
-    for (int i = 0; i < BLOCK_PANELS_OF_KEYS; i++) block.keys[i] = block.values[i] = (const uint32_t*)pages.keys;
-    for (int i = block.first; i < block.last; i++) {
-        int64_t position = start + i * LANES, page = task.span->pages[position >> pages.page_shift];
-        int64_t at = pages.at(task.kv_head, page) + (position & (pages.page_tokens - 1)) * pages.head_dim;
-        block.keys[i] = (const uint32_t*)(pages.keys + at);
-        block.values[i] = (const uint32_t*)(pages.values + at);
+    for (int i = 0; i < BLOCK_PANELS_OF_KEYS; i++) {
+        int64_t at = 0;
+        if (i >= block.first && i < block.last) {
+            int64_t position = start + i * LANES, page = task.span->pages[position >> pages.page_shift];
+            at = pages.at(task.kv_head, page) + (position & (pages.page_tokens - 1));
+        }
+        int64_t bytes = at * pages.head_dim * Kind::NUMBER_BYTES;
+        block.keys[i] = (const uint32_t*)((const char*)pages.keys + bytes);
+        block.values[i] = (const uint32_t*)((const char*)pages.values + bytes);
+        if constexpr (Kind::HAS_CODES) {
+            block.key_scales[i] = pages.key_scales + at;
+            block.value_scales[i] = pages.value_scales + at;
+        }
     }
     return block;
 }
@@ -145,14 +93,45 @@ struct Ahead {
 
 // A block with panels of another in the places that nobody sees, to be fetched instead: after a block that is partly
 // seen there is too little to read for all of what comes next to be fetched meanwhile.
+template <class Kind>
 static Block filled(Block block, const Block& other) {
-    for (int i = 0; i < BLOCK_PANELS_OF_KEYS; i++)
-        if (i < block.first || i >= block.last) block.keys[i] = other.keys[i], block.values[i] = other.values[i];
+    for (int i = 0; i < BLOCK_PANELS_OF_KEYS; i++) {
+        if (i >= block.first && i < block.last) continue;
+        block.keys[i] = other.keys[i], block.values[i] = other.values[i];
+        if constexpr (Kind::HAS_CODES)
+            block.key_scales[i] = other.key_scales[i], block.value_scales[i] = other.value_scales[i];
+    }
     return block;
 }
 
+// Makes pairs of the panels of a block, each of `num_rows` rows of quads, and has `panels` point to them. Scales of the
+// next block are fetched.
+template <class Kind>
+static void unpack_panels(
+    const Block& block, const uint32_t** panels, const float* const* next_scales, int64_t num_rows, int64_t width,
+    uint32_t* pairs
+) {
+    for (int i = block.first; i < block.last; i++) {
+        uint32_t* unpacked = pairs + i * 2 * num_rows * width;
+        unpack<Kind>(panels[i], num_rows, width, unpacked);
+        __builtin_prefetch(next_scales[i], 0, 2);
+        panels[i] = unpacked;
+    }
+}
+
+// What the scores of each position are multiplied with.
+template <class Kind>
+static void scale_keys(const Block& block, Scratch& s, float scale) {
+    for (int i = block.first; i < block.last; i++) {
+        floats scales = all(scale / Kind::UNIT);
+        if constexpr (Kind::HAS_CODES) scales *= load(block.key_scales[i]);
+        store(s.key_scales + i * LANES, scales);
+    }
+}
+
+// A line of the next block is fetched for every so many pairs that are read of this one: `ahead` pairs.
 static void make_scores(
-    const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, float scale
+    const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, int64_t ahead
 ) {
     for (int i = block.first; i < block.last; i += TILE_PANELS)
         over_tiles(num_rows, [&]<int R>(int64_t row) {
@@ -162,17 +141,21 @@ static void make_scores(
                 for (int p = 0; p < P; p++) panels.panel[p] = block.keys[i + p];
                 const uint32_t* q = (const uint32_t*)(s.q + row * size);
                 if (row == 0)
-                    add_products(sums, q, size / 2, panels, size / 2, Ahead<P>(next.keys + i, LANES));
+                    add_products(sums, q, size / 2, panels, size / 2, Ahead<P>(next.keys + i, ahead));
                 else
                     add_products(sums, q, size / 2, panels, size / 2, Nothing());
                 for (int r = 0; r < R; r++)
-                    for (int p = 0; p < P; p++)
-                        store(s.scores + (row + r) * BLOCK_TOKENS + (i + p) * LANES, sums[r][p] * scale);
+                    for (int p = 0; p < P; p++) {
+                        float* to = s.scores + (row + r) * BLOCK_TOKENS + (i + p) * LANES;
+                        store(to, sums[r][p] * load(s.key_scales + (i + p) * LANES));
+                    }
             });
         });
 }
 
-// Turns the scores of a row that is at `position` into weights, and makes room for them in what it has so far.
+// Turns the scores of a row that is at `position` into weights, and makes room for them in what it has so far. Weights of
+// codes have the scales of their values in them.
+template <class Kind>
 static void softmax_row(const Block& block, Scratch& s, int64_t row, int64_t position, int64_t window, int64_t size) {
     float* scores = s.scores + row * BLOCK_TOKENS;
     bf16* seen = s.seen + row * BLOCK_TOKENS;
@@ -193,6 +176,10 @@ static void softmax_row(const Block& block, Scratch& s, int64_t row, int64_t pos
     for (int i = block.first; i < block.last; i++) {
         floats weight = exponential(load(scores + i * LANES) - base);
         total += weight;
+        if constexpr (Kind::HAS_CODES) {
+            floats scaled = weight * (load(block.value_scales[i]) * (1 / Kind::UNIT));
+            weight = choose(weight == 0, floats{}, scaled);
+        }
         store_bf16(seen + i * LANES, weight);
     }
     float kept = exponential(all(old - base))[0];
@@ -204,7 +191,7 @@ static void softmax_row(const Block& block, Scratch& s, int64_t row, int64_t pos
 
 // Adds the weighted values of a block to what each row has. Pairs of positions after `num_pairs` nobody sees.
 static void add_values(
-    const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, int64_t num_pairs
+    const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, int64_t num_pairs, int64_t ahead
 ) {
     constexpr int PAIRS = LANES / 2;
     for (int64_t c = 0; c < size; c += TILE_PANELS * LANES)
@@ -220,7 +207,7 @@ static void add_values(
                     const uint32_t* seen = (const uint32_t*)(s.seen + row * BLOCK_TOKENS) + i * PAIRS;
                     int64_t rest = num_pairs - i * PAIRS, pairs = rest < PAIRS ? rest : PAIRS;
                     if (row == 0)
-                        add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs, Ahead<P>(next.values[i] + c, size));
+                        add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs, Ahead<P>(next.values[i] + c, ahead));
                     else
                         add_products(sums, seen, BLOCK_TOKENS / 2, panels, pairs, Nothing());
                 }
@@ -286,6 +273,7 @@ static Place place_of(const Task& task, int64_t row, int64_t group) {
 
 // A row of partial results is the C sums of a split, their highest score and the total of their weights. `next` is
 // the task that comes after this one, whose keys are fetched meanwhile.
+template <class Kind>
 static void attend_split(
     const Pages& pages, const Step& step, const Task& task, const Task& next, int64_t group, float scale, Scratch& s,
     float* partial
@@ -294,33 +282,45 @@ static void attend_split(
     for (int64_t row = 0; row < num_rows; row++) {
         Place place = place_of(task, row, group);
         turn(step, place.token, step.q + place.token * step.q_token + place.head * size, size, s.q + row * size);
+        if constexpr (Kind::UNIT != 1)
+            for (int64_t c = row * size; c < (row + 1) * size; c += LANES)
+                store_bf16(s.q + c, load_bf16(s.q + c) * (1 / Kind::UNIT));
         s.highest[row] = lowest(), s.total[row] = 0;
     }
     memset(s.out, 0, num_rows * size * sizeof(float));
     Seen seen = seen_by(task, window), then = seen_by(next, window);
-    Block after = block_of(pages, next, then.start, then.lowest, then.highest);
-    Block block = block_of(pages, task, seen.start, seen.lowest, seen.highest);
+    Block after = block_of<Kind>(pages, next, then.start, then.lowest, then.highest);
+    Block block = block_of<Kind>(pages, task, seen.start, seen.lowest, seen.highest);
     for (int64_t start = seen.start; start < seen.stop; start += BLOCK_TOKENS) {
         bool ends = start + BLOCK_TOKENS >= seen.stop;
         Block following = after;
-        if (!ends) following = filled(block_of(pages, task, start + BLOCK_TOKENS, seen.lowest, seen.highest), after);
-        make_scores(block, following, s, num_rows, size, scale);
+        if (!ends)
+            following = filled<Kind>(
+                block_of<Kind>(pages, task, start + BLOCK_TOKENS, seen.lowest, seen.highest), after
+            );
+        if constexpr (Kind::HAS_CODES)
+            unpack_panels<Kind>(block, block.keys, following.key_scales, size / 4, LANES, s.pairs);
+        scale_keys<Kind>(block, s, scale);
+        make_scores(block, following, s, num_rows, size, LANES * Kind::NUMBER_BYTES / 2);
         for (int64_t row = 0; row < num_rows; row++)
-            softmax_row(block, s, row, task.span->start + task.token + row / task.num_heads, window, size);
-        add_values(block, following, s, num_rows, size, (seen.highest - start) / 2 + 1);
+            softmax_row<Kind>(block, s, row, task.span->start + task.token + row / task.num_heads, window, size);
+        if constexpr (Kind::HAS_CODES)
+            unpack_panels<Kind>(block, block.values, following.value_scales, LANES / 4, size, s.pairs);
+        int64_t num_pairs = (seen.highest - start) / 2 + 1;
+        add_values(block, following, s, num_rows, size, num_pairs, size * Kind::NUMBER_BYTES / 2);
         block = following;
     }
     for (int64_t row = 0; row < num_rows; row++) {
-        float* out = s.out + row * size;
+        float *out = s.out + row * size, total = s.total[row] * Kind::UNIT;
         if (task.num_splits > 1) {
             float* to = partial + (task.slot + row) * (size + 2);
             memcpy(to, out, size * sizeof(float));
-            to[size] = s.highest[row], to[size + 1] = s.total[row];
+            to[size] = s.highest[row], to[size + 1] = total;
             continue;
         }
         Place place = place_of(task, row, group);
         bf16* to = step.out + (place.token * step.num_heads + place.head) * size;
-        for (int64_t c = 0; c < size; c += LANES) store_bf16(to + c, load(out + c) / s.total[row]);
+        for (int64_t c = 0; c < size; c += LANES) store_bf16(to + c, load(out + c) / total);
     }
 }
 
@@ -349,6 +349,7 @@ static void add_splits(const Pages& pages, const Step& step, const Task& task, i
 }
 
 // Writes keys and values and attends. Threads take tasks as they come, each one ahead, to know what it will read.
+template <class Kind>
 void attend(const Pages& pages, const Step& step, const std::vector<Span>& spans, float scale) {
     int64_t group = step.num_heads / pages.num_kv_heads, num_slots;
     std::vector<Task> tasks = tasks_of(spans, group, pages.num_kv_heads, step.window, num_slots);
@@ -359,12 +360,12 @@ void attend(const Pages& pages, const Step& step, const std::vector<Span>& spans
     {
 #pragma omp for collapse(2) schedule(static)
         for (size_t i = 0; i < spans.size(); i++)
-            for (int64_t head = 0; head < pages.num_kv_heads; head++) write_head(pages, step, spans[i], head);
+            for (int64_t head = 0; head < pages.num_kv_heads; head++) write_head<Kind>(pages, step, spans[i], head);
         Scratch scratch;
         for (int64_t mine = taken++, next = 0; mine < count; mine = next) {
             next = taken++;
             const Task& then = tasks[next < count ? next : mine];
-            attend_split(pages, step, tasks[mine], then, group, scale, scratch, partial.data());
+            attend_split<Kind>(pages, step, tasks[mine], then, group, scale, scratch, partial.data());
         }
 #pragma omp barrier
 #pragma omp for schedule(static)

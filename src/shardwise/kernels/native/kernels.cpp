@@ -65,9 +65,16 @@ static void any_attend(const Attention& a) {
         first += spans[i].count;
     }
     int page_shift = __builtin_ctzll(a.page_tokens);
-    Pages pages{a.keys, a.values, a.num_kv_heads, a.num_pages, a.page_tokens, a.head_dim, page_shift};
+    Pages pages{a.keys,      a.values,      a.key_scales, a.value_scales, a.num_kv_heads,
+                a.num_pages, a.page_tokens, a.head_dim,   page_shift};
     Step step{a.q, a.k, a.v, a.q_token, a.k_token, a.v_token, a.num_heads, a.cos, a.sin, a.window, a.out};
-    attend(pages, step, spans, 1 / std::sqrt(float(a.head_dim)));
+    float scale = 1 / std::sqrt(float(a.head_dim));
+    if (a.kind == INT8_PAGES)
+        attend<Int8>(pages, step, spans, scale);
+    else if (a.kind == FP8_PAGES)
+        attend<Fp8>(pages, step, spans, scale);
+    else
+        attend<Plain>(pages, step, spans, scale);
 }
 
 }  // namespace INSTRUCTION_SET

@@ -8,10 +8,14 @@ namespace shardwise {
 
 typedef uint16_t Bf16;
 
+enum KindOfPages { BF16_PAGES, INT8_PAGES, FP8_PAGES };
+
 // One layer's pages and what a step brings to them: see attention.h. spans [S, 2]: start and count of each sequence,
 // whose tokens follow each other; table [S, table_width]: its pages.
 struct Attention {
-    Bf16 *keys, *values;
+    int kind;
+    void *keys, *values;
+    float *key_scales, *value_scales;
     int64_t num_kv_heads, num_pages, page_tokens, head_dim;
     const Bf16 *q, *k, *v;
     int64_t q_token, k_token, v_token, num_heads;

@@ -103,14 +103,15 @@ NB_MODULE(_native, m) {
                                   const QuantizedShape& shape, Address y) {
         of(table).look_up_quantized(at<int64_t>(ids), num_ids, at<uint8_t>(packed), shape, at<Bf16>(y));
     }, nb::call_guard<nb::gil_scoped_release>());
-    m.def("attend", [](Address table, Address keys, Address values, int64_t num_kv_heads, int64_t num_pages,
-                       int64_t page_tokens, int64_t head_dim, Address q, Address k, Address v, int64_t q_token,
-                       int64_t k_token, int64_t v_token, int64_t num_heads, Address cos, Address sin, int64_t window,
-                       Address spans, int64_t num_spans, Address pages, int64_t table_width, Address out) {
-        of(table).attend({at<Bf16>(keys), at<Bf16>(values), num_kv_heads, num_pages, page_tokens, head_dim,
-                          at<Bf16>(q), at<Bf16>(k), at<Bf16>(v), q_token, k_token, v_token, num_heads, at<Bf16>(cos),
-                          at<Bf16>(sin), window, at<int32_t>(spans), num_spans, at<int32_t>(pages), table_width,
-                          at<Bf16>(out)});
+    m.def("attend", [](Address table, int kind, Address keys, Address values, Address key_scales, Address value_scales,
+                       int64_t num_kv_heads, int64_t num_pages, int64_t page_tokens, int64_t head_dim, Address q,
+                       Address k, Address v, int64_t q_token, int64_t k_token, int64_t v_token, int64_t num_heads,
+                       Address cos, Address sin, int64_t window, Address spans, int64_t num_spans, Address pages,
+                       int64_t table_width, Address out) {
+        of(table).attend({kind, at<void>(keys), at<void>(values), at<float>(key_scales), at<float>(value_scales),
+                          num_kv_heads, num_pages, page_tokens, head_dim, at<Bf16>(q), at<Bf16>(k), at<Bf16>(v),
+                          q_token, k_token, v_token, num_heads, at<Bf16>(cos), at<Bf16>(sin), window,
+                          at<int32_t>(spans), num_spans, at<int32_t>(pages), table_width, at<Bf16>(out)});
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("rms_norm", [](Address table, Address x, int64_t x_step, int64_t num_rows, int64_t size, Address weight,
                          float eps, Address y) {
