@@ -28,7 +28,7 @@ from shardwise.model.loss import IGNORED
 from shardwise.parallel import apply as applied
 from shardwise.parallel import context
 from shardwise.parallel.apply import Program
-from shardwise.parallel.context import Pairs, Passing, local_part, make_attend
+from shardwise.parallel.context import AllToAll, Pairs, Passing, local_part, make_attend
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Mesh, Pending, make_mesh
 from shardwise.params import model_specs, num_params
@@ -504,6 +504,7 @@ PLAIN, BF16, TRADED = Attention(24), Attention(24, dtype=torch.bfloat16), Attent
 WINDOWED, PACKED = Attention(24, 6), Attention(24, None, 5)
 chunks_of, tokens_for_heads = context.chunks_of, context.tokens_for_heads
 sees_everything: Callable[..., Tensor] = lambda q, k, v, *_: attention_naive(q, k, v)  # noqa: E731
+traded_and_seen: Callable[..., AllToAll] = lambda *given: AllToAll(*given[:-1], sees_everything)  # noqa: E731
 of_attention: dict[str, tuple[Attention, Spoil]] = {
     "later chunk first": (PLAIN, put(context, "chunks_of", lambda *of: chunks_of(*of)[::-1])),
     "chunks side by side": (PLAIN, put(context, "chunks_of", lambda rank, _: (2 * rank, 2 * rank + 1))),
@@ -521,7 +522,7 @@ of_attention: dict[str, tuple[Attention, Spoil]] = {
     "gradients go one hop too few": (BF16, stops_early(torch.float32)),
     "gradients count twice": (BF16, gradients_count_twice),
     "heads in another order": (TRADED, put(context, "tokens_for_heads", lambda *x: tokens_for_heads(*x).flip(2))),
-    "all-to-all sees everything": (TRADED, put(context, "causal_attention", sees_everything)),
+    "all-to-all sees everything": (TRADED, put(context, "AllToAll", traded_and_seen)),
 }
 
 
@@ -530,8 +531,8 @@ def local_positions(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
     return replace(mine, positions=torch.arange(mine.tokens.shape[1]).expand_as(mine.tokens))
 
 
-def alone(config: ModelConfig, layout: Layout, axis: Axis, documents: Tensor | None) -> Attend:
-    return make_attend(config, layout, axis, None)
+def alone(config: ModelConfig, layout: Layout, axis: Axis, documents: Tensor | None, *attention: object) -> Attend:
+    return make_attend(config, layout, axis, None, *attention)  # type: ignore[arg-type]
 
 
 of_steps: dict[str, tuple[Case, Spoil]] = {

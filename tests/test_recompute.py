@@ -20,11 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from memory import peak_bytes
 from ranks import Ranks
 from shardwise.config import ModelConfig
-from shardwise.kernels.choice import TORCH
 from shardwise.kernels.gated import gated
 from shardwise.kernels.norm import rms_norm
+from shardwise.kernels.training import TRAINING_IN_TORCH
 from shardwise.layout import Layout, Recompute
-from shardwise.model import transformer
 from shardwise.model.checkpoint import STATES
 from shardwise.model.layers import Light, layer_norm, linear
 from shardwise.parallel.apply import Program
@@ -223,9 +222,8 @@ def test_norms_and_activations_are_made_again(monkeypatch: pytest.MonkeyPatch, m
 
         monkeypatch.setitem(where, name, make_it)
 
-    count("rms_norm", vars(TORCH))
-    count("gated", vars(TORCH))
-    count("rotate", vars(transformer))
+    for name in ("rms_norm", "gated", "rotate"):
+        count(name, vars(TRAINING_IN_TORCH))
     program, mesh = make(Layout(recompute=mode), LLAMA)
     take_step(program, mesh, batch_of(mesh), 1e-2, 0.2)
     layers = LLAMA.num_layers

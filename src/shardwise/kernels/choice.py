@@ -111,6 +111,8 @@ class Kernels:
     attention: Callable[[Heads], Attention]
     weights: Callable[[dict[str, Tensor | QuantizedWeight]], Any]
     head: Callable[[Tensor | QuantizedWeight, torch.dtype], tuple[Any, Any]]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+    """rotate(x, cos, sin), where it is not for attention to turn."""
 
 
 TORCH = Kernels("torch", rms_norm, gated, TorchAttention.of, row_weights, head_of)
@@ -122,12 +124,18 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest that there is for a device and a precision. Raises ValueError for a choice that is not there."""
     if device.type == "cuda" and find_spec("triton") is not None:
         return triton_kernels()
+    name = chosen()
+    takes = device.type == "cpu" and dtype == torch.bfloat16
+    return TORCH if name == "torch" or not takes else native_kernels(name)
+
+
+def chosen() -> str:
+    """The kernels for CPUs that the environment names, or the fastest: an instruction set, or torch."""
     known = (*native.instruction_sets(), "torch")
     name = os.environ.get(CHOICE) or known[0]
     if name not in known:
         raise ValueError(f"{CHOICE} is {name!r}, but the kernels for this processor are {', '.join(known)}")
-    takes = device.type == "cpu" and dtype == torch.bfloat16
-    return TORCH if name == "torch" or not takes else native_kernels(name)
+    return name
 
 
 def native_kernels(name: str) -> Kernels:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.kernels.attention import causal_attention
+from shardwise.kernels.training import CausalAttention
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """What a user calls the precision of weights and activations."""
@@ -154,6 +155,7 @@ class Causal:
 
     config: ModelConfig
     documents: Tensor | None = None
+    attention: CausalAttention = causal_attention
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, self.config.window(layer), self.documents)
+        return self.attention(q, k, v, self.config.window(layer), self.documents)

@@ -2,7 +2,7 @@
 is the vocabulary), so they live a few rows at a time, while the cache still holds them.
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.kernels.cross_entropy import Aims, softmax_less_one_
 from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, chunks
 from shardwise.model.seams import UNCUT, Seams
 
 IGNORED = -100
 """Target of a token that has none: it takes no part in the loss."""
+
+SoftmaxLessOne = Callable[[Tensor, Aims, bool], Tensor]
+"""A version of `softmax_less_one_`."""
 
 
 def cross_entropy_naive(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -24,13 +28,15 @@ def cross_entropy_naive(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, seams: Seams = UNCUT, vocab_size: int | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, seams: Seams = UNCUT, vocab_size: int | None = None,
+    softmax: SoftmaxLessOne = softmax_less_one_,
+) -> Tensor:  # fmt: skip
     """The same sum over x [..., D], weight [V, D], targets [...], with both gradients worked out on the way forward.
 
     The gradient of the logits, softmax less one at the target, needs nothing that comes later but a scale. So each
     chunk of rows goes through product, softmax and its two gradient products and is forgotten (Liger kernels do the
-    same). Holds at most SOFTMAX_BYTES of fp32 and PRODUCT_BYTES of logits in the dtype of x.
+    same). Holds at most PRODUCT_BYTES of logits in the dtype of x, and SOFTMAX_BYTES of them in fp32 if `softmax` needs
+    that.
 
     With `seams` the weight is this rank's block of the vocabulary, of `vocab_size` rows in all, beyond which there is
     padding. Logits are never gathered: ranks tell each other two numbers a token, the softmax's maximum apart.
@@ -38,9 +44,8 @@ def cross_entropy(
     x = seams.enter(x)
     if not torch.is_grad_enabled():  # a Function is told that its inputs require gradients even then
         x, weight = x.detach(), weight.detach()
-    total: Tensor = LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, targets.flatten(), Block(seams, weight.shape[0], vocab_size or weight.shape[0])
-    )
+    block = Block(seams, weight.shape[0], vocab_size or weight.shape[0])
+    total: Tensor = LinearCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), block, softmax)
     return total
 
 
@@ -63,7 +68,7 @@ class Block:
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, block: Block) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, block: Block, softmax: SoftmaxLessOne) -> Tensor:
         wants_dx, wants_dw, *_ = ctx.needs_input_grad
         dx = torch.empty_like(x) if wants_dx else None
         dw = (torch.empty_like if len(x) else torch.zeros_like)(weight) if wants_dw else None
@@ -76,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             for inner in chunks(len(logits), SOFTMAX_BYTES // (vocab * 4)):
                 part, wanted = logits[inner], targets[rows][inner]
                 torch.mm(x[rows][inner], weight.t(), out=part)
-                total += softmax_less_one_(part, wanted, wants_dx or wants_dw, block)
+                total += softmax(part, aims_of(wanted, block), wants_dx or wants_dw)
             if dx is not None:
                 torch.mm(logits, weight, out=dx[rows])
             if dw is not None:
@@ -85,30 +90,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         dx, dw = ctx.saved_tensors
         (scale,) = scales
-        return None if dx is None else dx.mul_(scale), None if dw is None else dw.mul_(scale), None, None
+        return None if dx is None else dx.mul_(scale), None if dw is None else dw.mul_(scale), None, None, None
 
 
-def softmax_less_one_(logits: Tensor, targets: Tensor, with_gradient: bool, block: Block) -> Tensor:
-    """Return the summed loss of logits [rows, V] and turn them, in place, into their gradient."""
+def aims_of(targets: Tensor, block: Block) -> Aims:
+    """What the rows of `targets` [rows] aim at among the columns of this rank."""
     has_target = (targets != IGNORED)[:, None]
     local = targets[:, None] - block.first
     is_here = has_target  # of a whole vocabulary: a target outside it is an error of `gather`
     if block.size < block.vocab_size:
         is_here = has_target & (local >= 0) & (local < block.size)
-    at = local.where(is_here, 0)
-    logits[:, block.num_real :] = -math.inf
-    wide = logits.float()
-    highest = block.seams.highest(wide.amax(-1, keepdim=True))
-    aimed = (wide.gather(1, at) - highest).where(is_here, 0)
-    exponentials = wide.sub_(highest).exp_()
-    sums, aimed = block.seams.total(torch.cat((exponentials.sum(-1, keepdim=True), aimed), 1)).split(1, 1)
-    if with_gradient:
-        share = has_target / sums
-        gradient = exponentials.mul_(share)
-        # at the target worked out in fp32: 1 - p of a token that is all but certain is lost in bf16
-        gradient.scatter_(1, at, ((aimed.exp() - sums) * share).where(is_here, gradient.gather(1, at)))
-        logits.copy_(gradient)  # the one step that rounds: `out=logits` and scatter_ in bf16 make fp32 copies
-    return ((sums.log() - aimed) * has_target).sum()
+    return Aims(local.where(is_here, 0), is_here, has_target, block.num_real, block.seams.highest, block.seams.total)

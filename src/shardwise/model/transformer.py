@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.kernels.choice import TORCH, Kernels
 from shardwise.kernels.gated import ACTIVATE
-from shardwise.kernels.rotary import rotate
+from shardwise.kernels.training import TrainingKernels
 from shardwise.model import layers
 from shardwise.model.layers import Attend, Light, Rotation, linear, look_up
 from shardwise.model.seams import UNCUT, Seams
@@ -53,7 +53,7 @@ class Transformer:
     seams: Seams = UNCUT
     selective: bool = False
     """Whether the backward makes norms and activations again (selective recompute)."""
-    kernels: Kernels = TORCH
+    kernels: Kernels | TrainingKernels = TORCH
     turns: bool = True
     """Whether q and k are turned by their positions here; else `attend` does it."""
 
@@ -84,7 +84,7 @@ class Transformer:
         if w.q_norm is not None and w.k_norm is not None:
             q, k = self.norm(q, w.q_norm), self.norm(k, w.k_norm)
         if turned is not None:
-            q, k = rotate(q, *turned), rotate(k, *turned)
+            q, k = self.kernels.rotate(q, *turned), self.kernels.rotate(k, *turned)
         seen = attend(layer, q, k, v).flatten(-2)
         x = x + self.seams.leave(linear(seen, w.out), w.out_bias)
         inner = linear(self.light(self.entering, x, w.norm2, w.norm2_bias), w.gate_up, w.gate_up_bias)

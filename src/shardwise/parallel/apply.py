@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
+from shardwise.kernels.training import CausalAttention, TrainingKernels, training_kernels
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
 from shardwise.model.init import fill
@@ -39,6 +40,8 @@ class Program:
     table: list[Action]
     evaluation: list[Action]
     """The table of one forward."""
+    kernels: str
+    """What its operations are called that are chosen by device and precision."""
 
 
 def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
@@ -74,28 +77,30 @@ def apply(
     check_trainable(mesh.layout, config)
     assert mesh.axes["kv_replica"].size == mesh.layout.kv_replicas(config.num_kv_heads), "a mesh of another model"
     specs, layout = model_specs(config), mesh.layout
-    model = Transformer(config, seams_of(mesh), layout.recompute == "selective")
-    context = functools.partial(make_context, model, mesh, dtype)
+    kernels = training_kernels(mesh.device, dtype)
+    model = Transformer(config, seams_of(mesh), layout.recompute == "selective", kernels)
+    context = functools.partial(make_context, model, mesh, dtype, kernels.attention)
     if layout.shard == "fsdp":  # which has buckets and an order of its own
         assert offload is None
         from shardwise.parallel.fsdp import make_fsdp
 
-        return Program(config, specs, *make_fsdp(model, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype))
+        made = make_fsdp(model, kernels, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype)
+        return Program(config, specs, *made, kernels.name)
     held = stage_units(config, layout, mesh.coord.pp)
     owned = {unit: of_unit for unit, of_unit in units(specs).items() if unit in held}
     store = Store(mesh, owned, dtype, grad_dtype, update, reduce_dtype, bucket_bytes, overlap, offload,
                   tied=frozenset({"embed"} if config.tied else ()))  # fmt: skip
     stages = stage_pieces(config, layout)
     step = schedule.ranks[mesh.coord.pp] if schedule else rank_actions(layout, mesh.coord.pp)
-    work = rank_work(model, specs, mesh, step, rank_pieces(stages, layout, mesh.coord.pp), context)
+    work = rank_work(model, kernels, specs, mesh, step, rank_pieces(stages, layout, mesh.coord.pp), context)
     once = [Action("F", stage) for stage in range(mesh.coord.pp, len(stages), layout.pp)]
     return Program(config, specs, store, Pipeline(work, store, mesh), lower(step, stages, layout, overlap),
-                   lower(once, stages, layout, overlap))  # fmt: skip
+                   lower(once, stages, layout, overlap), kernels.name)  # fmt: skip
 
 
 def rank_work(
-    model: Transformer, specs: tuple[ParamSpec, ...], mesh: Mesh, step: Sequence[Action], pieces: Sequence[Piece],
-    context: Callable[[MicroBatch], Context],
+    model: Transformer, kernels: TrainingKernels, specs: tuple[ParamSpec, ...], mesh: Mesh, step: Sequence[Action],
+    pieces: Sequence[Piece], context: Callable[[MicroBatch], Context],
 ) -> Work:  # fmt: skip
     by_unit, recompute = units(specs), mesh.layout.recompute
     names = {piece.name: tuple(spec.name for unit in piece.units for spec in by_unit[unit]) for piece in pieces}
@@ -106,7 +111,7 @@ def rank_work(
         return torch.empty(*tokens.shape, model.config.hidden_size, dtype=context.dtype, device=tokens.device)
 
     return Work(
-        {piece.name: piece for piece in pieces}, piece_runs(model), names, context, between, pieces[0].name,
+        {piece.name: piece for piece in pieces}, piece_runs(model, kernels), names, context, between, pieces[0].name,
         repeated=frozenset(names) - {"embed", "head"} if recompute == "full" else frozenset(),
         deferred=frozenset(spec.name for spec in specs if splits and is_deferred(spec)),
     )  # fmt: skip
@@ -135,14 +140,16 @@ def read_weights(program: Program, reader: Reader) -> None:
     program.store.refresh()
 
 
-def make_context(model: Transformer, mesh: Mesh, dtype: torch.dtype, microbatch: MicroBatch) -> Context:
+def make_context(
+    model: Transformer, mesh: Mesh, dtype: torch.dtype, attention: CausalAttention, microbatch: MicroBatch
+) -> Context:
     """Whole sequences come in, and this rank's tokens of them go through the model."""
     local = local_part(microbatch, mesh.layout, mesh.cp.rank)
-    attend = make_attend(model.config, mesh.layout, mesh.cp, microbatch.documents)
+    attend = make_attend(model.config, mesh.layout, mesh.cp, microbatch.documents, attention)
     return Context(local, model.rotation(local.positions, dtype), attend, dtype)
 
 
-def piece_runs(model: Transformer) -> dict[str, Run]:
+def piece_runs(model: Transformer, kernels: TrainingKernels) -> dict[str, Run]:
     """The model as pieces that a table can name, by the names of `model_pieces`."""
 
     def embed(weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
@@ -155,7 +162,7 @@ def piece_runs(model: Transformer) -> dict[str, Run]:
     def head(weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
         assert x is not None
         return cross_entropy(model.final(weights, x), weights[model.head_name], context.microbatch.targets,
-                             model.seams, model.config.vocab_size)  # fmt: skip
+                             model.seams, model.config.vocab_size, kernels.softmax)  # fmt: skip
 
     blocks = {f"blocks.{layer}": functools.partial(block, layer) for layer in range(model.config.num_layers)}
     return {"embed": embed, **blocks, "head": head}

@@ -31,6 +31,7 @@ from shardwise.kernels.attention import (
     ungroup,
     wide,
 )
+from shardwise.kernels.training import CausalAttention
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
 from shardwise.model.layers import Attend, Causal
@@ -68,14 +69,18 @@ def padded(x: Tensor, layout: Layout, padding: int) -> Tensor:
     return F.pad(x, (0, layout.padded_tokens(x.shape[1]) - x.shape[1]), value=padding)
 
 
-def make_attend(config: ModelConfig, layout: Layout, axis: Axis, documents: Tensor | None) -> Attend:
-    """Attention of this rank's tokens to the whole of their sequences, whose `documents` [B, T] every rank knows."""
+def make_attend(
+    config: ModelConfig, layout: Layout, axis: Axis, documents: Tensor | None,
+    attention: CausalAttention = causal_attention,
+) -> Attend:  # fmt: skip
+    """Attention of this rank's tokens to the whole of their sequences, whose `documents` [B, T] every rank knows. A
+    rank that has whole sequences of some heads runs `attention`; a ring has its own."""
     if documents is not None:
         documents = padded(documents, layout, -1)
     if axis.size == 1:
-        return Causal(config, documents)
+        return Causal(config, documents, attention)
     if layout.all_to_all:
-        return AllToAll(config, axis, documents)
+        return AllToAll(config, axis, documents, attention)
     return Ring(config, axis, documents)
 
 
@@ -214,13 +219,14 @@ class AllToAll:
     config: ModelConfig
     axis: Axis
     documents: Tensor | None
+    attention: CausalAttention
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         size = self.axis.size
         by_rank = torch.cat([x.unflatten(2, (size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
         mine: Tensor = Conjugate.apply(by_rank, heads_for_tokens, tokens_for_heads, self.axis)
         q, k, v = mine.split([x.shape[2] // size for x in (q, k, v)], 2)
-        seen = causal_attention(q, k, v, self.config.window(layer), self.documents)
+        seen = self.attention(q, k, v, self.config.window(layer), self.documents)
         y: Tensor = Conjugate.apply(seen, tokens_for_heads, heads_for_tokens, self.axis)
         return y
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.kernels.training import TrainingKernels
 from shardwise.layout import AxisName, Layout
 from shardwise.model.batch import MicroBatch
 from shardwise.model.loss import cross_entropy
@@ -51,8 +52,9 @@ PIECE = "model"
 
 
 def make_fsdp(
-    model: Transformer, specs: tuple[ParamSpec, ...], mesh: Mesh, dtype: torch.dtype, grad_dtype: torch.dtype,
-    update: Update, context: Callable[[MicroBatch], Context], reduce_dtype: torch.dtype = torch.float32,
+    model: Transformer, kernels: TrainingKernels, specs: tuple[ParamSpec, ...], mesh: Mesh, dtype: torch.dtype,
+    grad_dtype: torch.dtype, update: Update, context: Callable[[MicroBatch], Context],
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> tuple["FsdpStore", "FsdpPipeline", list[Action], list[Action]]:  # fmt: skip
     """What this rank runs: its shards, the executor, and the tables of one step and of one evaluation. The weights mean
     nothing until `owned("master")` has been written to.
@@ -63,7 +65,7 @@ def make_fsdp(
     """
     assert grad_dtype in (dtype, torch.float32)
     stored = tuple(spec for spec in specs if spec.tied_to is None)
-    module = FsdpModel(model, stored, mesh, grad_dtype)
+    module = FsdpModel(model, kernels, stored, mesh, grad_dtype)
     shard_model(module, mesh, dtype, grad_dtype, reduce_dtype)
     store = FsdpStore(module, stored, mesh, update, reduce_dtype)
     table = [replace(action, piece=PIECE) for action in accumulate(mesh.layout.microbatches)]
@@ -99,9 +101,11 @@ class FsdpModel(nn.Module):
     micro-batch it returns the summed loss. A tied head reads the embedding, so both are in this module, and its weights
     stay gathered from the forward to the end of the backward."""
 
-    def __init__(self, model: Transformer, specs: tuple[ParamSpec, ...], mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Transformer, kernels: TrainingKernels, specs: tuple[ParamSpec, ...], mesh: Mesh, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.kernels = model, kernels
         by_unit = units(specs)
         layers = range(model.config.num_layers)
         self.blocks = nn.ModuleList(FsdpBlock(by_unit.pop(f"blocks.{layer}"), mesh, dtype) for layer in layers)
@@ -114,7 +118,7 @@ class FsdpModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             x = block(x, partial(self.model.block, layer=layer, turned=context.turned, attend=context.attend))
         return cross_entropy(self.model.final(weights, x), weights[self.model.head_name], batch.targets,
-                             self.model.seams, self.model.config.vocab_size)  # fmt: skip
+                             self.model.seams, self.model.config.vocab_size, self.kernels.softmax)  # fmt: skip
 
 
 def unallocated(spec: ParamSpec, mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:

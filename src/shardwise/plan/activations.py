@@ -17,8 +17,8 @@ over n D:
 Where they differ:
 
 - There is no dropout here, and so no masks of it: 2 bytes of their 34.
-- Scores, 5HT, are never kept here, whatever is recomputed (Dao et al. 2022); around a ring their log-sum-exp is, 4
-  bytes a head. For the norms' backward there are statistics, which they leave out.
+- Scores, 5HT, are never kept here, whatever is recomputed and whichever kernels run (Dao et al. 2022); around a ring
+  their log-sum-exp is, 4 bytes a head. For the norms' backward there are statistics, which they leave out.
 - With sp the inputs of qkv and gate_up are kept as they were gathered, 4 of which they keep 4/t, and gather again.
 - `selective` is theirs for scores. Here it drops what is cheap to have again: the inputs of qkv and gate_up, norms of
   what is kept, and that of down, an activation. With sp this gathers the two again.
@@ -188,7 +188,7 @@ def logits_bytes(
     config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
 ) -> int:
     """Of the head, the gradient of its weight and a chunk of logits; that of the softmax is in fp32, and the same where
-    the logits are."""
+    the logits are. Native kernels (kernels/native_training.py) need none in fp32: with them it is SOFTMAX_BYTES less."""
     if stage < layout.pp - 1:
         return 0
     share = share_of(config, layout, microbatch)

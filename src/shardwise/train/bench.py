@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.config import ModelConfig, from_hugging_face
+from shardwise.kernels.training import training_kernels
 from shardwise.layout import Layout
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
 from shardwise.parallel.launch import Place, device_of, run_ranks
@@ -71,6 +72,7 @@ def bench_layout(layout: Layout, steps: int, workload: Workload) -> Measured:
 
 def check_bench(layout: Layout, workload: Workload) -> None:
     check_trainable(layout, workload.config)
+    training_kernels(device_of(0, layout.world_size), torch.bfloat16)
     length, positions = workload.length, workload.config.max_positions
     if length > positions:
         raise ValueError(f"sequences of {length} tokens are longer than the model's {positions} positions")

@@ -9,7 +9,9 @@ import torch
 
 from shardwise.catalogue import find_model, model_path
 from shardwise.config import ModelConfig, from_hugging_face, to_hugging_face
+from shardwise.kernels.training import training_kernels
 from shardwise.layout import Layout
+from shardwise.model.layers import DTYPES
 from shardwise.model.load import open_weights
 from shardwise.model.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from shardwise.parallel.apply import check_schedule, check_trainable
@@ -51,6 +53,7 @@ def check_run(settings: Settings) -> Run:
         check_same_tokenizer(weights, tokenizer, data.folder)
     check_expressible(config)
     check_trainable(layout, config)
+    training_kernels(device_of(0, layout.world_size), DTYPES[settings.run.precision])
     if settings.run.pipeline_table:
         check_schedule(read_csv(Path(settings.run.pipeline_table)), layout)
     check_store(layout, settings)

@@ -52,6 +52,7 @@ def train(place: Place, settings: Settings, config: ModelConfig, weights: Path |
     start = int(mesh.world.max(resumed)[0])  # under torchrun the first rank alone chose
     program = make_program(settings, config, mesh, weights, start)
     metrics = Metrics(folder, run.steps, start, run.tensorboard, active=place.rank == 0)
+    metrics.say(f"kernels: {program.kernels}")
     try:
         with StopRequest(patient=place.world_size > 1) as stop:
             return run_steps(settings, program, mesh, metrics, stop, start)

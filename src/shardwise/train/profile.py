@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as record
 
 from shardwise.kernels.attention import RowBlocks
+from shardwise.kernels.native_training import NativeAttention
 from shardwise.layout import Layout
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.parallel.apply import Program
@@ -44,7 +45,8 @@ OF_STORE: dict[str, Group] = {
 }  # fmt: skip
 """What the methods of a store are for: waiting, and casts for the wire, are part of communication."""
 FUNCTIONS: dict[type[Function], Group] = {
-    RowBlocks: "attention", RingAttention: "attention", Conjugate: "communication", LinearCrossEntropy: "logits",
+    RowBlocks: "attention", NativeAttention: "attention", RingAttention: "attention", Conjugate: "communication",
+    LinearCrossEntropy: "logits",
 }  # fmt: skip
 OF_FUNCTION: dict[str, Group] = {
     f"{function.__name__}{way}": group for way in ("", "Backward") for function, group in FUNCTIONS.items()

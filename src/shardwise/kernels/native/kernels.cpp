@@ -5,9 +5,12 @@
 #include <cmath>
 
 #include "attention.h"
+#include "cross_entropy.h"
+#include "flash.h"
 #include "linear.h"
 #include "quantized.h"
 #include "rows.h"
+#include "rows_training.h"
 
 namespace shardwise {
 namespace INSTRUCTION_SET {
@@ -93,6 +96,15 @@ const Kernels TABLE(INSTRUCTION_SET) = {
     INSTRUCTION_SET::any_attend,
     INSTRUCTION_SET::rms_norm,
     INSTRUCTION_SET::gated_silu,
+
+    INSTRUCTION_SET::causal_forward,
+    INSTRUCTION_SET::causal_backward,
+    INSTRUCTION_SET::norm_forward,
+    INSTRUCTION_SET::norm_backward,
+    INSTRUCTION_SET::gated_silu_backward,
+    INSTRUCTION_SET::rotate,
+    INSTRUCTION_SET::softmax_statistics,
+    INSTRUCTION_SET::softmax_gradient,
 };
 
 }  // namespace shardwise

@@ -45,6 +45,14 @@ struct QuantizedShape {
     }
 };
 
+// Causal attention within B sequences of T tokens, for training: see flash.h. q [B, T, H, C], k and v [B, T, K, C];
+// window 0: none; documents [B, T rounded up to 16], or none.
+struct Causal {
+    const Bf16 *q, *k, *v;
+    int64_t num_sequences, num_tokens, num_heads, num_kv_heads, head_dim, window;
+    const int32_t* documents;
+};
+
 struct Kernels {
     void (*pack)(const Bf16* weight, int64_t num_columns, int64_t num_inner, Bf16* packed);
     void (*linear)(
@@ -70,6 +78,30 @@ struct Kernels {
         const Bf16* x, int64_t x_step, int64_t num_rows, int64_t size, const Bf16* weight, float eps, Bf16* y
     );
     void (*gated_silu)(const Bf16* x, int64_t num_rows, int64_t size, Bf16* y);
+
+    // For training: flash.h, rows_training.h, cross_entropy.h.
+    void (*causal_forward)(const Causal& a, Bf16* out);
+    void (*causal_backward)(const Causal& a, const Bf16* out, const Bf16* d_out, Bf16* dq, Bf16* dk, Bf16* dv);
+    void (*norm_forward)(
+        const Bf16* from, int64_t step, int64_t num_tokens, int64_t num_each, int64_t size, const Bf16* weight,
+        float eps, Bf16* y, float* scales
+    );
+    void (*norm_backward)(
+        const Bf16* from, int64_t step, int64_t num_tokens, int64_t num_each, int64_t size, const Bf16* weight,
+        const float* scales, const Bf16* dy, Bf16* dx, Bf16* d_weight
+    );
+    void (*gated_silu_backward)(const Bf16* x, const Bf16* dy, int64_t num_rows, int64_t size, Bf16* dx);
+    void (*rotate)(
+        const Bf16* from, int64_t step, int64_t num_tokens, int64_t num_heads, int64_t size, const Bf16* cos,
+        const Bf16* sin, int64_t num_angles, float direction, Bf16* y
+    );
+    void (*softmax_statistics)(
+        const Bf16* logits, int64_t step, int64_t num_rows, int64_t size, float* highests, float* sums
+    );
+    void (*softmax_gradient)(
+        Bf16* logits, int64_t step, int64_t num_rows, int64_t size, int64_t width, const float* highests,
+        const float* shares, const int64_t* targets, const float* at_targets
+    );
 };
 
 extern const Kernels portable_kernels;

@@ -120,4 +120,46 @@ NB_MODULE(_native, m) {
     m.def("gated_silu", [](Address table, Address x, int64_t num_rows, int64_t size, Address y) {
         of(table).gated_silu(at<Bf16>(x), num_rows, size, at<Bf16>(y));
     }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("causal_forward", [](Address table, Address q, Address k, Address v, int64_t num_sequences,
+                               int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                               int64_t window, Address documents, Address out) {
+        of(table).causal_forward({at<Bf16>(q), at<Bf16>(k), at<Bf16>(v), num_sequences, num_tokens, num_heads,
+                                  num_kv_heads, head_dim, window, at<int32_t>(documents)}, at<Bf16>(out));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("causal_backward", [](Address table, Address q, Address k, Address v, int64_t num_sequences,
+                                int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                int64_t window, Address documents, Address out, Address d_out, Address dq, Address dk,
+                                Address dv) {
+        of(table).causal_backward({at<Bf16>(q), at<Bf16>(k), at<Bf16>(v), num_sequences, num_tokens, num_heads,
+                                   num_kv_heads, head_dim, window, at<int32_t>(documents)},
+                                  at<Bf16>(out), at<Bf16>(d_out), at<Bf16>(dq), at<Bf16>(dk), at<Bf16>(dv));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("norm_forward", [](Address table, Address from, int64_t step, int64_t num_tokens, int64_t num_each,
+                             int64_t size, Address weight, float eps, Address y, Address scales) {
+        of(table).norm_forward(at<Bf16>(from), step, num_tokens, num_each, size, at<Bf16>(weight), eps, at<Bf16>(y),
+                               at<float>(scales));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("norm_backward", [](Address table, Address from, int64_t step, int64_t num_tokens, int64_t num_each,
+                              int64_t size, Address weight, Address scales, Address dy, Address dx, Address d_weight) {
+        of(table).norm_backward(at<Bf16>(from), step, num_tokens, num_each, size, at<Bf16>(weight), at<float>(scales),
+                                at<Bf16>(dy), at<Bf16>(dx), at<Bf16>(d_weight));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("gated_silu_backward", [](Address table, Address x, Address dy, int64_t num_rows, int64_t size, Address dx) {
+        of(table).gated_silu_backward(at<Bf16>(x), at<Bf16>(dy), num_rows, size, at<Bf16>(dx));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("rotate", [](Address table, Address from, int64_t step, int64_t num_tokens, int64_t num_heads, int64_t size,
+                       Address cos, Address sin, int64_t num_angles, float direction, Address y) {
+        of(table).rotate(at<Bf16>(from), step, num_tokens, num_heads, size, at<Bf16>(cos), at<Bf16>(sin), num_angles,
+                         direction, at<Bf16>(y));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("softmax_statistics", [](Address table, Address logits, int64_t step, int64_t num_rows, int64_t size,
+                                   Address highests, Address sums) {
+        of(table).softmax_statistics(at<Bf16>(logits), step, num_rows, size, at<float>(highests), at<float>(sums));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("softmax_gradient", [](Address table, Address logits, int64_t step, int64_t num_rows, int64_t size,
+                                 int64_t width, Address highests, Address shares, Address targets,
+                                 Address at_targets) {
+        of(table).softmax_gradient(at<Bf16>(logits), step, num_rows, size, width, at<float>(highests),
+                                   at<float>(shares), at<int64_t>(targets), at<float>(at_targets));
+    }, nb::call_guard<nb::gil_scoped_release>());
 }

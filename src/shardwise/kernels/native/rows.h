@@ -11,26 +11,30 @@ namespace INSTRUCTION_SET {
 
 constexpr int64_t PARALLEL_NUMBERS = 1 << 13;  // fewer than these are done before threads have met
 
-// y = round(x / rms(x)) weight, with the mean square over D in fp32 (kernels/norm.py). D may be any number.
+// y = round(x / rms(x)) weight, with the mean square over D in fp32 (kernels/norm.py); returns 1 / rms(x). D may be any
+// number.
+INLINE float norm_row(const bf16* from, int64_t size, const bf16* weight, float eps, bf16* to) {
+    int64_t whole = size / LANES * LANES;
+    floats squares = {};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        floats v = load_bf16(from + i);
+        squares = fused(v, v, squares);
+    }
+    float total = sum(squares);
+    for (int64_t i = whole; i < size; i++) total += widen(from[i]) * widen(from[i]);
+    float scale = 1 / __builtin_sqrtf(total / float(size) + eps);
+    for (int64_t i = 0; i < whole; i += LANES)
+        store_bf16(to + i, widen(narrow(load_bf16(from + i) * scale)) * load_bf16(weight + i));
+    for (int64_t i = whole; i < size; i++) to[i] = narrow(widen(narrow(widen(from[i]) * scale)) * widen(weight[i]));
+    return scale;
+}
+
 void rms_norm(const bf16* x, int64_t x_step, int64_t num_rows, int64_t size, const bf16* weight, float eps, bf16* y) {
 #pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const bf16* from = x + row * x_step;
-        bf16* to = y + row * size;
-        int64_t whole = size / LANES * LANES;
-        floats squares = {};
-        for (int64_t i = 0; i < whole; i += LANES) {
-            floats v = load_bf16(from + i);
-            squares = fused(v, v, squares);
-        }
-        float total = sum(squares);
-        for (int64_t i = whole; i < size; i++) total += widen(from[i]) * widen(from[i]);
-        float scale = 1 / __builtin_sqrtf(total / float(size) + eps);
-        for (int64_t i = 0; i < whole; i += LANES)
-            store_bf16(to + i, widen(narrow(load_bf16(from + i) * scale)) * load_bf16(weight + i));
-        for (int64_t i = whole; i < size; i++) to[i] = narrow(widen(narrow(widen(from[i]) * scale)) * widen(weight[i]));
-    }
+    for (int64_t row = 0; row < num_rows; row++) norm_row(x + row * x_step, size, weight, eps, y + row * size);
 }
+
+INLINE floats sigmoid(floats x) { return choose(x < -88.0f, floats{}, 1.0f / (1.0f + exponential(-x))); }
 
 // silu(gate) up of rows [gate | up], each of F numbers (kernels/gated.py).
 void gated_silu(const bf16* x, int64_t num_rows, int64_t size, bf16* y) {
@@ -39,7 +43,7 @@ void gated_silu(const bf16* x, int64_t num_rows, int64_t size, bf16* y) {
         const bf16 *gate = x + row * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += LANES) {
             floats g = load_bf16(gate + i);
-            floats silu = widen(narrow(g / (1.0f + exponential(larger(all(-88), -g)))));
+            floats silu = widen(narrow(g * sigmoid(g)));
             store_bf16(y + row * size + i, silu * load_bf16(up + i));
         }
     }

@@ -30,18 +30,19 @@ struct Nothing {
     INLINE void operator()(int64_t) const {}
 };
 
-// rows: pairs of R rows, `row_step` pairs apart. fetch(k) may fetch what comes next while pair k is read.
+// rows: pair k of row r is at rows[r * row_step + k * pair_step]. fetch(k) may fetch what comes next while pair k is
+// read.
 template <int R, int P, class Fetch>
 INLINE void add_products(
     floats (&sums)[R][P], const uint32_t* rows, int64_t row_step, const Panels<P>& panels, int64_t num_pairs,
-    Fetch&& fetch
+    Fetch&& fetch, int64_t pair_step = 1
 ) {
     for (int64_t k = 0; k < num_pairs; k++) {
         words w[P];
         for (int p = 0; p < P; p++) w[p] = load<uint32_t, words>(panels.panel[p] + k * panels.step);
         fetch(k);
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) sums[r][p] = add_pairs(sums[r][p], rows[r * row_step + k], w[p]);
+            for (int p = 0; p < P; p++) sums[r][p] = add_pairs(sums[r][p], rows[r * row_step + k * pair_step], w[p]);
     }
 }
 
