@@ -17,6 +17,7 @@ from engines import fill_with_anything
 from shardwise.kernels.choice import CHOICE, TORCH, Heads, TorchAttention, kernels_for
 from shardwise.kernels.gated import gated, gated_naive
 from shardwise.kernels.kv import CODES, KVPages, as_bytes
+from shardwise.kernels.kv import quantize as quantize_vectors
 from shardwise.kernels.native import Native, NativeAttention, PackedQuantized, PackedWeight, instruction_sets
 from shardwise.kernels.norm import rms_norm_naive
 from shardwise.kernels.paged import Span
@@ -311,7 +312,7 @@ def test_codes_are_those_of_the_definition(native: Native, kv_dtype: KvDtype) ->
     v[5, 0, 7], v[5, 1, 8] = torch.nan, torch.inf
     told.step(native.attention(heads), [(0, 0, 32)])
     for kept_there, new in ((told.kv.keys, k), (told.kv.values, v)):
-        codes, scales = quantize(new, CODES[kv_dtype])
+        codes, scales = quantize_vectors(new, CODES[kv_dtype])
         finite = scales.isfinite()
         assert kept_there.scales is not None
         for page, tokens in zip(told.pages[0], (slice(0, 16), slice(16, 32)), strict=True):

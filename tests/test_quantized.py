@@ -342,6 +342,7 @@ def test_perplexity_of_rounded_weights(folder: Path, tmp_path: Path, capsys: pyt
         (["--quant", "int5"], "'int5' is no way to quantize weights; did you mean int8?"),
         (["--quant", "gptq"], "known are int8, int8-g32, "),
         (["--quant", "as-stored"], "which is not stored quantized; int8 or int4-g64 quantizes a model"),
+        (["--quant", "int8", "--tp", "2", "--max-len", "65"], "max_len 65 is more than the model's 64 positions"),
     ],
 )
 def test_a_server_refuses_in_a_sentence(

@@ -6,7 +6,7 @@ another way to the same numbers.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.config import ModelConfig
 from shardwise.kernels import native
 from shardwise.kernels.gated import gated
 from shardwise.kernels.kv import KVPages
+from shardwise.kernels.native_blocks import native_blocks
 from shardwise.kernels.norm import rms_norm
 from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch
 from shardwise.kernels.rotary import rotate
@@ -99,6 +101,20 @@ class TorchAttention:
         return paged_attention(q, pages, batch, window)
 
 
+class Blocks(Protocol):
+    """All blocks of a decoder at once."""
+
+    def run(self, x: Tensor, turns: Turns, batch: Any) -> Tensor:
+        """x [N, D] -> [N, D]; x may be written to."""
+        ...
+
+
+def no_blocks(
+    config: ModelConfig, weights: Mapping[str, Any], attention: Attention, pages: Sequence[KVPages]
+) -> Blocks | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Kernels:
     """One version of each: rms_norm(x, weight, eps), gated(inner, activation), attention over pages, and what makes
@@ -111,6 +127,8 @@ class Kernels:
     attention: Callable[[Heads], Attention]
     weights: Callable[[dict[str, Tensor | QuantizedWeight]], Any]
     head: Callable[[Tensor | QuantizedWeight, torch.dtype], tuple[Any, Any]]
+    blocks: Callable[[ModelConfig, Mapping[str, Any], Attention, Sequence[KVPages]], Blocks | None] = no_blocks
+    """All blocks of a decoder at once; None where they are run one by one."""
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     """rotate(x, cos, sin), where it is not for attention to turn."""
 
@@ -145,7 +163,8 @@ def native_kernels(name: str) -> Kernels:
     def attention(heads: Heads) -> Attention:
         return kernels.attention(heads) if kernels.attends(heads) else TorchAttention.of(heads)
 
-    return Kernels(f"native {name}", kernels.rms_norm, kernels.gated, attention, kernels.weights, kernels.head)
+    norm, gate = kernels.rms_norm, kernels.gated
+    return Kernels(f"native {name}", norm, gate, attention, kernels.weights, kernels.head, native_blocks)
 
 
 def triton_kernels() -> Kernels:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.choice import Attention, Heads, Kernels, Turns, kernels_for
+from shardwise.kernels.choice import Attention, Blocks, Heads, Kernels, Turns, kernels_for
 from shardwise.kernels.kv import KVPages
 from shardwise.kernels.paged import Span
 from shardwise.kernels.tables import TableBatch
@@ -82,6 +82,7 @@ class Runner:
         )
         self.graphs: DecodeGraphs | None = None
         self.pages: list[KVPages] = []
+        self.blocks: Blocks | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -92,10 +93,12 @@ class Runner:
     def make_pages(self, num_pages: int) -> None:
         """Memory for that many; what was there is gone. It holds anything until it is written."""
         shape = self.num_kv_heads, num_pages, self.page_tokens, self.config.head_dim
-        self.graphs = None
+        self.graphs = self.blocks = None
         self.pages.clear()
         for _ in range(self.config.num_layers):
             self.pages.append(KVPages.empty(shape, self.kv_dtype, self.dtype, self.mesh.device))
+        if self.mesh.tp.size == 1:
+            self.blocks = self.kernels.blocks(self.config, self.weights, self.attention, self.pages)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Ran:
@@ -123,6 +126,9 @@ class Runner:
     def hidden(self, tokens: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """The last hidden states [N, D] of the tokens of a batch."""
         turns = None if self.frequencies is None else rotation(positions, self.frequencies, self.dtype)
+        if self.blocks is not None and turns is not None:
+            x = self.blocks.run(self.model.embed(self.weights, tokens, positions), turns, batch)
+            return self.model.final(self.weights, x)
         attend = PagedAttention(self.config, self.attention, batch, turns, self.pages)
         return self.model.hidden(self.weights, tokens, positions, attend)
 

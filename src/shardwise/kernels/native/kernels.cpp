@@ -11,6 +11,8 @@
 #include "quantized.h"
 #include "rows.h"
 #include "rows_training.h"
+// After those whose kernels it runs.
+#include "blocks.h"
 
 namespace shardwise {
 namespace INSTRUCTION_SET {
@@ -96,6 +98,7 @@ const Kernels TABLE(INSTRUCTION_SET) = {
     INSTRUCTION_SET::any_attend,
     INSTRUCTION_SET::rms_norm,
     INSTRUCTION_SET::gated_silu,
+    INSTRUCTION_SET::run_blocks,
 
     INSTRUCTION_SET::causal_forward,
     INSTRUCTION_SET::causal_backward,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace shardwise {
 
@@ -45,6 +46,22 @@ struct QuantizedShape {
     }
 };
 
+// A packed weight [N, K], and what a block of a decoder is made of: its weights, its pages, its window.
+struct Matrix {
+    const void* packed;
+    int64_t num_columns, num_inner;
+    bool is_quantized;
+    QuantizedShape quantized;
+};
+
+struct DecoderBlock {
+    const Bf16 *norm1, *norm2;
+    Matrix qkv, out, gate_up, down;
+    void *keys, *values;
+    float *key_scales, *value_scales;
+    int64_t window;
+};
+
 // Causal attention within B sequences of T tokens, for training: see flash.h. q [B, T, H, C], k and v [B, T, K, C];
 // window 0: none; documents [B, T rounded up to 16], or none.
 struct Causal {
@@ -78,6 +95,10 @@ struct Kernels {
         const Bf16* x, int64_t x_step, int64_t num_rows, int64_t size, const Bf16* weight, float eps, Bf16* y
     );
     void (*gated_silu)(const Bf16* x, int64_t num_rows, int64_t size, Bf16* y);
+    void (*run_blocks)(
+        const std::vector<DecoderBlock>& blocks, Attention step, int64_t num_tokens, float eps, Bf16* x,
+        std::vector<Bf16>& scratch
+    );
 
     // For training: flash.h, rows_training.h, cross_entropy.h.
     void (*causal_forward)(const Causal& a, Bf16* out);

@@ -43,6 +43,12 @@ std::vector<Choice> choices() {
     return found;
 }
 
+// The blocks of a decoder, and memory for what a step leaves between their kernels.
+struct Decoder {
+    std::vector<DecoderBlock> blocks;
+    std::vector<Bf16> scratch;
+};
+
 const Kernels& of(Address table) { return *reinterpret_cast<const Kernels*>(table); }
 
 template <class T>
@@ -103,6 +109,32 @@ NB_MODULE(_native, m) {
                                   const QuantizedShape& shape, Address y) {
         of(table).look_up_quantized(at<int64_t>(ids), num_ids, at<uint8_t>(packed), shape, at<Bf16>(y));
     }, nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Matrix>(m, "Matrix")
+        .def("__init__", [](Matrix* matrix, Address packed, int64_t num_columns, int64_t num_inner) {
+            new (matrix) Matrix{at<void>(packed), num_columns, num_inner, false, {}};
+        })
+        .def("__init__", [](Matrix* matrix, Address packed, const QuantizedShape& shape) {
+            new (matrix) Matrix{at<void>(packed), shape.num_columns, shape.num_inner, true, shape};
+        });
+    nb::class_<Decoder>(m, "Decoder")
+        .def(nb::init<>())
+        .def("add", [](Decoder& decoder, Address norm1, Address norm2, const Matrix& qkv, const Matrix& out,
+                       const Matrix& gate_up, const Matrix& down, Address keys, Address values, Address key_scales,
+                       Address value_scales, int64_t window) {
+            decoder.blocks.push_back({at<Bf16>(norm1), at<Bf16>(norm2), qkv, out, gate_up, down, at<void>(keys),
+                                      at<void>(values), at<float>(key_scales), at<float>(value_scales), window});
+        })
+        .def("run", [](Decoder& decoder, Address table, int kind, int64_t num_kv_heads, int64_t num_pages,
+                       int64_t page_tokens, int64_t head_dim, int64_t num_heads, Address cos, Address sin,
+                       Address spans, int64_t num_spans, Address pages, int64_t table_width, int64_t num_tokens,
+                       float eps, Address x) {
+            Attention step{};
+            step.kind = kind, step.num_kv_heads = num_kv_heads, step.num_pages = num_pages;
+            step.page_tokens = page_tokens, step.head_dim = head_dim, step.num_heads = num_heads;
+            step.cos = at<Bf16>(cos), step.sin = at<Bf16>(sin), step.spans = at<int32_t>(spans);
+            step.num_spans = num_spans, step.table = at<int32_t>(pages), step.table_width = table_width;
+            of(table).run_blocks(decoder.blocks, step, num_tokens, eps, at<Bf16>(x), decoder.scratch);
+        }, nb::call_guard<nb::gil_scoped_release>());
     m.def("attend", [](Address table, int kind, Address keys, Address values, Address key_scales, Address value_scales,
                        int64_t num_kv_heads, int64_t num_pages, int64_t page_tokens, int64_t head_dim, Address q,
                        Address k, Address v, int64_t q_token, int64_t k_token, int64_t v_token, int64_t num_heads,
