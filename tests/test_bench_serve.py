@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from shardwise.cli import main
 from shardwise.model.tokenizer import byte_tokenizer
+from shardwise.serve import speed
 from shardwise.serve.bench import Failed, Goals, Outcome, Row, figures, measure, run_load
 from shardwise.serve.llm import LLM
 from shardwise.serve.load import COMMON_IDS, SHAREGPT, Drawn, Load, Sizes, draw_requests
@@ -365,3 +366,30 @@ def test_transformers_runs_the_same_work(model: Path) -> None:
         sys.executable, str(Path(bench_serve.HERE) / "serve_peers.py"), str(model), "2", "8", "4", "1",
     ])  # fmt: skip
     assert told["output_tokens_per_s"] == max(told["dynamic"], told["static"]) > 0
+
+
+# -- how fast a model is with nothing in between ----------------------------------------------------------------
+
+
+def test_speed_has_the_rows_that_engines_are_compared_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real command on a tiny model, smaller work."""
+    tiny_model("llama-tied", vocab_size=264, max_position_embeddings=512).save_pretrained(tmp_path)
+    replace(byte_tokenizer(), eos_ids=frozenset()).save(tmp_path)
+    monkeypatch.setattr(speed, "STEPS", 3)
+    monkeypatch.setattr(speed, "TRIES", 1)
+    assert main(["bench", "serve", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    named = ["prefill_512", *(f"{what}_{size}" for what in ("decode", "generate") for size in (1, 8, 32))]
+    assert [row["name"] for row in rows] == named
+    assert all(row["value"] > 0 and row["unit"] == "tokens/s" for row in rows)
+
+
+def test_speed_is_that_of_one_device_and_of_long_enough_sequences(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", str(model), "--layout", "tp2"]) == 2
+    assert "with --concurrency that of a load is" in capsys.readouterr().err
+    assert main(["bench", "serve", str(model)]) == 2
+    assert "with --concurrency a load of your own is measured" in capsys.readouterr().err

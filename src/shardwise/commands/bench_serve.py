@@ -15,11 +15,16 @@ from shardwise.commands.terminal import answer_console, progress_bar, say
 if TYPE_CHECKING:
     from shardwise.serve.bench import Row, Target
     from shardwise.serve.load import Load
+    from shardwise.serve.settings import EngineSettings
 
 COMPARED = ("output_tokens_per_s", "ttft_p50_s", "itl_p50_s")
 FLAGS_OF_SERVE = (
     "url", "api_key", "concurrency", "rate", "ramp", "requests", "prompt_tokens", "max_tokens", "lengths",
     "shared_prefix", "seed", "ttft_ms", "itl_ms", "dtype", "quant",
+)  # fmt: skip
+FLAGS_OF_LOADS = (
+    "concurrency", "rate", "ramp", "requests", "prompt_tokens", "max_tokens", "lengths", "shared_prefix", "seed",
+    "ttft_ms", "itl_ms",
 )  # fmt: skip
 FLAGS_OF_ENGINE = ("layout", "dtype", "quant")
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 8, 32
@@ -27,7 +32,9 @@ DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 8, 32
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     flags = parser.add_argument_group(
-        "bench serve", "MODEL is loaded and asked without HTTP; or, with --url, it is what that server calls its model"
+        "bench serve",
+        "MODEL is loaded and asked without HTTP; or, with --url, it is what that server calls its model. With no flag "
+        "of a load: the speed of prefill, decode and whole requests, as engines are compared",
     )
     flags.add_argument("--url", metavar="URL", help="of a server, for example http://127.0.0.1:8000/v1")
     flags.add_argument("--api-key", metavar="KEY", help="for the server")
@@ -59,12 +66,24 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_bench_serve(args: argparse.Namespace) -> int:
     """Exit 0 when every request was answered, 1 when some were not."""
+    if all(getattr(args, name) is None for name in ("url", *FLAGS_OF_LOADS)):
+        tell(bench_speed(args), {}, args.json)
+        return 0
     loads = read_loads(args)
     rows, problems = asyncio.run(bench(args, loads))
     tell(rows, ratios_of(rows, [str(load) for load in loads]), args.json)
     for problem in problems:
         print(f"shardwise: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def bench_speed(args: argparse.Namespace) -> "list[Row]":
+    """What the model does with nothing in between."""
+    from shardwise.serve.speed import measure_speed
+
+    settings = settings_of(args)
+    with progress_bar() as advance:
+        return measure_speed(settings, lambda share: advance("prefill, decode, whole requests", share))
 
 
 def read_loads(args: argparse.Namespace) -> "list[Load]":
@@ -134,11 +153,24 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
                 raise ValueError(f"--{name} says how MODEL is loaded; the server at {args.url} has its own already")
         yield UrlTarget(args.url, args.model or await first_model(args.url, args.api_key), args.api_key)
         return
-    from shardwise.catalogue import find_model, model_path
-    from shardwise.layout import Layout
     from shardwise.model.load import read_config
     from shardwise.model.tokenizer import load_tokenizer
     from shardwise.serve.process import RemoteEngine
+
+    settings = settings_of(args)
+    engine = RemoteEngine(settings, read_config(settings.model), load_tokenizer(settings.model), say)
+    try:
+        await engine.start()
+        yield EngineTarget(engine)
+    finally:
+        await engine.close()
+
+
+def settings_of(args: argparse.Namespace) -> "EngineSettings":
+    """How MODEL is loaded."""
+    from shardwise.catalogue import find_model, model_path
+    from shardwise.layout import Layout
+    from shardwise.model.load import read_config
     from shardwise.serve.settings import EngineSettings, check_model
 
     if not args.model:
@@ -146,15 +178,10 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
     if args.layout and len(args.layout) > 1:
         raise ValueError("a benchmark of serving has one layout, for example --layout tp2")
     path = model_path(find_model(args.model))
-    layout, config = Layout.parse((args.layout or ["dp1"])[0]), read_config(path)
+    layout = Layout.parse((args.layout or ["dp1"])[0])
     settings = EngineSettings(path, layout, args.dtype or "bf16", quant=args.quant)
-    check_model(settings, config)
-    engine = RemoteEngine(settings, config, load_tokenizer(path), say)
-    try:
-        await engine.start()
-        yield EngineTarget(engine)
-    finally:
-        await engine.close()
+    check_model(settings, read_config(path))
+    return settings
 
 
 def ratios_of(rows: "Sequence[Row]", loads: Sequence[str]) -> dict[str, float]:
