@@ -85,8 +85,8 @@ def test_larger_groups_are_worse(rows: Rows) -> None:
 
 
 def test_a_cache_in_8_bits_costs_less_than_weights_in_4(task: Task, rows: Rows) -> None:
-    """Integers a tenth of it, and less than floats of as many bits, whose steps are coarse where numbers are large;
-    both through the attention over pages that a server runs."""
+    """Integers a tenth of it, and less than floats of as many bits, whose steps are coarse where numbers are large. All
+    through the attention over pages that a server runs."""
     integers, floats = (row.likeness for row in measure_cache(task))
     least = min(row.likeness.kl for row in rows.values() if row.scheme.startswith("int4"))
     assert 0 < 10 * integers.kl < least and integers.kl < floats.kl < least

@@ -129,7 +129,7 @@ static void scale_keys(const Block& block, Scratch& s, float scale) {
     }
 }
 
-// A line of the next block is fetched for every so many pairs that are read of this one: `ahead` pairs.
+// With each row of pairs that is read of this block, the panels of the next one are fetched `ahead` words further.
 static void make_scores(
     const Block& block, const Block& next, Scratch& s, int64_t num_rows, int64_t size, int64_t ahead
 ) {
@@ -153,8 +153,8 @@ static void make_scores(
         });
 }
 
-// Turns the scores of a row that is at `position` into weights, and makes room for them in what it has so far. Weights of
-// codes have the scales of their values in them.
+// Turns the scores of a row that is at `position` into weights, and makes room for them in what it has so far. Weights
+// of codes have the scales of their values in them.
 template <class Kind>
 static void softmax_row(const Block& block, Scratch& s, int64_t row, int64_t position, int64_t window, int64_t size) {
     float* scores = s.scores + row * BLOCK_TOKENS;

@@ -22,7 +22,7 @@ namespace INSTRUCTION_SET {
 constexpr int MAX_HEAD_DIM = 256;
 
 struct Pages {
-    void *keys, *values;                // [K, number of pages, P, C]
+    void *keys, *values;               // [K, number of pages, P, C]
     float *key_scales, *value_scales;  // [K, number of pages, P] of codes
     int64_t num_kv_heads, num_pages, page_tokens, head_dim;
     int page_shift;  // page_tokens divides BLOCK_TOKENS, so it is a power of 2
