@@ -13,6 +13,7 @@ namespace shardwise {
 namespace INSTRUCTION_SET {
 
 constexpr int BLOCK_PANELS = 4;
+constexpr int64_t WORDS_AHEAD = 2048;
 
 struct Linear {
     const uint32_t* packed;
@@ -92,14 +93,15 @@ INLINE void linear_tile(
 }
 
 // Some panels of one block, by all rows. Where there are rows for more than one tile, memory would wait for products
-// after the first: what comes after these panels is fetched by all tiles, P lines a pair altogether.
+// after the first: what comes after these panels is fetched by all tiles, P lines a pair altogether. A single tile, which
+// waits for memory alone, fetches what it reads itself a little later.
 template <class Out, int P>
 void linear_panels(
     const Linear& w, const uint32_t* x, int64_t x_step, int64_t num_rows, int64_t panel, Out* y, int64_t y_step
 ) {
     constexpr int64_t LINES = (P * LANES + LINE - 1) / LINE;
-    int64_t tiles = num_tiles(num_rows), tile = 0, each = tiles <= 1 ? 0 : (LINES + tiles - 1) / tiles;
-    const uint32_t* next = w.panel(panel) + w.num_pairs * w.step(panel);
+    int64_t tiles = num_tiles(num_rows), tile = 0, each = (LINES + tiles - 1) / tiles;
+    const uint32_t* next = w.panel(panel) + (tiles > 1 ? w.num_pairs * w.step(panel) : WORDS_AHEAD);
     over_tiles(num_rows, [&]<int R>(int64_t row) {
         LinesAhead ahead{next + tile * each * w.num_pairs * LINE, tile * each < LINES ? each : 0};
         linear_tile<Out, R, P>(w, x + row * x_step, x_step, panel, y + row * y_step, y_step, ahead);
