@@ -15,5 +15,6 @@ cmake --build "$build/cmake" -j 2 >>"$build/log" || { tail -20 "$build/log"; exi
 mkdir "$build/src" && cp -r src/shardwise "$build/src/" && cp "$build"/cmake/_native*.so "$build/src/shardwise/kernels/"
 site=$(.venv/bin/python -c 'import torch, pathlib; print(pathlib.Path(torch.__path__[0]).parent)')
 echo "$site" >"$(echo "$build"/venv/lib/python*/site-packages)/installed.pth"
-ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$("${CXX:-g++}" -print-file-name=libasan.so) PYTHONPATH="$build/src" \
-    "$build/venv/bin/python" -m pytest -q -s -p no:cacheprovider tests/test_native.py
+# libstdc++ too, or exceptions are not known when they are thrown
+ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$("${CXX:-g++}" -print-file-name=libasan.so) $("${CXX:-g++}" -print-file-name=libstdc++.so)" PYTHONPATH="$build/src" \
+    "$build/venv/bin/python" -m pytest -q -s -p no:cacheprovider tests/test_native.py tests/test_native_training.py

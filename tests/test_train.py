@@ -156,8 +156,8 @@ def is_pending(pid: int, number: signal.Signals) -> bool:
 
 
 def told_lines(err: str) -> list[str]:
-    """What stderr holds beyond the settings and the progress."""
-    known = re.compile(r"\[\w+\]|\w+ = .*|step +\d+  .*|")
+    """What stderr holds beyond the settings, which kernels run, and the progress."""
+    known = re.compile(r"\[\w+\]|\w+ = .*|kernels: .*|step +\d+  .*|")
     return [line for line in err.splitlines() if not known.fullmatch(line)]
 
 
@@ -180,6 +180,7 @@ def test_two_ranks_train_and_tell(straight: tuple[Path, str, str]) -> None:
         "unsaved": None,
     }  # fmt: skip
     assert told_lines(err) == [], "nothing stray on stderr"
+    assert err.splitlines().count("kernels: torch") == 1, "in fp32, told once"
     assert read_settings(run / "config.toml").run.layout == "dp2"
     rows = rows_of(run)
     steps = [row for row in rows if "loss" in row]

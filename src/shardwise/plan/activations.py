@@ -187,9 +187,8 @@ def head_gradient_bytes(layout: Layout, stage: int, num_bytes: int) -> int:
 def logits_bytes(
     config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
 ) -> int:
-    """Of the head, the gradient of its weight and a chunk of logits; that of the softmax is in fp32, and the same
-    where the logits are. Native kernels (kernels/native_training.py) need none in fp32: with them it is SOFTMAX_BYTES
-    less."""
+    """Of the head, the gradient of its weight and a chunk of logits; that of the softmax is in fp32, and the same where
+    the logits are. Native kernels need none in fp32: with them it is up to SOFTMAX_BYTES less."""
     if stage < layout.pp - 1:
         return 0
     share = share_of(config, layout, microbatch)
