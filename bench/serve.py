@@ -4,7 +4,7 @@ As in bench/train.py the contenders take turns, only ratios count, and transform
 SmolLM2-135M in bf16; prompts of 128 random tokens, 128 new ones each, greedy.
 
     python bench/serve.py [--rounds 3] [--model MODEL] [--peers-env DIR] [--results DIR] [--json]
-    python bench/serve.py --profile [--json]     # where the time of a decode step goes
+    python bench/serve.py --profile [--quant as-stored] [--json]     # where the time of a decode step goes
 """
 
 import argparse
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 when all has run, whether or not the bars are met, else 1."""
     args = read_arguments(argv)
     if args.profile:
-        return profile(args.model, args.json)
+        return profile(args.model, args.quant, args.json)
     python = make_peers_environment(args.peers_env)
     args.steps = NEW_TOKENS
     report = Report(machine(python, args))
@@ -120,6 +120,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)")
     parser.add_argument("--profile", action="store_true", help="say where the time of a decode step of ours goes")
+    parser.add_argument("--quant", metavar="Q", help="of the model that is profiled, as of `shardwise serve`")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args(argv)
     if args.model is None:
@@ -173,11 +174,11 @@ def write_results(report: Report, folder: Path) -> None:
     say(f"wrote {folder}/serve.json and serve.md")
 
 
-def profile(model: Path, as_json: bool) -> int:
+def profile(model: Path, quant: str | None, as_json: bool) -> int:
     from shardwise.serve.llm import LLM
     from shardwise.serve.profile import profile_decode
 
-    found = [profile_decode(LLM(str(model)), num, PROFILE_CONTEXT, PROFILE_STEPS) for num in PROFILED]
+    found = [profile_decode(LLM(str(model), quant=quant), num, PROFILE_CONTEXT, PROFILE_STEPS) for num in PROFILED]
     if as_json:
         rows = [
             {"name": f"overhead share, {each.num_running} running", "value": each.overhead_share, "unit": ""}

@@ -24,11 +24,13 @@ from shardwise.serve.llm import LLM
 from shardwise.serve.load import COMMON_IDS, SHAREGPT, Drawn, Load, Sizes, draw_requests
 from shardwise.serve.profile import Clock, profile_decode, timed_step
 from shardwise.serve.target import UrlTarget, events, first_model
+from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import serve as bench_serve
+import serve_rows
 
 
 @pytest.fixture(scope="module")
@@ -393,3 +395,24 @@ def test_speed_is_that_of_one_device_and_of_long_enough_sequences(
     assert "with --concurrency that of a load is" in capsys.readouterr().err
     assert main(["bench", "serve", str(model)]) == 2
     assert "with --concurrency a load of your own is measured" in capsys.readouterr().err
+
+
+def test_rows_are_held_against_the_best_of_llama_cpp_and_the_machine() -> None:
+    limits = serve_rows.Limits(30e9, 800e9, weight_bytes=100_000_000, block_operations=10**8, head_operations=10**8)
+    assert limits.tokens_per_s("decode_1") == pytest.approx(300)  # memory
+    assert limits.tokens_per_s("decode_32") == pytest.approx(4000)  # operations
+    assert limits.tokens_per_s("prefill_512") == pytest.approx(512 / (513e8 / 800e9))
+    report = serve_rows.Report({"cores": 2}, limits)
+    for row in serve_rows.BARS:
+        report.runs[row] = {"Shardwise": [100.0, 120.0], "llama.cpp Q4_0": [90.0, 100.0], "llama.cpp Q8_0": [50.0]}
+    told = report.to_json()
+    assert told["ratios"] == dict.fromkeys(serve_rows.BARS, 1.2) and told["bars"] == serve_rows.BARS
+    assert report.to_markdown().count("| Q4_0 | 1.20 |") == 4 and report.to_markdown().count("| met |") == 1
+    assert report.to_svg().count("<rect") >= 12
+
+
+def test_the_machine_is_measured_for_the_model_at_hand() -> None:
+    limits = serve_rows.measure_limits(smollm2_gguf())
+    assert limits.block_operations == 2 * 106_168_320 and limits.head_operations == 2 * 49152 * 576
+    assert limits.weight_bytes == 106_168_320 * 20 // 32 + 49152 * 576 * 34 // 32
+    assert limits.read_bytes_per_s > 0 and limits.operations_per_s > 0

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 COMPARED = ("output_tokens_per_s", "ttft_p50_s", "itl_p50_s")
 FLAGS_OF_SERVE = (
     "url", "api_key", "concurrency", "rate", "ramp", "requests", "prompt_tokens", "max_tokens", "lengths",
-    "shared_prefix", "seed", "ttft_ms", "itl_ms", "dtype", "quant",
+    "shared_prefix", "seed", "ttft_ms", "itl_ms", "dtype", "quant", "kv_dtype",
 )  # fmt: skip
 FLAGS_OF_LOADS = (
     "concurrency", "rate", "ramp", "requests", "prompt_tokens", "max_tokens", "lengths", "shared_prefix", "seed",
     "ttft_ms", "itl_ms",
 )  # fmt: skip
-FLAGS_OF_ENGINE = ("layout", "dtype", "quant")
+FLAGS_OF_ENGINE = ("layout", "dtype", "quant", "kv_dtype")
 DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 8, 32
 
 
@@ -62,6 +62,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_argument("--itl-ms", type=float, metavar="MS", help="goodput: each after it, on average, comes within")
     flags.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights of MODEL (default: bf16)")
     flags.add_argument("--quant", metavar="Q", help="of MODEL: " + QUANT)
+    flags.add_argument("--kv-dtype", metavar="T", help="of the keys and values of MODEL: auto, int8 or fp8")
 
 
 def run_bench_serve(args: argparse.Namespace) -> int:
@@ -150,7 +151,9 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
     if args.url:
         for name in FLAGS_OF_ENGINE:
             if getattr(args, name):
-                raise ValueError(f"--{name} says how MODEL is loaded; the server at {args.url} has its own already")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} says how MODEL is loaded; the server at {args.url} has its own already"
+                )
         yield UrlTarget(args.url, args.model or await first_model(args.url, args.api_key), args.api_key)
         return
     from shardwise.model.load import read_config
@@ -179,7 +182,7 @@ def settings_of(args: argparse.Namespace) -> "EngineSettings":
         raise ValueError("a benchmark of serving has one layout, for example --layout tp2")
     path = model_path(find_model(args.model))
     layout = Layout.parse((args.layout or ["dp1"])[0])
-    settings = EngineSettings(path, layout, args.dtype or "bf16", quant=args.quant)
+    settings = EngineSettings(path, layout, args.dtype or "bf16", quant=args.quant, kv_dtype=args.kv_dtype or "auto")
     check_model(settings, read_config(path))
     return settings
 

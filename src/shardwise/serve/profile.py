@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.kernels.native import PackedQuantized, PackedWeight
 from shardwise.model.layers import Attend, Light
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -109,6 +110,7 @@ def profile_decode(llm: LLM, num_running: int, context: int, num_steps: int) -> 
     """Time steps of sequences that have about `context` tokens: first the whole, then its parts. `llm` is not to be
     used afterwards."""
     engine, runner = llm.engine, runner_of(llm)
+    weights_s = weight_bytes(runner) / stream_bytes_per_s()
     begin(engine, num_running, context, 2 * (WARMUP_STEPS + num_steps) + num_running + 8)
     whole = Clock()
     runner.run = whole.timed("run", runner.run)  # type: ignore[method-assign]
@@ -121,7 +123,7 @@ def profile_decode(llm: LLM, num_running: int, context: int, num_steps: int) -> 
     step_s = min(sum(each.values()) for each in steps)
     return StepTimes(
         num_running, context, torch.get_num_threads(), step_s, min(each["run"] for each in steps),
-        min(sum(each.values()) - each["run"] for each in steps), weight_bytes(runner) / stream_bytes_per_s(),
+        min(sum(each.values()) - each["run"] for each in steps), weights_s,
         min(split, key=lambda each: sum(each.values())),
     )  # fmt: skip
 
@@ -176,8 +178,9 @@ def pieces_timed(engine: Engine, clock: Clock) -> Iterator[None]:
 
 
 def put_clock_in(runner: Runner, clock: Clock) -> None:
+    runner.blocks = None  # the same kernels one by one
     for name, weight in runner.weights.items():
-        if not isinstance(weight, Tensor):
+        if name.startswith("blocks.") and not isinstance(weight, Tensor):
             runner.weights[name] = TimedWeight(weight, "products", clock)
     runner.head = TimedWeight(runner.head, "head", clock)
     runner.model = TimedTransformer(
@@ -187,6 +190,9 @@ def put_clock_in(runner: Runner, clock: Clock) -> None:
 
 def weight_bytes(runner: Runner) -> int:
     """Of all that a step reads: every matrix once, and the head's, whether or not it is the embedding too."""
+    read = [*(weight for name, weight in runner.weights.items() if name.startswith("blocks.")), runner.head]
+    if all(isinstance(weight, Tensor | PackedWeight | PackedQuantized) for weight in read):
+        return sum(weight.nbytes if isinstance(weight, Tensor) else weight.packed.nbytes for weight in read)
     specs = [spec for spec in model_specs(runner.config) if len(spec.shape) == 2 and spec.name.startswith("blocks.")]
     head = runner.config.vocab_size * runner.config.hidden_size
     return (sum(spec.numel for spec in specs) + head) * runner.dtype.itemsize

