@@ -42,8 +42,8 @@ PRODUCT_SIZE, PRODUCT_TRIES = 2048, 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine was measured to do, and what the model asks of it: bytes of weights, operations of the blocks for
-    a token, and of the head."""
+    """What the machine was measured to do, and what the model asks of it: bytes of weights, operations of the blocks
+    for a token, and of the head."""
 
     read_bytes_per_s: float
     operations_per_s: float
