@@ -155,6 +155,7 @@ def test_a_stretch_that_is_no_number_spoils_its_row_alone(native: Native) -> Non
     found = native.head(QuantizedWeight((held,)), BF16)[0].apply(x)
     assert not found[[3, 5]].isfinite().any() and found[[0, 1, 2, 4, 6, 7]].isfinite().all()
     assert found[6].eq(0).all()
+    assert native.head(QuantizedWeight((held,)), BF16)[0].apply(x[:0]).shape == (0, 20)
 
 
 def test_what_has_no_native_product_is_made_plain(native: Native) -> None:

@@ -112,6 +112,7 @@ void linear_panels(
 // x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N]. Threads share out the panels.
 template <class Out>
 void linear(const bf16* x, int64_t x_step, int64_t num_rows, const Linear& w, Out* y, int64_t y_step) {
+    if (!num_rows) return;
     const uint32_t* rows = (const uint32_t*)x;
     int64_t row_step = x_step / 2, num_panels = w.num_panels();
 #pragma omp parallel

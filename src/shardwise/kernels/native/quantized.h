@@ -321,6 +321,7 @@ void quantized_blocks(const QuantizedLinear& w, const Rows& x, int64_t first, in
 // x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N]. Threads share out the columns of x, then the blocks of w.
 template <class Out>
 void quantized_linear(const bf16* x, int64_t x_step, int64_t num_rows, const QuantizedLinear& w, Out* y, int64_t y_step) {
+    if (!num_rows) return;
     const bool grouped = w.num_groups() > 1 || w.offset_bytes();
     Rows rows(num_rows, w.num_stretches());
 #pragma omp parallel
