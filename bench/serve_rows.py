@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(machine(python, args), measure_limits(args.model))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            peer = [str(python), str(HERE / "llama_cpp.py")]
+            peer = [str(python), str(HERE / "serve_llama_cpp.py")]
             files = {"as stored": str(args.model)} | run([*peer, "requantize", str(args.model), folder])
             take_turns(report, args.model, peer, files, args.rounds)
         except RuntimeError as error:

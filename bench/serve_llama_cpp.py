@@ -1,9 +1,9 @@
 """What llama.cpp does with a GGUF file: prints the rows of `shardwise bench serve MODEL --json` as a line of JSON,
 or the perplexity of a text.
 
-    python bench/llama_cpp.py speed FILE.gguf THREADS
-    python bench/llama_cpp.py perplexity FILE.gguf THREADS TOKENS.json CONTEXT
-    python bench/llama_cpp.py requantize FILE.gguf FOLDER       # as Q4_0 and Q8_0, which llama.cpp likes better
+    python bench/serve_llama_cpp.py speed FILE.gguf THREADS
+    python bench/serve_llama_cpp.py perplexity FILE.gguf THREADS TOKENS.json CONTEXT
+    python bench/serve_llama_cpp.py requantize FILE.gguf FOLDER       # as Q4_0 and Q8_0, which llama.cpp likes better
 
 Runs in an environment of its own with llama-cpp-python and gguf, without Shardwise.
 """
