@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import fill_with_anything
-from shardwise.kernels.choice import CHOICE, TORCH, Heads, TorchAttention, kernels_for
+from shardwise.kernels.choice import CHOICE, TORCH, Heads, Kernels, TorchAttention, kernels_for
 from shardwise.kernels.gated import gated, gated_naive
 from shardwise.kernels.kv import CODES, KVPages, as_bytes
 from shardwise.kernels.kv import quantize as quantize_vectors
@@ -22,12 +23,13 @@ from shardwise.kernels.native import Native, NativeAttention, PackedQuantized, P
 from shardwise.kernels.norm import rms_norm_naive
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rotary import rotate_naive
-from shardwise.kernels.rows import RowWeight
+from shardwise.kernels.rows import Head, RowWeight
+from shardwise.kernels.training import TRAINING_IN_TORCH, TrainingKernels, training_kernels
 from shardwise.quant.cache import KvDtype
 from shardwise.quant.dynamic import dynamic_matmul
 from shardwise.quant.format import Quantized, dequantize, quantize
 from shardwise.quant.scheme import Scheme
-from shardwise.quant.weight import QuantizedWeight
+from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 from test_kv import KV_DTYPES, kept
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not built: no compiler")
@@ -158,8 +160,8 @@ def test_a_stretch_that_is_no_number_spoils_its_row_alone(native: Native) -> Non
     assert native.head(QuantizedWeight((held,)), BF16)[0].apply(x[:0]).shape == (0, 20)
 
 
-def test_what_has_no_native_product_is_made_plain(native: Native) -> None:
-    """Pieces in two ways, floats, groups that are no whole stretches."""
+def test_what_has_no_native_product_is_made_plain_as_it_is_needed(native: Native) -> None:
+    """Pieces in two ways, floats, groups that are no whole stretches: rows a strip at a time."""
     names = ("int8", "int4", "fp8", "int4-g16", "int3-g16")
     int8, int4, *odd = [quantize(drawn(8, 80).float(), Scheme.parse(name)) for name in names]
     for weight in (QuantizedWeight((int8, int4)), *(QuantizedWeight((each,)) for each in odd)):
@@ -167,8 +169,12 @@ def test_what_has_no_native_product_is_made_plain(native: Native) -> None:
         ready = native.weights({"blocks.0.w": weight, "norm": drawn(1)})["blocks.0.w"]
         assert isinstance(ready, RowWeight)
         torch.testing.assert_close(ready.apply(x), x @ weight.plain(BF16).t(), rtol=0.02, atol=0.05)
-        head, _ = native.head(weight, BF16)
-        assert isinstance(head, PackedWeight)
+        if len(weight.pieces) == 1:
+            head, table = native.head(weight, BF16)
+            assert isinstance(head, Head) and isinstance(table, QuantizedTable)
+            expected = x.double() @ weight.plain(torch.float64).t()
+            torch.testing.assert_close(head.apply(x).double(), expected, rtol=1e-5, atol=1e-4)
+            assert torch.equal(table.look_up(torch.tensor([5, 0])), weight.plain(BF16)[[5, 0]])
 
 
 @given(rows=st.integers(1, 4), num_out=st.integers(1, 70), num_in=st.integers(1, 20).map(lambda pairs: 2 * pairs))
@@ -374,18 +380,23 @@ def test_threads_change_nothing(native: Native) -> None:
 # -- the choice -----------------------------------------------------------------------------------------------
 
 
-def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("choose", "plain"), [(kernels_for, TORCH), (training_kernels, TRAINING_IN_TORCH)])
+def test_the_choice(
+    choose: Callable[[torch.device, torch.dtype], Kernels | TrainingKernels], plain: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """For serving and for training."""
     monkeypatch.delenv(CHOICE, raising=False)
-    assert kernels_for(CPU, BF16).name == f"native {instruction_sets()[0]}"
-    assert kernels_for(CPU, torch.float32) is TORCH
+    assert choose(CPU, BF16).name == f"native {instruction_sets()[0]}"
+    assert choose(CPU, torch.float32) is plain
     for name in instruction_sets():
         monkeypatch.setenv(CHOICE, name)
-        assert kernels_for(CPU, BF16).name == f"native {name}"
+        assert choose(CPU, BF16).name == f"native {name}"
     monkeypatch.setenv(CHOICE, "torch")
-    assert kernels_for(CPU, BF16) is TORCH
+    assert choose(CPU, BF16) is plain
     monkeypatch.setenv(CHOICE, "avx9")
     with pytest.raises(ValueError, match=r"avx9.*portable, torch"):
-        kernels_for(CPU, BF16)
+        choose(CPU, BF16)
 
 
 def test_one_openmp_runtime_is_loaded() -> None:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from memory import peak_bytes
 from shardwise.kernels.attention import attention_naive
-from shardwise.kernels.choice import CHOICE
 from shardwise.kernels.cross_entropy import Aims, softmax_less_one_
 from shardwise.kernels.native import instruction_sets
 from shardwise.kernels.native_training import NativeTraining
-from shardwise.kernels.training import TRAINING_IN_TORCH, native_training, training_kernels
+from shardwise.kernels.training import TRAINING_IN_TORCH, native_training
 from shardwise.layout import Layout
 from shardwise.model import loss
 from shardwise.model.chunks import PRODUCT_BYTES
@@ -348,17 +347,3 @@ def test_a_block_saves_what_is_planned(native: NativeTraining, model: str, short
     block = BlockWeights.of(weights, 0)
     kept = saved_bytes(lambda: decoder.block(x, 0, block, turned, attend), [*weights.values(), *(turned or ())])
     assert kept == block_bytes(config, share_of(config, layout, MicroBatchShape(3, 8)), 2, layout.recompute)
-
-
-def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CHOICE, raising=False)
-    assert training_kernels(CPU, BF16).name == f"native {instruction_sets()[0]}"
-    assert training_kernels(CPU, torch.float32) is TRAINING_IN_TORCH
-    for name in instruction_sets():
-        monkeypatch.setenv(CHOICE, name)
-        assert training_kernels(CPU, BF16).name == f"native {name}"
-    monkeypatch.setenv(CHOICE, "torch")
-    assert training_kernels(CPU, BF16) is TRAINING_IN_TORCH
-    monkeypatch.setenv(CHOICE, "avx9")
-    with pytest.raises(ValueError, match=r"avx9.*portable, torch"):
-        training_kernels(CPU, BF16)

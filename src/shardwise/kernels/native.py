@@ -7,9 +7,9 @@ construction: each sum has a register of its own, to which its terms are added f
 Shapes: M rows, K in, N out; N tokens of a step, H query heads, K kv heads, C head dim, P tokens of a page.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch  # first: it brings the OpenMP runtime that the module shares
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch import Tensor
 from shardwise.kernels.gated import gated
 from shardwise.kernels.kv import KVPages
 from shardwise.kernels.paged import Span
-from shardwise.kernels.rows import RowWeight, row_quantized
+from shardwise.kernels.rows import Head, RowWeight, head_of, row_quantized
 from shardwise.quant.cache import KvDtype
 from shardwise.quant.dynamic import STRETCH
 from shardwise.quant.format import Quantized
-from shardwise.quant.weight import QuantizedWeight
+from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 
 if TYPE_CHECKING:
     from shardwise.kernels.choice import Heads, Turns
@@ -66,11 +66,7 @@ class PackedWeight:
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows [..., K] of the weight."""
-        y = torch.empty(*ids.shape, self.shape[1], dtype=torch.bfloat16)
-        ids = ids.contiguous()
-        start, packed = ids.data_ptr(), self.packed.data_ptr()
-        library.look_up(self.functions, start, ids.numel(), packed, *self.shape, y.data_ptr())
-        return y
+        return looked_up(library.look_up, self.functions, ids, self.packed, self.shape, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -95,11 +91,7 @@ class PackedQuantized:
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows [..., K] of the weight as plain numbers."""
-        y = torch.empty(*ids.shape, self.shape[1], dtype=torch.bfloat16)
-        ids = ids.contiguous()
-        start, packed = ids.data_ptr(), self.packed.data_ptr()
-        library.look_up_quantized(self.functions, start, ids.numel(), packed, self.layout, y.data_ptr())
-        return y
+        return looked_up(library.look_up_quantized, self.functions, ids, self.packed, self.shape, self.layout)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -112,7 +104,16 @@ def out_for(x: Tensor, num_out: int, wide: bool) -> Tensor:
     return torch.empty(*x.shape[:-1], num_out, dtype=torch.float32 if wide else x.dtype)
 
 
-Applied = PackedWeight | PackedQuantized | RowWeight
+def looked_up(
+    look_up: Callable[..., None], functions: int, ids: Tensor, packed: Tensor, shape: tuple[int, int], *layout: Any
+) -> Tensor:
+    """Rows [..., K] of a packed weight that the library knows by `layout`."""
+    y, ids = torch.empty(*ids.shape, shape[1], dtype=torch.bfloat16), ids.contiguous()
+    look_up(functions, ids.data_ptr(), ids.numel(), packed.data_ptr(), *layout, y.data_ptr())
+    return y
+
+
+Applied = PackedWeight | PackedQuantized | RowWeight | QuantizedTable
 
 
 @dataclass(frozen=True)
@@ -159,15 +160,19 @@ class NativeAttention:
 
 
 @dataclass(frozen=True)
-class Native:
-    """The kernels of one instruction set. `functions` is the address of their table."""
+class InstructionSet:
+    """`functions` is the address of the table of its kernels."""
 
     name: str
     functions: int
 
     @classmethod
-    def of(cls, name: str) -> "Native":
+    def of(cls, name: str) -> Self:
         return cls(name, library.kernels(name))
+
+
+class Native(InstructionSet):
+    """The kernels that a model is served with."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`norm.rms_norm`, without its backward."""
@@ -211,11 +216,13 @@ class Native:
             return integers_of(weight) is not None
         return name.startswith("blocks.") and weight.dim() == 2 and weight.shape[1] % 2 == 0
 
-    def head(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> tuple[Applied, Applied | Tensor]:
+    def head(
+        self, weight: Tensor | QuantizedWeight, dtype: torch.dtype
+    ) -> tuple[Applied | Head, Applied | QuantizedTable | Tensor]:
         """What makes logits, in fp32, of the weight [V, D], and what looks its rows up if it is the embedding too: the
-        same, so that it is there once."""
+        same, so that it is there once. A quantized one that has no native product is kept as it is."""
         if isinstance(weight, QuantizedWeight) and integers_of(weight) is None:
-            weight = weight.plain(dtype)
+            return head_of(weight, dtype)
         (place,) = split_memory([self.packed_bytes(weight)])
         head = self.packed(weight, place, wide=True)
         return head, head
@@ -224,7 +231,7 @@ class Native:
         if isinstance(weight, Tensor):
             num_out, num_in = weight.shape
             return -(-num_out // LANES) * LANES * num_in * 2
-        found: int = library.quantized_bytes(self.functions, layout_of(weight))
+        found: int = library.quantized_bytes(self.functions, layout_of(known_integers(weight)))
         return found
 
     def packed(
@@ -235,14 +242,11 @@ class Native:
             weight = weight.contiguous()
             library.pack(self.functions, weight.data_ptr(), num_out, num_in, place.data_ptr())
             return PackedWeight(self.functions, place, (num_out, num_in), wide)
-        held, layout = integers_of(weight), layout_of(weight)
-        assert held is not None
-        codes, scales, zeros = held.codes.contiguous(), held.scales.contiguous(), held.zeros
-        zeros = None if zeros is None else zeros.contiguous()
-        offsets = 0 if zeros is None else zeros.data_ptr()
-        library.pack_quantized(
-            self.functions, codes.data_ptr(), scales.data_ptr(), offsets, layout, place.data_ptr()
-        )  # fmt: skip
+        held = known_integers(weight)
+        layout, stored = layout_of(held), (held.codes, held.scales, held.zeros)
+        parts = [None if part is None else part.contiguous() for part in stored]
+        addresses = [0 if part is None else part.data_ptr() for part in parts]
+        library.pack_quantized(self.functions, *addresses, layout, place.data_ptr())
         return PackedQuantized(self.functions, place, (num_out, num_in), layout, wide)
 
 
@@ -258,10 +262,14 @@ def integers_of(weight: QuantizedWeight) -> Quantized | None:
     return held if known and alike and (whole or scheme.group is None) else None
 
 
-def layout_of(weight: QuantizedWeight) -> Any:
-    """The library's description of a weight that has a native product."""
+def known_integers(weight: QuantizedWeight) -> Quantized:
     held = integers_of(weight)
-    assert held is not None
+    assert held is not None, "it has no native product"
+    return held
+
+
+def layout_of(held: Quantized) -> Any:
+    """The library's description of integers that have a native product."""
     scheme, zeros = held.scheme, held.zeros
     middle = 128 if scheme.bits == 8 and not scheme.zero else scheme.middle  # bytes with a sign are moved up by 128
     offsets = 0 if zeros is None else 1 if zeros.dtype == torch.uint8 else 2

@@ -4,7 +4,6 @@
 Their results do not depend on the number of threads. Shapes: N tokens, H query heads, K kv heads, C head dim.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +14,12 @@ from torch.autograd import Function
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.cross_entropy import Aims, loss_of
 from shardwise.kernels.gated import gated
-from shardwise.kernels.native import LANES, library
+from shardwise.kernels.native import LANES, InstructionSet, library
 from shardwise.kernels.rotary import rotate
 
 
-@dataclass(frozen=True)
-class NativeTraining:
-    """The kernels of one instruction set. `functions` is the address of their table."""
-
-    name: str
-    functions: int
-
-    @classmethod
-    def of(cls, name: str) -> "NativeTraining":
-        return cls(name, library.kernels(name))
+class NativeTraining(InstructionSet):
+    """The kernels that a model is trained with."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`norm.rms_norm`."""

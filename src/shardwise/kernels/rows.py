@@ -11,11 +11,13 @@ Shapes: M rows, K in, N out.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.quant.format import strip_rows
 from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
@@ -54,12 +56,12 @@ class Head:
         return torch.cat([block.apply(x) for block in self.blocks], -1)
 
 
-def row_weights(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Tensor | RowWeight]:
+def row_weights(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Tensor | RowWeight | QuantizedTable]:
     """The weights of a model with the matrices of its blocks made row-invariant. On CPUs bf16 ones are packed as the
     library likes them, else every call would pack them again: half the time of a decode step."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     plain = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
-    ready: dict[str, Tensor | RowWeight] = plain | row_quantized(weights)
+    ready: dict[str, Tensor | RowWeight | QuantizedTable] = plain | row_quantized(weights)
     for name, weight in plain.items():
         if name.startswith("blocks.") and weight.dim() == 2:
             if weight.shape not in found:
@@ -68,13 +70,15 @@ def row_weights(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, Te
     return ready
 
 
-def row_quantized(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, RowWeight]:
+def row_quantized(weights: Mapping[str, Tensor | QuantizedWeight]) -> dict[str, RowWeight | QuantizedTable]:
     """The quantized ones among them. Each makes its own rows plain whatever x is, so the numbers of rows that agree are
-    those of products with plain strips alike."""
+    those of products with plain strips alike. An embedding stays: its rows are looked up."""
     found: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
-    ready = {}
+    ready: dict[str, RowWeight | QuantizedTable] = {}
     for name, weight in weights.items():
-        if isinstance(weight, QuantizedWeight):
+        if isinstance(weight, QuantizedTable):
+            ready[name] = weight
+        elif isinstance(weight, QuantizedWeight):
             shapes = tuple(piece.shape for piece in weight.pieces)
             if shapes not in found:
                 first = next(each for each in weights.values() if isinstance(each, Tensor))
@@ -98,9 +102,17 @@ def head_of(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> tuple[Head,
 
 def quantized_head(weight: QuantizedWeight) -> Head:
     """Logits of fp32 products: its rows are made plain numbers a strip at a time."""
-    like = weight.plain(torch.float32)
-    sizes = agreeing_sizes(weight.like(cancelling(like)).apply, like)
-    return Head((RowWeight(lambda x: weight.apply(x.float()), sizes),))
+    (held,) = weight.pieces
+    blocks, found = [QuantizedWeight((held.rows(*strip),)) for strip in strip_rows(weight.shape)], {}
+    for block in blocks:
+        if block.shape not in found:
+            probe = block.like(cancelling(torch.empty(block.shape)))
+            found[block.shape] = agreeing_sizes(probe.apply, torch.empty(block.shape))
+    return Head(tuple(RowWeight(partial(wide_product, block), found[block.shape]) for block in blocks))
+
+
+def wide_product(weight: QuantizedWeight, x: Tensor) -> Tensor:
+    return weight.apply(x.float())
 
 
 def packed(weight: Tensor) -> Product:

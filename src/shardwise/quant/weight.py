@@ -35,6 +35,9 @@ class Plain:
     def to(self, device: torch.device | str) -> "Plain":
         return replace(self, weight=self.weight.to(device))
 
+    def rows(self, start: int, stop: int) -> "Plain":
+        return Plain(self.weight[start:stop])
+
     def picked(self, rows: Tensor) -> "Plain":
         return Plain(self.weight[rows])
 
