@@ -20,6 +20,7 @@ from shardwise.kernels.gated import gated, gated_naive
 from shardwise.kernels.kv import CODES, KVPages, as_bytes
 from shardwise.kernels.kv import quantize as quantize_vectors
 from shardwise.kernels.native import Native, NativeAttention, PackedQuantized, PackedWeight, instruction_sets
+from shardwise.kernels.native_training import NativeTraining
 from shardwise.kernels.norm import rms_norm_naive
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rotary import rotate_naive
@@ -204,6 +205,28 @@ def test_gated(native: Native, size: int) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2.1 * HALF_STEP, atol=1e-30)
     assert torch.equal(native.gated(inner[2], "silu"), found[2])
     assert torch.equal(native.gated(inner, "gelu_tanh"), gated(inner, "gelu_tanh"))
+
+
+def test_a_rank_may_hold_nothing_of_an_mlp(native: Native) -> None:
+    """Where there are more ranks than units: no rows of one matrix, no columns of the next, plain and quantized."""
+    x, none = drawn(3, 64), torch.empty(0, 64, dtype=BF16)
+    for up, down in ((none, none.t()), tuple(QuantizedWeight((empty_codes(each),)) for each in (none, none.t()))):
+        ready = native.weights({"blocks.0.gate_up": up, "blocks.0.down": down, "norm": drawn(1)})
+        inner = ready["blocks.0.gate_up"].apply(x)  # type: ignore[union-attr]
+        assert inner.shape == (3, 0) and native.gated(inner, "silu").shape == (3, 0)
+        found = ready["blocks.0.down"].apply(inner)  # type: ignore[union-attr]
+        assert found.shape == (3, 64) and found.eq(0).all()
+    trained = NativeTraining(native.name, native.functions)
+    inner = torch.empty(2, 3, 0, dtype=BF16, requires_grad=True)
+    y = trained.gated(inner, "silu")
+    assert y.shape == (2, 3, 0) and torch.autograd.grad(y.sum(), inner)[0].shape == (2, 3, 0)
+
+
+def empty_codes(weight: Tensor) -> Quantized:
+    """In groups: of no columns there are none."""
+    num_rows, num_columns = weight.shape
+    codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
+    return Quantized(Scheme.parse("int8-g32"), (num_rows, num_columns), codes, torch.empty(num_rows, num_columns // 32))
 
 
 # -- attention ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.kernels.gated import gated
 from shardwise.kernels.kv import KVPages
 from shardwise.kernels.paged import Span
-from shardwise.kernels.rows import Head, RowWeight, head_of, row_quantized
+from shardwise.kernels.rows import Head, RowWeight, flat_rows, head_of, row_quantized
 from shardwise.quant.cache import KvDtype
 from shardwise.quant.dynamic import STRETCH
 from shardwise.quant.format import Quantized
@@ -96,7 +96,7 @@ class PackedQuantized:
 
 def rows_of(x: Tensor) -> Tensor:
     """x [..., K] as [M, K] whose pairs lie side by side."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = flat_rows(x)
     return rows if rows.stride(1) == 1 and rows.stride(0) % 2 == 0 else rows.contiguous()
 
 
@@ -188,7 +188,7 @@ class Native(InstructionSet):
         if activation != "silu" or width % (2 * LANES):
             return gated(inner, activation)
         y = torch.empty(*leading, width // 2, dtype=inner.dtype)
-        library.gated_silu(self.functions, inner.data_ptr(), inner.numel() // width, width // 2, y.data_ptr())
+        library.gated_silu(self.functions, inner.data_ptr(), y.shape[:-1].numel(), width // 2, y.data_ptr())
         return y
 
     def attends(self, heads: "Heads") -> bool:
@@ -252,8 +252,8 @@ class Native(InstructionSet):
 
 def integers_of(weight: QuantizedWeight) -> Quantized | None:
     """What a weight is held as, if that has a native product: integers of 8 or 4 bits, whose groups are of whole
-    stretches of activations."""
-    if len(weight.pieces) > 1 or not isinstance(held := weight.pieces[0], Quantized):
+    stretches of activations; a rank may hold no columns."""
+    if len(weight.pieces) > 1 or not isinstance(held := weight.pieces[0], Quantized) or not held.shape[1]:
         return None
     scheme, zeros = held.scheme, held.zeros
     whole = scheme.group is not None and scheme.group % STRETCH == 0

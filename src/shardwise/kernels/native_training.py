@@ -113,7 +113,7 @@ class NativeGated(Function):
         inner = inner.contiguous()
         *leading, width = inner.shape
         y = torch.empty(*leading, width // 2, dtype=inner.dtype)
-        library.gated_silu(functions, inner.data_ptr(), y[..., 0].numel(), width // 2, y.data_ptr())
+        library.gated_silu(functions, inner.data_ptr(), y.shape[:-1].numel(), width // 2, y.data_ptr())
         ctx.save_for_backward(inner)
         ctx.functions = functions
         return y
@@ -123,7 +123,7 @@ class NativeGated(Function):
         (inner,), dy = ctx.saved_tensors, grads[0].contiguous()
         d_inner = torch.empty_like(inner)
         library.gated_silu_backward(
-            ctx.functions, inner.data_ptr(), dy.data_ptr(), dy[..., 0].numel(), dy.shape[-1], d_inner.data_ptr()
+            ctx.functions, inner.data_ptr(), dy.data_ptr(), dy.shape[:-1].numel(), dy.shape[-1], d_inner.data_ptr()
         )
         return d_inner, None
 

@@ -41,8 +41,13 @@ class RowWeight:
 
     def apply(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
-        rows = x.reshape(-1, x.shape[-1])
-        return in_sizes(self.product, self.sizes, rows).view(*x.shape[:-1], -1)
+        y = in_sizes(self.product, self.sizes, flat_rows(x))
+        return y.view(*x.shape[:-1], y.shape[1])
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K], also where a rank has no columns."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @dataclass(frozen=True)

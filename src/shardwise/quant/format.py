@@ -223,7 +223,8 @@ def stack_rows(pieces: Sequence[Quantized]) -> Quantized:
 
 def grouped(weight: Tensor, scheme: Scheme) -> Tensor:
     """[N, K] -> [N, G, columns of a group]."""
-    return weight.unflatten(1, (scheme.num_groups(weight.shape[1]), -1))
+    num_groups = scheme.num_groups(weight.shape[1])
+    return weight.unflatten(1, (num_groups, weight.shape[1] // max(1, num_groups)))
 
 
 def as_pair(matrix: Tensor) -> tuple[int, int]:
