@@ -58,6 +58,8 @@ bench-train: $(DEV_READY)
 bench-serve: $(DEV_READY)
 	$(PY) bench/serve.py
 	$(PY) bench/serve_rows.py
+	$(PY) bench/serve_http.py
+	$(PY) bench/serve_large.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build dist

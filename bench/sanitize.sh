@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The native kernels' tests under AddressSanitizer: reads and writes past what they were given. Two minutes.
+# The native kernels' tests under AddressSanitizer: reads and writes past what they were given. Ten minutes.
 #
 #     bench/sanitize.sh        # needs .venv (make test), CMake and the sanitizer's library
 set -euo pipefail
@@ -17,4 +17,5 @@ site=$(.venv/bin/python -c 'import torch, pathlib; print(pathlib.Path(torch.__pa
 echo "$site" >"$(echo "$build"/venv/lib/python*/site-packages)/installed.pth"
 # libstdc++ too, or exceptions are not known when they are thrown
 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$("${CXX:-g++}" -print-file-name=libasan.so) $("${CXX:-g++}" -print-file-name=libstdc++.so)" PYTHONPATH="$build/src" \
-    "$build/venv/bin/python" -m pytest -q -s -p no:cacheprovider tests/test_native.py tests/test_native_training.py
+    "$build/venv/bin/python" -m pytest -q -s -p no:cacheprovider tests/test_native*.py \
+    tests/test_sampler.py tests/test_logprobs.py

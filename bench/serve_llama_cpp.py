@@ -1,9 +1,9 @@
 """What llama.cpp does with a GGUF file: prints the rows of `shardwise bench serve MODEL --json` as a line of JSON,
 or the perplexity of a text.
 
-    python bench/serve_llama_cpp.py speed FILE.gguf THREADS
+    python bench/serve_llama_cpp.py speed FILE.gguf THREADS [TRIES]
     python bench/serve_llama_cpp.py perplexity FILE.gguf THREADS TOKENS.json CONTEXT
-    python bench/serve_llama_cpp.py requantize FILE.gguf FOLDER       # as Q4_0 and Q8_0, which llama.cpp likes better
+    python bench/serve_llama_cpp.py requantize FILE.gguf FOLDER [KIND ...]    # Q4_0 and Q8_0, which it likes better
 
 Runs in an environment of its own with llama-cpp-python and gguf, without Shardwise.
 """
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 PROMPT_TOKENS, LONG_PROMPT_TOKENS, STEPS, TRIES, SIZES = 128, 512, 24, 3, (1, 8, 32)
+FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "BF16": 32}
 
 
 class Model:
@@ -52,7 +53,7 @@ class Model:
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
 
 
-def speed(path: str, threads: int) -> dict[str, float]:
+def speed(path: str, threads: int, tries: int = TRIES) -> dict[str, float]:
     model = Model(path, threads)
 
     def prompt(length: int, sequence: int) -> None:
@@ -73,8 +74,8 @@ def speed(path: str, threads: int) -> dict[str, float]:
             model.run([(step + sequence, sequence, PROMPT_TOKENS + step) for sequence in range(size)])
         return time.perf_counter() - began
 
-    rows = {f"prefill_{LONG_PROMPT_TOKENS}": LONG_PROMPT_TOKENS / min(prefill_s() for _ in range(TRIES))}
-    return rows | {f"decode_{size}": size * STEPS / min(decode_s(size) for _ in range(TRIES)) for size in SIZES}
+    rows = {f"prefill_{LONG_PROMPT_TOKENS}": LONG_PROMPT_TOKENS / min(prefill_s() for _ in range(tries))}
+    return rows | {f"decode_{size}": size * STEPS / min(decode_s(size) for _ in range(tries)) for size in SIZES}
 
 
 def perplexity(path: str, threads: int, tokens: list[int], context: int) -> dict[str, float]:
@@ -94,18 +95,18 @@ def perplexity(path: str, threads: int, tokens: list[int], context: int) -> dict
     return {"perplexity": float(np.exp(nll / (len(tokens) - 1)))}
 
 
-def requantize(path: str, folder: Path) -> dict[str, str]:
+def requantize(path: str, folder: Path, kinds: list[str]) -> dict[str, str]:
     """Its plain weights in other kinds: as llama.cpp's own tool does, Q4_0 with the embedding in Q8_0."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 
     source, written = GGUFReader(path), {}
-    for name, file_type in (("Q4_0", 2), ("Q8_0", 7)):
+    for name in kinds or ("Q4_0", "Q8_0"):
         target = folder / f"{Path(path).stem}.{name}.gguf"
         writer = GGUFWriter(target, str(source.fields["general.architecture"].contents()))
         for key, field in source.fields.items():
             if key.startswith("GGUF.") or key == "general.architecture":
                 continue
-            value = file_type if key == "general.file_type" else field.contents()
+            value = FILE_TYPES[name] if key == "general.file_type" else field.contents()
             if field.types[0] == GGUFValueType.ARRAY:
                 writer.add_array(key, value)
             else:
@@ -114,7 +115,7 @@ def requantize(path: str, folder: Path) -> dict[str, str]:
             plain = quants.dequantize(tensor.data, tensor.tensor_type)
             kind = GGMLQuantizationType.F32
             if len(tensor.shape) == 2:
-                kind = GGMLQuantizationType["Q8_0" if tensor.name == "token_embd.weight" else name]
+                kind = GGMLQuantizationType["Q8_0" if tensor.name == "token_embd.weight" and name != "BF16" else name]
             writer.add_tensor(tensor.name, quants.quantize(plain.astype("float32"), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -127,9 +128,9 @@ def requantize(path: str, folder: Path) -> dict[str, str]:
 if __name__ == "__main__":
     what, path, *rest = sys.argv[1:]
     if what == "speed":
-        told: object = speed(path, int(rest[0]))
+        told: object = speed(path, *map(int, rest))
     elif what == "perplexity":
         told = perplexity(path, int(rest[0]), json.loads(Path(rest[1]).read_text()), int(rest[2]))
     else:
-        told = requantize(path, Path(rest[0]))
+        told = requantize(path, Path(rest[0]), rest[1:])
     print(json.dumps(told))

@@ -1,7 +1,8 @@
-"""Ours and llama.cpp's prefill and decode on the same GGUF file, all in one run: part of `make bench-serve`.
+"""Ours against llama.cpp's prefill and decode and OpenVINO GenAI's whole requests on the same GGUF file, all in one
+run: part of `make bench-serve`.
 
-Contenders take turns, the best of each counts, and only ratios do. Ours keeps the file as it is stored; llama.cpp has
-it as it comes and in the kinds that it likes better. Beside each row stands what the machine allows: the weights read
+Contenders take turns, the best of each counts, and only ratios do. Ours keeps the file as it is stored; the others have
+it as it comes and in the kinds that they like better. Beside each row stands what the machine allows: the weights read
 once a step at the rate at which memory is read here, and the operations at twice the rate of a large product in bf16,
 since instructions for 8 bits do twice as many.
 
@@ -30,10 +31,14 @@ from shardwise.model.load import read_config
 from shardwise.params import model_specs
 from shardwise.quant.scheme import held_bytes, quantizable
 from shardwise.serve.profile import stream_bytes_per_s
+from shardwise.serve.speed import ANSWER_TOKENS, PROMPT_TOKENS
 
-BARS = {"prefill_512": 2.0, "decode_1": 1.2, "decode_8": 1.8, "decode_32": 1.8}
-OURS, THEIRS = "Shardwise", "llama.cpp"
-LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
+BARS = {
+    "prefill_512": 2.0, "decode_1": 1.2, "decode_8": 1.8, "decode_32": 1.8,
+    "generate_1": 1.5, "generate_8": 1.5, "generate_32": 1.5,
+}  # fmt: skip
+OURS, LLAMA_CPP, OPENVINO, OTHERS = "Shardwise", "llama.cpp", "OpenVINO", "the best other"
+PACKAGES = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino-genai==2026.4.1.0")
 PRODUCT_SIZE, PRODUCT_TRIES = 2048, 8
 
 
@@ -49,11 +54,21 @@ class Limits:
     head_operations: int
 
     def tokens_per_s(self, name: str) -> float:
-        """Of a row: so many tokens are a step, which reads the weights once. A prompt has logits after its last."""
-        tokens = int(name.split("_")[1])
-        num_logits = 1 if name.startswith("prefill") else tokens
-        operations = tokens * self.block_operations + num_logits * self.head_operations
-        return tokens / max(self.weight_bytes / self.read_bytes_per_s, operations / self.operations_per_s)
+        """Of a row, `KIND_NUMBER`: the tokens of a prompt, which has logits after its last; or the sequences of a step,
+        or of whole requests begun together."""
+        kind, number = name.split("_")
+        num = int(number)
+        if kind == "prefill":
+            return num / self.step_s(num, 1)
+        if kind == "decode":
+            return num / self.step_s(num, num)
+        whole_s = self.step_s(num * PROMPT_TOKENS, num) + (ANSWER_TOKENS - 1) * self.step_s(num, num)
+        return num * ANSWER_TOKENS / whole_s
+
+    def step_s(self, num_tokens: int, num_logits: int) -> float:
+        """A step reads the weights once."""
+        operations = num_tokens * self.block_operations + num_logits * self.head_operations
+        return max(self.weight_bytes / self.read_bytes_per_s, operations / self.operations_per_s)
 
 
 @dataclass
@@ -68,13 +83,23 @@ class Report:
         return {contender: max(rates) for contender, rates in self.runs[row].items()}
 
     def lines(self) -> Iterator[tuple[str, ...]]:
-        yield "", f"{OURS}, tokens/s", f"{THEIRS}, best", "its kind", "ratio", "wanted", "", "machine allows", "reached"
+        yield (
+            "",
+            f"{OURS}, tokens/s",
+            "best of the others",
+            "its name",
+            "ratio",
+            "wanted",
+            "",
+            "machine allows",
+            "reached",
+        )
         for row, bar in BARS.items():
             best = self.best(row)
             ours = best.pop(OURS)
-            kind = max(best, key=lambda name: best[name])
-            ratio, limit = ours / best[kind], self.limits.tokens_per_s(row)
-            rates = f"{ours:,.0f}", f"{best[kind]:,.0f}", kind.split()[-1], f"{ratio:.2f}", f"≥ {bar}"
+            name = max(best, key=lambda each: best[each])
+            ratio, limit = ours / best[name], self.limits.tokens_per_s(row)
+            rates = f"{ours:,.0f}", f"{best[name]:,.0f}", name, f"{ratio:.2f}", f"≥ {bar}"
             yield row, *rates, "met" if ratio >= bar else "missed", f"{limit:,.0f}", f"{ours / limit:.0%}"
 
     def to_json(self) -> dict[str, Any]:
@@ -94,23 +119,22 @@ class Report:
         for row in BARS:
             best = self.best(row)
             ours, limit = best.pop(OURS), self.limits.tokens_per_s(row)
-            named = (OURS, ours), (THEIRS, max(best.values())), ("the machine", limit)
+            named = (OURS, ours), (OTHERS, max(best.values())), ("the machine", limit)
             groups[row] = [Bar("", series, value) for series, value in named]
         panels = [Panel(row, "tokens/s", "", {row: bars}) for row, bars in groups.items()]
-        return draw(panels, (OURS, THEIRS, "the machine"))
+        return draw(panels, (OURS, OTHERS, "the machine"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 when all has run, whether or not the bars are met, else 1."""
     args = read_arguments(turns_parser(__doc__, "a .gguf file"), argv)
-    python = with_llama_cpp(make_peers_environment(args.peers_env))
+    python = with_peers(make_peers_environment(args.peers_env))
     args.steps = 24
     report = Report(machine(python, args), measure_limits(args.model))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            peer = [str(python), str(HERE / "serve_llama_cpp.py")]
-            files = {"as stored": str(args.model)} | run([*peer, "requantize", str(args.model), folder])
-            take_turns(report, args.model, peer, files, args.rounds)
+            files = {"as stored": str(args.model)} | run([*llama_cpp(python), "requantize", str(args.model), folder])
+            take_turns(report, args.model, python, files, args.rounds)
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
@@ -119,39 +143,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def with_llama_cpp(python: Path) -> Path:
-    """The environment with llama.cpp compiled for this very processor."""
-    if not imports(python, "llama_cpp, gguf"):
-        say("compiling llama.cpp, about five minutes")
-        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *LLAMA_CPP]
+def with_peers(python: Path) -> Path:
+    """The environment with llama.cpp, compiled for this very processor, and OpenVINO."""
+    if not imports(python, "llama_cpp, gguf, openvino_genai"):
+        say("installing OpenVINO and compiling llama.cpp, about five minutes")
+        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES]
         settings = os.environ | {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
         if subprocess.run(install, env=settings, stdout=sys.stderr).returncode:
             sys.exit("llama.cpp could not be built; it needs a C++ compiler")
     return python
 
 
-def take_turns(report: Report, model: Path, peer: list[str], files: dict[str, str], rounds: int) -> None:
+def llama_cpp(python: Path) -> list[str]:
+    return [str(python), str(HERE / "serve_llama_cpp.py")]
+
+
+def take_turns(report: Report, model: Path, python: Path, files: dict[str, str], rounds: int) -> None:
+    """Commands that print the rows that they have."""
     threads = str(torch.get_num_threads())
     ours = [sys.executable, "-m", "shardwise", "bench", "serve", str(model), "--quant", "as-stored", "--json"]
+    theirs = {f"{LLAMA_CPP} {kind}": [*llama_cpp(python), "speed", file, threads] for kind, file in files.items()}
+    theirs |= {
+        f"{OPENVINO} {kind}": [str(python), str(HERE / "serve_openvino.py"), file, threads]
+        for kind, file in files.items()
+    }
     for turn in range(rounds):
         told = {OURS: {row["name"]: row["value"] for row in run(ours)["rows"]}}
-        told |= {f"{THEIRS} {kind}": run([*peer, "speed", file, threads]) for kind, file in files.items()}
+        told |= {contender: run(command) for contender, command in theirs.items()}
         for contender, rates in told.items():
-            for row in BARS:
-                report.runs[row].setdefault(contender, []).append(float(rates[row]))
-            said = ", ".join(f"{row} {rates[row]:,.0f}" for row in BARS)
+            mine = {row: float(rates[row]) for row in BARS if row in rates}
+            for row, rate in mine.items():
+                report.runs[row].setdefault(contender, []).append(rate)
+            said = ", ".join(f"{row} {rate:,.0f}" for row, rate in mine.items())
             say(f"round {turn + 1} of {rounds}, {contender}: {said}")
 
 
-def measure_limits(model: Path) -> Limits:
+def measure_limits(model: Path, quant: str | None = "as-stored") -> Limits:
+    """Plain numbers, without `quant`, are multiplied at the rate of a product in bf16."""
     config = read_config(model)
-    forms, one = quantized_forms(model, config, Layout(), "as-stored"), Layout()
+    one = Layout()
+    forms = quantized_forms(model, config, one, quant) if quant else {}
     specs = [spec for spec in model_specs(config) if spec.tied_to is None]
     matrices = [spec for spec in specs if len(spec.shape) == 2 and (spec.name != "embed" or config.tied)]
     weight_bytes = sum(held_bytes(spec, one, one.coord(0), forms, 2) for spec in matrices)
     block_operations = 2 * sum(spec.numel for spec in matrices if quantizable(spec))
     head_operations = 2 * config.vocab_size * config.hidden_size
-    return Limits(stream_bytes_per_s(), 2 * product_flops(), weight_bytes, block_operations, head_operations)
+    rate = product_flops() * (2 if quant else 1)
+    return Limits(stream_bytes_per_s(), rate, weight_bytes, block_operations, head_operations)
 
 
 def product_flops() -> float:

@@ -176,13 +176,15 @@ def last_error(errors: str) -> str:
     return named[-1] if named else lines[-1] if lines else "no error was printed"
 
 
-def machine(python: Path, args: argparse.Namespace) -> dict[str, str | int]:
-    """What the figures depend on."""
+def machine(python: Path | None, args: argparse.Namespace) -> dict[str, str | int]:
+    """What the figures depend on; `python` is that of the peers' environment."""
+    about: dict[str, str | int] = {"date": date.today().isoformat(), "processor": processor()}
+    about |= {"cores": os.cpu_count() or 1, "rounds": args.rounds, "steps": args.steps, "torch": version("torch")}
+    if python is None:
+        return about
     listed = subprocess.run([str(python), "-m", "pip", "list", "--format", "json"], capture_output=True, text=True)
     packages = {each["name"]: each["version"] for each in json.loads(listed.stdout or "[]")}
     versions = {f"their {name}": packages.get(name, "?") for name in ("torch", "transformers", "deepspeed")}
-    about: dict[str, str | int] = {"date": date.today().isoformat(), "processor": processor()}
-    about |= {"cores": os.cpu_count() or 1, "rounds": args.rounds, "steps": args.steps, "torch": version("torch")}
     return about | versions
 
 

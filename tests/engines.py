@@ -68,6 +68,10 @@ class AsLeader:
 
     runner: Runner
 
+    @property
+    def kernels(self) -> Kernels:
+        return self.runner.kernels
+
     def run(self, batch: Any) -> Any:
         return self.runner.run(batch)
 

@@ -30,6 +30,8 @@ from tiny_models import tiny_model
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import serve as bench_serve
+import serve_http
+import serve_large
 import serve_rows
 
 
@@ -397,18 +399,42 @@ def test_speed_is_that_of_one_device_and_of_long_enough_sequences(
     assert "with --concurrency a load of your own is measured" in capsys.readouterr().err
 
 
-def test_rows_are_held_against_the_best_of_llama_cpp_and_the_machine() -> None:
-    limits = serve_rows.Limits(30e9, 800e9, weight_bytes=100_000_000, block_operations=10**8, head_operations=10**8)
-    assert limits.tokens_per_s("decode_1") == pytest.approx(300)  # memory
-    assert limits.tokens_per_s("decode_32") == pytest.approx(4000)  # operations
-    assert limits.tokens_per_s("prefill_512") == pytest.approx(512 / (513e8 / 800e9))
-    report = serve_rows.Report({"cores": 2}, limits)
+def limits(rate: float = 800e9) -> serve_rows.Limits:
+    return serve_rows.Limits(30e9, rate, weight_bytes=100_000_000, block_operations=10**8, head_operations=10**8)
+
+
+def test_what_the_machine_allows() -> None:
+    """Memory bounds one sequence, operations many; a whole request is a prompt and then steps."""
+    assert limits().tokens_per_s("decode_1") == pytest.approx(300)
+    assert limits().tokens_per_s("decode_32") == pytest.approx(4000)
+    assert limits().tokens_per_s("prefill_512") == pytest.approx(512 / (513e8 / 800e9))
+    assert limits().tokens_per_s("generate_1") == pytest.approx(128 / (129e8 / 800e9 + 127 / 300))
+
+
+def test_rows_are_held_against_the_best_of_others_and_the_machine() -> None:
+    report = serve_rows.Report({"cores": 2}, limits())
     for row in serve_rows.BARS:
-        report.runs[row] = {"Shardwise": [100.0, 120.0], "llama.cpp Q4_0": [90.0, 100.0], "llama.cpp Q8_0": [50.0]}
+        report.runs[row] = {"Shardwise": [100.0, 120.0], "llama.cpp Q4_0": [90.0, 100.0], "OpenVINO Q8_0": [50.0]}
     told = report.to_json()
     assert told["ratios"] == dict.fromkeys(serve_rows.BARS, 1.2) and told["bars"] == serve_rows.BARS
-    assert report.to_markdown().count("| Q4_0 | 1.20 |") == 4 and report.to_markdown().count("| met |") == 1
-    assert report.to_svg().count("<rect") >= 12
+    assert report.to_markdown().count("| llama.cpp Q4_0 | 1.20 |") == 7 and report.to_markdown().count("| met |") == 1
+    assert report.to_svg().count("<rect") >= 21
+
+
+def test_a_large_model_is_told_by_kind() -> None:
+    report = serve_large.Report({"cores": 2}, {"bf16": limits(400e9), "4 bits": limits()})
+    for kind, ours in (("bf16", 20.0), ("4 bits", 60.0)):
+        report.runs[kind] = {row: {"Shardwise": [ours, 10.0], "llama.cpp": [15.0]} for row in serve_large.ROWS}
+    told = report.to_json()
+    assert told["ratios"]["decode_8, 4 bits"] == 4.0 and told["ratios"]["decode_8, bf16"] == pytest.approx(4 / 3)
+    assert [line[:2] for line in report.lines()][1:3] == [("bf16", "prefill_512"), ("bf16", "decode_1")]
+
+
+def test_http_is_held_against_the_same_load_without_it() -> None:
+    report = serve_http.Report({"cores": 2}, {"in process": [90.0, 100.0], "over HTTP": [92.0, 80.0]})
+    assert report.ratio == 0.92 and [line[-1] for line in report.lines()] == ["", "met"]
+    report.runs["over HTTP"] = [89.0]
+    assert report.to_json()["ratios"] == {"over HTTP": 0.89} and [line[-1] for line in report.lines()][1] == "missed"
 
 
 def test_the_machine_is_measured_for_the_model_at_hand() -> None:

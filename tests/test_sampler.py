@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from shardwise.kernels.choice import TORCH, Kernels, native_kernels
+from shardwise.kernels.choose import Draw
+from shardwise.kernels.native import instruction_sets
 from shardwise.serve.answer import end_ids
-from shardwise.serve.choose import choose
 from shardwise.serve.filters import draw, keep
 from shardwise.serve.penalties import Sampling, generator_for
 from shardwise.serve.request import SamplingParams, check_ids
@@ -26,6 +28,18 @@ PARAMS = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.7, 0.33, 0.01]),
     min_p=st.sampled_from([0.0, 0.04, 0.23, 0.9]),
 )
+
+KERNELS = [TORCH, *map(native_kernels, instruction_sets())]
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernels: kernels.name)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    found: Kernels = request.param
+    return found
+
+
+def draw_at(params: SamplingParams, point: float) -> Draw:
+    return Draw(params.temperature, params.min_p, params.top_k, params.top_p, point)
 
 
 def tokens_of(picked: list[Picked]) -> list[int | None]:
@@ -106,12 +120,16 @@ def test_top_p_of_a_large_vocabulary_with_ties(top_p: float, spread: float) -> N
     ],
     ids=str,
 )
-def test_frequencies(params: SamplingParams) -> None:
+def test_frequencies(kernels: Kernels, params: SamplingParams) -> None:
     """Chi-square of 8,000 draws from one generator; at most 7 degrees of freedom, 0.1 % critical value 24.3."""
     row = [1.0, -0.5, 0.25, 2.0, -2.0, 0.0, 1.5, -30.0]
     expected = [8_000 * each for each in distribution(row, params)[0]]
     sampling = Sampling(replace(params, seed=0))
-    drawn = [token or 0 for _ in range(20) for token in tokens_of(pick(torch.tensor([row] * 400), [sampling] * 400))]
+    drawn = [
+        token or 0
+        for _ in range(20)
+        for token in tokens_of(pick(torch.tensor([row] * 400), [sampling] * 400, kernels=kernels))
+    ]
     counts = torch.tensor(drawn).bincount(minlength=len(row)).tolist()
     assert all(count == 0 for count, mean in zip(counts, expected, strict=True) if mean < 1e-6)
     likely = [(count, mean) for count, mean in zip(counts, expected, strict=True) if mean > 1]
@@ -132,11 +150,13 @@ def test_first_draws_of_many_seeds_have_the_frequencies_too() -> None:
 def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
     rows: list[tuple[list[float], SamplingParams]], point: float
 ) -> None:
-    """choose.py against filters.py, which the tests above hold to the definition."""
+    """choose.py and the native kernels against filters.py, which the tests above hold to the definition."""
+    assume(all(distribution(row, params)[1] > 1e-6 for row, params in rows))
     for row, params in rows:
-        assume(distribution(row, params)[1] > 1e-6)
         logits = torch.tensor([row])
-        assert choose(logits[0], params, point) == int(draw(keep(logits.clone(), [params]), [point])[0])
+        expected = int(draw(keep(logits.clone(), [params]), [point])[0])
+        for kernels in KERNELS:
+            assert kernels.choose([logits[0]], [draw_at(params, point)]) == [expected], kernels.name
 
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
@@ -145,14 +165,14 @@ def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
     [{}, {"top_k": 50}, {"top_k": 900}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.01, "top_k": 30, "top_p": 0.8}],
     ids=str,
 )
-def test_a_row_of_a_large_vocabulary_too(spread: float, fields: dict[str, Any]) -> None:
+def test_a_row_of_a_large_vocabulary_too(kernels: Kernels, spread: float, fields: dict[str, Any]) -> None:
     """20,011 tokens (blocks that do not divide it), with ties; 40 points, the ends of the line among them."""
     params, random = SamplingParams(temperature=0.9, **fields), torch.Generator().manual_seed(9)
     logits = (spread * torch.randn(20_011, generator=random)).round(decimals=2)
     points = [0.0, 1 - 2**-53, *torch.rand(38, generator=random, dtype=torch.float64).tolist()]
     filtered = keep(logits[None].clone(), [params])
     expected = draw(filtered.expand(40, -1), points).tolist()
-    assert [choose(logits, params, point) for point in points] == expected
+    assert kernels.choose([logits] * 40, [draw_at(params, point) for point in points]) == expected
 
 
 ANY_PARAMS = st.builds(
@@ -275,55 +295,56 @@ def test_rows_at_once_are_rows_one_by_one(params: list[SamplingParams], fault: f
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_leave_a_row_the_same(threads: int) -> None:
+def test_threads_leave_a_row_the_same(kernels: Kernels, threads: int) -> None:
     """With more than one thread torch cuts the sum of a lone row among them, but not those of many rows."""
     logits = 3 * torch.randn(5, 70_001, generator=torch.Generator().manual_seed(12))
     params = [SamplingParams(seed=1, logprobs=2, top_p=0.9, temperature=0.1 * row) for row in range(5)]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        company = pick(logits, [Sampling(each) for each in params])
-        alone = [pick(logits[row : row + 1], [Sampling(params[row])])[0] for row in range(5)]
+        company = pick(logits, [Sampling(each) for each in params], kernels=kernels)
+        alone = [pick(logits[row : row + 1], [Sampling(params[row])], kernels=kernels)[0] for row in range(5)]
     finally:
         torch.set_num_threads(before)
     assert alone == company
 
 
-def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing() -> None:
+def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing(kernels: Kernels) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, -1.0]])
     sampling = Sampling(SamplingParams(temperature=0, top_k=2))
     before = sampling.generator.get_state()
-    assert tokens_of(pick(logits, [sampling] * 3)) == [1, 0, 2]
+    assert tokens_of(pick(logits, [sampling] * 3, kernels=kernels)) == [1, 0, 2]
     assert torch.equal(sampling.generator.get_state(), before)
 
 
 @pytest.mark.parametrize(
     "params", [{"temperature": 1e-30}, {"temperature": 1e-300}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str
 )
-def test_the_narrowest_settings_are_greedy(params: dict[str, Any]) -> None:
+def test_the_narrowest_settings_are_greedy(kernels: Kernels, params: dict[str, Any]) -> None:
     logits = 20 * torch.randn(16, 300, generator=torch.Generator().manual_seed(3))
     expected = logits.argmax(-1).tolist()
-    assert tokens_of(pick(logits, [Sampling(SamplingParams(**params))] * 16)) == expected
+    assert tokens_of(pick(logits, [Sampling(SamplingParams(**params))] * 16, kernels=kernels)) == expected
     assert draw(keep(logits, [SamplingParams(**params)] * 16), [0.999] * 16).tolist() == expected
 
 
-def test_tokens_without_probability_are_never_drawn() -> None:
+def test_tokens_without_probability_are_never_drawn(kernels: Kernels) -> None:
     """Masked columns at both ends and between; 4 tokens stay, drawn 20,000 times at a temperature that flattens."""
     logits = torch.full((1, 1000), -math.inf)
     logits[:, [3, 20, 621, 960]] = torch.tensor([0.0, -1.0, -2.0, 1.0])
     sampling = Sampling(SamplingParams(temperature=5.0, seed=4))
-    assert set(tokens_of(pick(logits.expand(10_000, -1), [sampling] * 10_000))) == {3, 20, 621, 960}
+    assert set(tokens_of(pick(logits.expand(10_000, -1), [sampling] * 10_000, kernels=kernels))) == {3, 20, 621, 960}
     points = torch.rand(10_000, dtype=torch.float64).tolist()
     assert set(draw(keep(logits, [sampling.params]).expand(10_000, -1), points).tolist()) == {3, 20, 621, 960}
-    assert [choose(logits[0], sampling.params, point) for point in (0.0, 1 - 2**-53)] == [3, 960]
+    ends = [draw_at(sampling.params, point) for point in (0.0, 1 - 2**-53)]
+    assert kernels.choose([logits[0]] * 2, ends) == [3, 960]
 
 
-def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
+def test_rare_tokens_of_a_large_vocabulary_are_drawn(kernels: Kernels) -> None:
     """One token has half of the probability, 200,000 share the rest; within 5 standard deviations of 400 draws."""
     logits = torch.zeros(1, 200_000)
     logits[0, 0] = math.log(199_999)
     sampling = Sampling(SamplingParams(seed=5))
-    drawn = [tokens_of(pick(logits, [sampling]))[0] for _ in range(400)]
+    drawn = [tokens_of(pick(logits, [sampling], kernels=kernels))[0] for _ in range(400)]
     assert abs(drawn.count(0) - 200) < 50 and len(set(drawn)) > 150
 
 
@@ -331,14 +352,14 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
 @pytest.mark.parametrize("changes", [{}, {"logit_bias": {7: 0.5}}, {"logprobs": 2}], ids=str)
 @pytest.mark.parametrize("fault", [[(4, math.nan)], [(4, math.inf)], [(id, -math.inf) for id in range(20)]], ids=str)
 def test_a_row_that_nothing_can_be_chosen_from_fails_alone(
-    fields: dict[str, Any], changes: dict[str, Any], fault: list[tuple[int, float]]
+    kernels: Kernels, fields: dict[str, Any], changes: dict[str, Any], fault: list[tuple[int, float]]
 ) -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(6))
     params = SamplingParams(seed=7, **fields, **changes)
-    expected = pick(logits, [Sampling(params) for _ in range(3)])
+    expected = pick(logits, [Sampling(params) for _ in range(3)], kernels=kernels)
     for place, value in fault:
         logits[1, place] = value
-    picked = pick(logits, [Sampling(params) for _ in range(3)])
+    picked = pick(logits, [Sampling(params) for _ in range(3)], kernels=kernels)
     assert picked == [expected[0], Picked(None), expected[2]] and None not in tokens_of(expected)
 
 
@@ -348,17 +369,17 @@ def bits(ids: set[int], vocab_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_what_is_allowed_is_taken(temperature: float) -> None:
+def test_only_what_is_allowed_is_taken(kernels: Kernels, temperature: float) -> None:
     """A row with few tokens allowed, one with none beside an end token that min_tokens bans, one without a mask."""
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(15))
     logits[:, 50] = 60.0
     params = SamplingParams(temperature=temperature, min_tokens=1, logprobs=0)
     samplings = [Sampling(params, (), {31}) for _ in range(3)]
-    picked = pick(logits, samplings, [bits({0, 31, 63, 64, 99}, 100), bits({31}, 100), None])
+    picked = pick(logits, samplings, [bits({0, 31, 63, 64, 99}, 100), bits({31}, 100), None], kernels=kernels)
     assert picked[0].token in {0, 63, 64, 99} and picked[1] == Picked(None) and picked[2].token == 50
     assert picked[0].logprob and picked[0].logprob.logprob < -50, "told of the logits as they came"
     samplings[1].add(0)
-    assert tokens_of(pick(logits[1:2], samplings[1:2], [bits({31}, 100)])) == [31]
+    assert tokens_of(pick(logits[1:2], samplings[1:2], [bits({31}, 100)], kernels=kernels)) == [31]
 
 
 def test_answers_to_one_request_have_seeds_of_their_own() -> None:

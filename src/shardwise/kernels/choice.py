@@ -16,9 +16,12 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.kernels import native
+from shardwise.kernels.choose import Draw, choose_each
 from shardwise.kernels.gated import gated
 from shardwise.kernels.kv import KVPages
+from shardwise.kernels.logprobs import Told, log_probabilities
 from shardwise.kernels.native_blocks import native_blocks
+from shardwise.kernels.native_sampling import NativeSampling
 from shardwise.kernels.norm import rms_norm
 from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch
 from shardwise.kernels.rotary import rotate
@@ -119,7 +122,8 @@ def no_blocks(
 class Kernels:
     """One version of each: rms_norm(x, weight, eps), gated(inner, activation), attention over pages, and what makes
     products of the weights of a model, which it takes out of the dict. head(weight [V, D], dtype): what makes logits,
-    and what looks rows up if the embedding is the same."""
+    and what looks rows up if the embedding is the same. On a CPU, of rows of logits: choose(rows, draws), and
+    log_probabilities(rows, tokens, num_top)."""
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -129,6 +133,8 @@ class Kernels:
     head: Callable[[Tensor | QuantizedWeight, torch.dtype], tuple[Any, Any]]
     blocks: Callable[[ModelConfig, Mapping[str, Any], Attention, Sequence[KVPages]], Blocks | None] = no_blocks
     """All blocks of a decoder at once; None where they are run one by one."""
+    choose: Callable[[Sequence[Tensor], Sequence[Draw]], list[int | None]] = choose_each
+    log_probabilities: Callable[[Sequence[Tensor] | Tensor, Sequence[int], int], Told] = log_probabilities
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     """rotate(x, cos, sin), where it is not for attention to turn."""
 
@@ -163,8 +169,11 @@ def native_kernels(name: str) -> Kernels:
     def attention(heads: Heads) -> Attention:
         return kernels.attention(heads) if kernels.attends(heads) else TorchAttention.of(heads)
 
-    norm, gate = kernels.rms_norm, kernels.gated
-    return Kernels(f"native {name}", norm, gate, attention, kernels.weights, kernels.head, native_blocks)
+    sampling = NativeSampling.of(name)
+    return Kernels(
+        f"native {name}", kernels.rms_norm, kernels.gated, attention, kernels.weights, kernels.head, native_blocks,
+        sampling.choose, sampling.log_probabilities,
+    )  # fmt: skip
 
 
 def triton_kernels() -> Kernels:

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
+from shardwise.kernels.choice import Kernels
 from shardwise.model.tokenizer import Tokenizer
 from shardwise.parallel.mesh import CollectiveFailed
 from shardwise.serve.answer import Answer, end_ids
@@ -41,6 +41,8 @@ Named = tuple[int, Piece]
 class Runs(Protocol):
     """A runner, or one that tells the other ranks first. `run` copies pages before it does what can fail."""
 
+    @property
+    def kernels(self) -> Kernels: ...
     def run(self, batch: Batch) -> Ran: ...
     def embed(self, tokens: Sequence[int]) -> list[float]: ...
     def keep_alive(self) -> None: ...
@@ -224,7 +226,7 @@ class Engine:
             rows += [ran.logits[part.id]] * part.samples
             samplings += [job.samplings[id] for id in ids]
             allowed += [job.structures[id].allowed() if job.structures else None for id in ids]
-        picked = iter(pick(torch.stack(rows), samplings, allowed)) if rows else iter(())
+        picked = iter(pick(rows, samplings, allowed, self.runner.kernels)) if rows else iter(())
         return {part.id: [next(picked) for _ in range(part.samples)] for part in sampled}
 
     def advance(self, job: Job, id: int, picked: Picked) -> Piece:

@@ -8,7 +8,7 @@ In the order in which vLLM applies them, on rows z of logits with p = softmax(z)
     top_p        keeps the most probable tokens until together they have probability top_p (Holtzman et al. 2020)
 
 A token that is filtered out has logit minus infinity, so each filter sees the distribution that the one before it left.
-A CPU gets the same tokens sooner from choose.py.
+A CPU gets the same tokens sooner from kernels/choose.py.
 
 Shapes: B batch (one row per request), V vocabulary.
 """
@@ -18,10 +18,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.kernels.choose import COLDEST
 from shardwise.serve.request import SamplingParams
-
-COLDEST = 1e-30
-"""A lower temperature is taken for this one, which fp32 can still divide by."""
 
 
 def keep(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -65,7 +65,7 @@ class Leader:
     """Rank 0's runner: what it does, it tells the others to do as well."""
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.agreement = runner, agreement_of(runner.mesh)
+        self.runner, self.agreement, self.kernels = runner, agreement_of(runner.mesh), runner.kernels
 
     def run(self, batch: Batch) -> Ran:
         tell(self.runner.mesh.tp, ("run", batch))

@@ -157,7 +157,7 @@ class Runner:
         for start in range(0, len(tokens), SCORED_ROWS):
             some, logits = tokens[start : start + SCORED_ROWS], self.logits(x[start : start + SCORED_ROWS])
             if self.mesh.tp.rank == 0:
-                told += log_probabilities(logits, some, [num_top] * len(some))
+                told += log_probabilities(logits, some, [num_top] * len(some), self.kernels)
         return told
 
     def logits(self, x: Tensor) -> Tensor:

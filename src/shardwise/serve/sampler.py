@@ -5,10 +5,9 @@ In the order in which vLLM does it, for each row:
     log-probabilities   of the logits as they came (logprobs.py)
     allowed, min_tokens, logit_bias, repetition, frequency and presence penalty   (penalties.py)
     greedy              the largest logit, of equal ones the lowest id
-    otherwise           temperature, min_p, top_k, top_p, and a draw (choose.py on a CPU, filters.py on a GPU)
+    otherwise           temperature, min_p, top_k, top_p, and a draw (kernels/choose.py on a CPU, filters.py on a GPU)
 
-On a CPU a row's token and log-probabilities are bit for bit the same alone or in company: what is done to several rows
-at once is exact (the largest of a row), all else is done row by row.
+On a CPU a row's token and log-probabilities are bit for bit the same alone or in company: all is done row by row.
 """
 
 import math
@@ -19,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.serve.choose import choose
+from shardwise.kernels.choice import TORCH, Kernels
+from shardwise.kernels.choose import Draw
 from shardwise.serve.filters import draw, keep
 from shardwise.serve.logprobs import log_probabilities
 from shardwise.serve.penalties import Sampling
@@ -38,35 +38,41 @@ class Picked:
     logprob: Logprob | None = None
 
 
-def pick(logits: Tensor, samplings: Sequence[Sampling], allowed: Sequence[Tensor | None] | None = None) -> list[Picked]:
+def pick(
+    logits: Sequence[Tensor] | Tensor, samplings: Sequence[Sampling],
+    allowed: Sequence[Tensor | None] | None = None, kernels: Kernels = TORCH,
+) -> list[Picked]:  # fmt: skip
     """Choose a token for each row of `logits` [B, V], which stay as they are; `Sampling.add` is left to the caller.
 
     samplings: each row's. A prompt that forks into n answers has n equal rows.
     allowed: the tokens that a row may take, as bits [ceil(V / 32) or more] (int32, the lowest bit first); None: any.
     """
-    assert len(logits) == len(samplings)
-    logits = logits.float()
     masks = [None] * len(samplings) if allowed is None else allowed
-    assert len(masks) == len(samplings)
-    tokens = by_row(logits, samplings, masks) if logits.device.type == "cpu" else at_once(logits, samplings, masks)
-    told = _told(logits, samplings, tokens)
+    assert len(logits) == len(samplings) == len(masks)
+    rows = [row.float() for row in logits]
+    if rows[0].device.type == "cpu":
+        tokens = by_row(rows, samplings, masks, kernels)
+    else:
+        tokens = at_once(torch.stack(rows), samplings, masks)
+    told = _told(rows, samplings, tokens, kernels)
     picked = [Picked(token, told.get(row)) for row, token in enumerate(tokens)]
     return [Picked(None) if each.logprob and math.isnan(each.logprob.logprob) else each for each in picked]
 
 
-def by_row(logits: Tensor, samplings: Sequence[Sampling], masks: Sequence[Tensor | None]) -> list[int | None]:
-    """As a CPU likes it: the largest of all rows in one pass, what is changed or drawn row by row."""
-    tokens: list[int | None] = [None] * len(samplings)
-    if any(each.params.greedy for each in samplings):
-        tokens = _largest(logits)
-    for row, (sampling, mask) in enumerate(zip(samplings, masks, strict=True)):
-        if sampling.params.greedy and not (sampling.changes or mask is not None):
-            continue
-        mine = _changed(logits[row], sampling, mask)
-        tokens[row] = (
-            _largest(mine[None])[0] if sampling.params.greedy else choose(mine, sampling.params, sampling.point())
-        )
-    return tokens
+def by_row(
+    rows: Sequence[Tensor], samplings: Sequence[Sampling], masks: Sequence[Tensor | None], kernels: Kernels = TORCH
+) -> list[int | None]:
+    """As a CPU likes it: each row by itself."""
+    changed = [_changed(*each) for each in zip(rows, samplings, masks, strict=True)]
+    return kernels.choose(changed, [draw_of(sampling) for sampling in samplings])
+
+
+def draw_of(sampling: Sampling) -> Draw:
+    """How the next token of a sequence is chosen; one that is not greedy takes a random number."""
+    params = sampling.params
+    if params.greedy:
+        return Draw(0)
+    return Draw(params.temperature, params.min_p, params.top_k, params.top_p, sampling.point())
 
 
 def at_once(logits: Tensor, samplings: Sequence[Sampling], masks: Sequence[Tensor | None]) -> list[int | None]:
@@ -85,14 +91,6 @@ def at_once(logits: Tensor, samplings: Sequence[Sampling], masks: Sequence[Tenso
     return [token if finite else None for token, finite in zip(tokens.tolist(), can, strict=True)]
 
 
-def _largest(logits: Tensor) -> list[int | None]:
-    """The id of the largest logit of each row [B, V] on a CPU, where numpy is ten times as fast as torch."""
-    rows = logits.numpy()
-    ids = rows.argmax(-1)
-    finite = np.isfinite(rows[np.arange(len(rows)), ids])
-    return [int(id) if can else None for id, can in zip(ids, finite, strict=True)]
-
-
 def _changed(logits: Tensor, sampling: Sampling, mask: Tensor | None) -> Tensor:
     """A copy of a row [V] with all that its sequence changes, or the row itself if that is nothing."""
     if mask is None and not sampling.changes:
@@ -105,7 +103,9 @@ def _changed(logits: Tensor, sampling: Sampling, mask: Tensor | None) -> Tensor:
     return logits
 
 
-def _told(logits: Tensor, samplings: Sequence[Sampling], tokens: Sequence[int | None]) -> dict[int, Logprob]:
+def _told(
+    rows: Sequence[Tensor], samplings: Sequence[Sampling], tokens: Sequence[int | None], kernels: Kernels
+) -> dict[int, Logprob]:
     """By row, for those that ask and have a token."""
     asked = {
         row: (token, each.params.logprobs)
@@ -114,7 +114,6 @@ def _told(logits: Tensor, samplings: Sequence[Sampling], tokens: Sequence[int | 
     }
     if not asked:
         return {}
-    rows = list(asked)
-    mine = logits if len(rows) == len(logits) else logits[rows]
-    told = log_probabilities(mine, [token for token, _ in asked.values()], [num for _, num in asked.values()])
-    return dict(zip(rows, told, strict=True))
+    mine, num_top = [rows[row] for row in asked], [num for _, num in asked.values()]
+    told = log_probabilities(mine, [token for token, _ in asked.values()], num_top, kernels)
+    return dict(zip(asked, told, strict=True))

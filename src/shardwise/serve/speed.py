@@ -25,7 +25,10 @@ Advance = Callable[[float], None]
 """Told how much is done, from 0 to 1."""
 
 
-def measure_speed(settings: EngineSettings, advance: Advance, sizes: Sequence[int] = SIZES) -> list[Row]:
+def measure_speed(
+    settings: EngineSettings, advance: Advance, sizes: Sequence[int] = SIZES, tries: int = TRIES,
+    whole_requests: bool = True,
+) -> list[Row]:  # fmt: skip
     """Load the model in this process and time it; of each figure the best of some tries. Raises ValueError for a model
     whose pages do not hold so many sequences."""
     if settings.layout.world_size > 1:
@@ -42,10 +45,11 @@ def measure_speed(settings: EngineSettings, advance: Advance, sizes: Sequence[in
     engine, runner = lead(started, settings), started.runner
     timed = [(f"prefill_{LONG_PROMPT_TOKENS}", LONG_PROMPT_TOKENS, partial(prefill_s, runner))]
     timed += [(f"decode_{size}", size * STEPS, partial(decode_s, runner, size)) for size in sizes]
-    timed += [(f"generate_{size}", size * ANSWER_TOKENS, partial(generate_s, engine, size)) for size in sizes]
+    if whole_requests:
+        timed += [(f"generate_{size}", size * ANSWER_TOKENS, partial(generate_s, engine, size)) for size in sizes]
     rows = []
     for number, (name, num_tokens, seconds) in enumerate(timed, start=1):
-        rows.append(Row(name, num_tokens / min(seconds() for _ in range(TRIES)), "tokens/s", LOAD))
+        rows.append(Row(name, num_tokens / min(seconds() for _ in range(tries)), "tokens/s", LOAD))
         advance(number / len(timed))
     return rows
 

@@ -44,12 +44,6 @@ INLINE int32_t sum_ints(ints v) {
     return total;
 }
 
-INLINE bool any(ints where) {
-    int32_t found = 0;
-    for (int i = 0; i < LANES; i++) found |= where[i];
-    return found;
-}
-
 // fp16 -> fp32, exact.
 INLINE floats widen_half(shorts v) {
 #if SHARDWISE_AVX512

@@ -11,6 +11,7 @@
 #include "quantized.h"
 #include "rows.h"
 #include "rows_training.h"
+#include "sampling.h"
 // After those whose kernels it runs.
 #include "blocks.h"
 
@@ -99,6 +100,8 @@ const Kernels TABLE(INSTRUCTION_SET) = {
     INSTRUCTION_SET::rms_norm,
     INSTRUCTION_SET::gated_silu,
     INSTRUCTION_SET::run_blocks,
+    INSTRUCTION_SET::choose_tokens,
+    INSTRUCTION_SET::log_probabilities,
 
     INSTRUCTION_SET::causal_forward,
     INSTRUCTION_SET::causal_backward,

@@ -70,6 +70,11 @@ struct Causal {
     const int32_t* documents;
 };
 
+// How a row's token is chosen, as kernels/choose.py has it; temperature 0: the largest.
+struct Draw {
+    double temperature, min_p, top_k, top_p, point;
+};
+
 struct Kernels {
     void (*pack)(const Bf16* weight, int64_t num_columns, int64_t num_inner, Bf16* packed);
     void (*linear)(
@@ -98,6 +103,14 @@ struct Kernels {
     void (*run_blocks)(
         const std::vector<DecoderBlock>& blocks, Attention step, int64_t num_tokens, float eps, Bf16* x,
         std::vector<Bf16>& scratch
+    );
+    // sampling.h
+    void (*choose_tokens)(
+        const float* const* rows, int64_t num_rows, int64_t size, const Draw* draws, int64_t* tokens
+    );
+    void (*log_probabilities)(
+        const float* const* rows, int64_t num_rows, int64_t size, const int64_t* tokens, int64_t num_top,
+        float* values, int64_t* ids
     );
 
     // For training: flash.h, rows_training.h, cross_entropy.h.

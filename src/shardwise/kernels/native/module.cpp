@@ -152,6 +152,15 @@ NB_MODULE(_native, m) {
     m.def("gated_silu", [](Address table, Address x, int64_t num_rows, int64_t size, Address y) {
         of(table).gated_silu(at<Bf16>(x), num_rows, size, at<Bf16>(y));
     }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("choose_tokens", [](Address table, Address rows, int64_t num_rows, int64_t size, Address draws,
+                              Address tokens) {
+        of(table).choose_tokens(at<const float*>(rows), num_rows, size, at<Draw>(draws), at<int64_t>(tokens));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("log_probabilities", [](Address table, Address rows, int64_t num_rows, int64_t size, Address tokens,
+                                  int64_t num_top, Address values, Address ids) {
+        of(table).log_probabilities(at<const float*>(rows), num_rows, size, at<int64_t>(tokens), num_top,
+                                    at<float>(values), at<int64_t>(ids));
+    }, nb::call_guard<nb::gil_scoped_release>());
     m.def("causal_forward", [](Address table, Address q, Address k, Address v, int64_t num_sequences,
                                int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                                int64_t window, Address documents, Address out) {

@@ -168,7 +168,7 @@ INLINE void quantize_stretch(const bf16* x, int64_t count, int middle, Stretch& 
         broken |= v[i] != v[i];
         most = larger((floats)((words)v[i] & 0x7fffffffu), most);
     }
-    float largest = any(broken) ? __builtin_nanf("") : highest(most), inverse = 0, scale = 0;
+    float largest = lanes_of(broken) ? __builtin_nanf("") : highest(most), inverse = 0, scale = 0;
     if (!(largest < LEAST_SCALED)) inverse = LARGEST_CODE / largest, scale = largest / LARGEST_CODE;
     ints total = {};
     int8_t codes[STRETCH];

@@ -66,6 +66,19 @@ INLINE ints lane_numbers() {
 
 INLINE float lowest() { return -__builtin_inff(); }
 
+// A bit for each lane that is set.
+INLINE uint32_t lanes_of(ints where) {
+#if SHARDWISE_AVX512
+    return _mm512_movepi32_mask((__m512i)where);
+#elif SHARDWISE_AVX2
+    return uint32_t(_mm256_movemask_ps((__m256)where));
+#else
+    uint32_t lanes = 0;
+    for (int i = 0; i < LANES; i++) lanes |= uint32_t(where[i] < 0) << i;
+    return lanes;
+#endif
+}
+
 INLINE floats choose(ints where, floats yes, floats no) { return where ? yes : no; }
 
 INLINE floats larger(floats a, floats b) { return a > b ? a : b; }

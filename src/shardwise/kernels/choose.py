@@ -1,49 +1,66 @@
 """One row of logits on a CPU: each filter leaves fewer candidates, and the next one looks at those alone.
 
-The definitions of filters.py, in the same order. There a whole batch keeps its shape, as a GPU likes it; a CPU is ten
-times faster when it takes row after row, each of which fits in its cache, and sorts only what could be kept. And a row
-that is worked on by itself cannot depend on its batch mates, not even in its last bit.
+The definitions of serve/filters.py, in the same order. There a whole batch keeps its shape, as a GPU likes it; a CPU is
+ten times faster when it takes row after row, each of which fits in its cache, and sorts only what could be kept. And a
+row that is worked on by itself cannot depend on its batch mates, not even in its last bit. The native kernel
+(`native/sampling.h`) is made alike.
 
 Shapes: V vocabulary, or as many candidates as are left.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-
-from shardwise.serve.filters import COLDEST
-from shardwise.serve.request import SamplingParams
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 BLOCK = 256
 """Sums of this many probabilities are looked at before any single one."""
+COLDEST = 1e-30
+"""A lower temperature is taken for this one, which fp32 can still divide by."""
 
 
-def choose(logits: Tensor, params: SamplingParams, point: float) -> int | None:
-    """The token on whose piece `point` (in [0, 1)) falls when the probabilities that are left lie end to end by id.
+class Draw(NamedTuple):
+    """How a row's token is chosen: with temperature 0 it is the largest, of equal ones the lowest id."""
 
-    logits [V], fp32. None if there is no largest one: some are NaN or infinite, or all are minus infinity.
-    """
-    highest = logits.amax()
+    temperature: float
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    point: float = 0.0
+    """In [0, 1): when the probabilities that are left lie end to end by id, the token on whose piece it falls."""
+
+
+def choose_each(rows: Sequence[Tensor] | Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    """The token of each row [V], fp32. None where there is no largest logit: some are NaN or infinite, or all are minus
+    infinity."""
+    return [choose(row, draw) for row, draw in zip(rows, draws, strict=True)]
+
+
+def choose(logits: Tensor, draw: Draw) -> int | None:
+    highest = logits.numpy().max()  # ten times as fast as torch's
     if not math.isfinite(highest):
         return None
-    scaled = (logits - highest) / max(params.temperature, COLDEST)
+    if draw.temperature == 0:
+        return int(logits.numpy().argmax())
+    scaled = (logits - float(highest)) / max(draw.temperature, COLDEST)
     kept: list[Ids] = []
-    if params.min_p > 0:
-        kept.append(keep_min_p(scaled.numpy(), params.min_p))
+    if draw.min_p > 0:
+        kept.append(keep_min_p(scaled.numpy(), draw.min_p))
         scaled = scaled[kept[-1]]
-    if 0 < params.top_k < len(scaled):
-        kept.append(keep_top_k(scaled.numpy(), params.top_k))
+    if 0 < draw.top_k < len(scaled):
+        kept.append(keep_top_k(scaled.numpy(), draw.top_k))
         scaled = scaled[kept[-1]]
     probabilities: Floats = scaled.softmax(-1).numpy()
-    if params.top_p < 1:
-        kept.append(keep_top_p(probabilities, params.top_p))
+    if draw.top_p < 1:
+        kept.append(keep_top_p(probabilities, draw.top_p))
         probabilities = probabilities[kept[-1]]
-    token = piece_under(point, probabilities)
+    token = piece_under(draw.point, probabilities)
     for places in reversed(kept):
         token = int(places[token])
     return token

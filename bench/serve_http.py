@@ -1,0 +1,108 @@
+"""What HTTP costs: 32 clients of `shardwise serve`, against the same load without HTTP, in turns; part of
+`make bench-serve`.
+
+The clients share the machine's cores with the server, as they would not where it matters.
+
+    python bench/serve_http.py [--rounds 3] [--model MODEL] [--results DIR] [--json]
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serve import markdown, read_arguments, run, tell, turns_parser
+from train import machine, say
+
+CLIENTS, REQUESTS, NEW_TOKENS = 32, 64, 128
+BAR = 0.9
+IN_PROCESS, OVER_HTTP = "in process", "over HTTP"
+SHARDWISE = (sys.executable, "-m", "shardwise")
+READY = re.compile(r"ready at (http://\S+)")
+
+
+@dataclass
+class Report:
+    """Output tokens/s of each turn."""
+
+    about: dict[str, str | int]
+    runs: dict[str, list[float]] = field(default_factory=lambda: {IN_PROCESS: [], OVER_HTTP: []})
+
+    @property
+    def ratio(self) -> float:
+        return max(self.runs[OVER_HTTP]) / max(self.runs[IN_PROCESS])
+
+    def lines(self) -> Iterator[tuple[str, ...]]:
+        yield "clients", f"{IN_PROCESS}, tokens/s", f"{OVER_HTTP}, tokens/s", "ratio", "wanted", ""
+        rates = (f"{max(self.runs[name]):,.0f}" for name in (IN_PROCESS, OVER_HTTP))
+        yield str(CLIENTS), *rates, f"{self.ratio:.2f}", f"≥ {BAR}", "met" if self.ratio >= BAR else "missed"
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [{"name": name, "value": max(rates), "unit": "tokens/s"} for name, rates in self.runs.items()]
+        ratios, bars = {OVER_HTTP: self.ratio}, {OVER_HTTP: BAR}
+        return {"rows": rows, "ratios": ratios, "bars": bars, "runs": self.runs, "about": self.about}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit 0 when all has run, whether or not the bar is met, else 1."""
+    args = read_arguments(turns_parser(__doc__, "a folder or .gguf file"), argv)
+    args.steps = NEW_TOKENS
+    report = Report(machine(None, args))
+    try:
+        with served(args.model) as url:
+            take_turns(report, args.model, url, args.rounds)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    args.results.mkdir(parents=True, exist_ok=True)
+    (args.results / "serve_http.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    (args.results / "serve_http.md").write_text(markdown(report.lines(), report.about), encoding="utf-8")
+    tell(report, args.json)
+    return 0
+
+
+def loaded(model: Path) -> list[str]:
+    """A GGUF file is kept as it is stored."""
+    return [str(model), *(["--quant", "as-stored"] if model.suffix == ".gguf" else [])]
+
+
+@contextmanager
+def served(model: Path) -> Iterator[str]:
+    """The address of a server of our own, which ends with the block."""
+    command = [*SHARDWISE, "serve", *loaded(model), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        told = []
+        for line in server.stderr:
+            told.append(line.strip())
+            if ready := READY.search(line):
+                break
+        else:
+            raise RuntimeError(f"`{' '.join(command)}` failed: {told[-1] if told else 'it said nothing'}")
+        try:
+            yield f"{ready[1]}/v1"
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate()
+
+
+def take_turns(report: Report, model: Path, url: str, rounds: int) -> None:
+    """Every turn has a seed of its own: the server keeps the pages of prompts that it has seen."""
+    load = ["--concurrency", str(CLIENTS), "--requests", str(REQUESTS), "--max-tokens", str(NEW_TOKENS), "--json"]
+    for turn in range(rounds):
+        targets = {IN_PROCESS: loaded(model), OVER_HTTP: ["--url", url]}
+        for name, target in targets.items():
+            told = run([*SHARDWISE, "bench", "serve", *target, *load, "--seed", str(turn)])
+            rate = {row["name"]: float(row["value"]) for row in told["rows"]}["output_tokens_per_s"]
+            report.runs[name].append(rate)
+            say(f"round {turn + 1} of {rounds}, {name}: {rate:,.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""What OpenVINO GenAI does with a GGUF file: prints the rows `generate_N` of `shardwise bench serve MODEL --json` as a
+line of JSON: N requests begun together in its continuous batching, the same prompts and lengths.
+
+    python bench/serve_openvino.py FILE.gguf THREADS
+
+Runs in an environment of its own with openvino-genai, without Shardwise.
+"""
+
+import json
+import sys
+import time
+
+import numpy as np
+import openvino
+import openvino_genai
+
+PROMPT_TOKENS, ANSWER_TOKENS, TRIES, SIZES, COMMON_IDS = 128, 128, 3, (1, 8, 32), 49152
+CACHE_GB, STEP_TOKENS = 2, 512
+
+
+def speed(path: str, threads: int) -> dict[str, float]:
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_batched_tokens = CACHE_GB, STEP_TOKENS
+    scheduler.enable_prefix_caching = False
+    settings = {"INFERENCE_NUM_THREADS": threads}
+    pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", settings, {})
+    answer = openvino_genai.GenerationConfig()
+    answer.max_new_tokens = answer.min_new_tokens = ANSWER_TOKENS
+    answer.ignore_eos = True
+
+    def generate_s(size: int) -> float:
+        prompts = [
+            openvino.Tensor(np.array([[(number * 7919 + place * 31) % COMMON_IDS for place in range(PROMPT_TOKENS)]]))
+            for number in range(size)
+        ]
+        began = time.perf_counter()
+        made = pipeline.generate(prompts, [answer] * size)
+        seconds = time.perf_counter() - began
+        if any(len(each.m_generation_ids[0]) != ANSWER_TOKENS for each in made):
+            sys.exit("an answer has not the length that was asked for")
+        return seconds
+
+    return {f"generate_{size}": size * ANSWER_TOKENS / min(generate_s(size) for _ in range(TRIES)) for size in SIZES}
+
+
+if __name__ == "__main__":
+    print(json.dumps(speed(sys.argv[1], int(sys.argv[2]))))
