@@ -1,12 +1,19 @@
 """All blocks of a decoder in one native call: the bits of the same blocks run one by one."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from engines import fill_with_anything, runner_of, tiny
+from engines import fill_with_anything, tiny
+from shardwise.config import ModelConfig
 from shardwise.kernels.choice import native_kernels
-from shardwise.kernels.native import instruction_sets
+from shardwise.kernels.native import NativeAttention, instruction_sets
 from shardwise.layout import Layout
+from shardwise.model.quantized import Weights
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs
 from shardwise.quant.cache import KvDtype
@@ -22,18 +29,22 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 
 
-def runner(family: str, kv_dtype: KvDtype, quant: str | None, name: str, **changes: object) -> Runner:
-    model = tiny(family, BF16, **WIDE, **changes)
-    weights = dict(model.weights)
-    for spec in model_specs(model.config) if quant else ():
+def runner(config: ModelConfig, plain: Mapping[str, Tensor], kv_dtype: KvDtype, quant: str | None, name: str) -> Runner:
+    weights: Weights = dict(plain)
+    for spec in model_specs(config) if quant else ():
         if quantizable(spec):
-            weights[spec.name] = QuantizedWeight((quantize(weights[spec.name].float(), Scheme.parse(quant)),))
-    mesh = make_mesh(Layout(), 0, CPU, model.config.num_kv_heads)
-    made = Runner(model.config, weights, mesh, BF16, 16, native_kernels(name), kv_dtype)
+            weights[spec.name] = QuantizedWeight((quantize(plain[spec.name].float(), Scheme.parse(quant)),))
+    mesh = make_mesh(Layout(), 0, CPU, config.num_kv_heads)
+    made = Runner(config, weights, mesh, BF16, 16, native_kernels(name), kv_dtype)
     made.make_pages(16)
     for pages in made.pages:
         fill_with_anything(pages)
     return made
+
+
+def runner_of_family(family: str, kv_dtype: KvDtype, quant: str | None, name: str, **changes: object) -> Runner:
+    model = tiny(family, BF16, **WIDE | changes)
+    return runner(model.config, model.weights, kv_dtype, quant, name)
 
 
 def batches() -> list[Batch]:
@@ -46,20 +57,7 @@ def batches() -> list[Batch]:
     ]
 
 
-@pytest.mark.parametrize("name", instruction_sets())
-@pytest.mark.parametrize(
-    ("family", "kv_dtype", "quant"),
-    [
-        ("llama", "auto", None),
-        ("llama-tied", "int8", "int8"),
-        ("mistral", "auto", "int4z-g32"),
-        ("llama", "fp8", "int4-g64"),
-    ],
-)
-def test_the_bits_are_those_of_blocks_run_one_by_one(
-    family: str, kv_dtype: KvDtype, quant: str | None, name: str
-) -> None:
-    together, apart = runner(family, kv_dtype, quant, name), runner(family, kv_dtype, quant, name)
+def check_bits(together: Runner, apart: Runner) -> None:
     assert together.blocks is not None
     apart.blocks = None
     for batch in batches():
@@ -69,7 +67,73 @@ def test_the_bits_are_those_of_blocks_run_one_by_one(
             assert torch.equal(found.logits[id], logits)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
-def test_what_has_no_kernel_is_run_block_by_block(family: str) -> None:
-    model = tiny(family, BF16)
-    assert runner_of(model, kernels=native_kernels(instruction_sets()[0])).blocks is None
+@pytest.mark.parametrize("name", instruction_sets())
+@pytest.mark.parametrize(
+    ("family", "kv_dtype", "quant"),
+    [
+        ("llama", "auto", None),
+        ("llama-tied", "int8", "int8"),
+        ("llama-biases", "auto", "int8"),
+        ("mistral", "auto", "int4z-g32"),
+        ("llama", "fp8", "int4-g64"),
+        ("qwen2", "auto", "int4-g32"),
+        ("qwen3", "int8", None),
+    ],
+)
+def test_the_bits_are_those_of_blocks_run_one_by_one(
+    family: str, kv_dtype: KvDtype, quant: str | None, name: str
+) -> None:
+    together, apart = (runner_of_family(family, kv_dtype, quant, name) for _ in range(2))
+    check_bits(together, apart)
+
+
+@st.composite
+def decoders(draw: st.DrawFn, quant: str | None) -> ModelConfig:
+    """With biases, norms of q and k and a window or without, each by itself."""
+    num_kv_heads, flag, unit = draw(st.integers(1, 3)), st.booleans(), 32 if quant and "-g" in quant else 16
+    hidden_unit = unit if quant else 2  # a row ends anywhere
+    windowed = draw(st.sampled_from([frozenset(), frozenset({1}), frozenset({0, 1})]))
+    return ModelConfig(
+        family="llama", num_layers=2, hidden_size=hidden_unit * draw(st.integers(1, 128 // hidden_unit)),
+        ffn_size=unit * draw(st.integers(1, 4)), num_heads=num_kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=num_kv_heads, head_dim=draw(st.sampled_from([32, 64])), vocab_size=64, max_positions=64,
+        tied=draw(flag), qkv_bias=draw(flag), out_bias=draw(flag), mlp_bias=draw(flag), qk_norm=draw(flag),
+        sliding_window=8 if windowed else None, windowed_layers=windowed,
+    )  # fmt: skip
+
+
+def drawn_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Norms and biases too, so that none can be mistaken for another."""
+    random, weights = torch.Generator().manual_seed(seed), {}
+    for spec in model_specs(config):
+        if spec.tied_to is None:
+            centre = 1.0 if spec.init.kind == "ones" else 0.0
+            weights[spec.name] = (centre + 0.3 * torch.randn(spec.shape, generator=random)).to(BF16)
+    return weights
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+@settings(max_examples=10)
+@given(data=st.data(), quant=st.sampled_from([None, "int8", "int4z-g32"]), seed=st.integers(0, 99))
+def test_drawn_decoders_have_the_bits_of_blocks_run_one_by_one(
+    name: str, data: st.DataObject, quant: str | None, seed: int
+) -> None:
+    config = data.draw(decoders(quant))
+    together, apart = (runner(config, drawn_weights(config, seed), "auto", quant, name) for _ in range(2))
+    check_bits(together, apart)
+
+
+@pytest.mark.parametrize(
+    ("family", "quant", "changes"),
+    [
+        ("gpt2", None, {"n_embd": 128}),
+        ("llama", None, {"hidden_act": "gelu"}),
+        ("llama", None, {"intermediate_size": 200}),
+        ("llama", "int3-g32", {}),
+    ],
+)
+def test_what_has_no_kernel_is_run_block_by_block(family: str, quant: str | None, changes: dict[str, object]) -> None:
+    made = runner_of_family(family, "auto", quant, instruction_sets()[0], **changes)
+    assert isinstance(made.attention, NativeAttention) and made.blocks is None
+    (logits,) = made.run(batches()[0]).logits.values()
+    assert logits.isfinite().all()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
@@ -25,7 +26,7 @@ from shardwise.kernels.native import (
 if TYPE_CHECKING:
     from shardwise.kernels.choice import Turns
 
-NORMS, MATRICES = ("norm1", "norm2"), ("qkv", "out", "gate_up", "down")
+NORMS, MATRICES = ("norm1", "norm2", "q_norm", "k_norm"), ("qkv", "out", "gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class NativeBlocks:
 def native_blocks(
     config: ModelConfig, weights: Mapping[str, Any], attention: object, pages: Sequence[KVPages]
 ) -> NativeBlocks | None:
-    """The blocks of a model on one rank, or None where some part of them has no native kernel."""
-    plain = not (config.qkv_bias or config.out_bias or config.mlp_bias or config.qk_norm)
-    known = plain and config.norm == "rms" and config.gated and config.activation == "silu"
-    if not known or config.positions == "learned" or not isinstance(attention, NativeAttention):
+    """The blocks of a model on one rank, or None where some part of them has no native kernel, as GPT-2's norms and
+    activations have none."""
+    known = config.norm == "rms" and config.gated and config.activation == "silu" and config.positions == "rope"
+    if not known or not isinstance(attention, NativeAttention):
         return None
     layers = [f"blocks.{layer}." for layer in range(config.num_layers)]
     matrices = [weights[layer + name] for layer in layers for name in MATRICES]
@@ -68,8 +69,8 @@ def native_blocks(
     decoder = library.Decoder()
     for number, (layer, of_layer) in enumerate(zip(layers, pages, strict=True)):
         decoder.add(
-            *(weights[layer + name].data_ptr() for name in NORMS),
-            *(matrix(weights[layer + name]) for name in MATRICES),
+            *(address(weights.get(layer + name)) for name in NORMS),
+            *(matrix(weights[layer + name], weights.get(f"{layer}{name}_bias")) for name in MATRICES),
             of_layer.keys.numbers.data_ptr(), of_layer.values.numbers.data_ptr(),
             *(0 if each.scales is None else each.scales.data_ptr() for each in (of_layer.keys, of_layer.values)),
             config.window(number) or 0,
@@ -77,7 +78,12 @@ def native_blocks(
     return NativeBlocks(decoder, attention, tuple(pages[0].keys.numbers.shape), config.norm_eps, (weights, pages))
 
 
-def matrix(weight: PackedWeight | PackedQuantized) -> Any:
-    if isinstance(weight, PackedQuantized):
-        return library.Matrix(weight.packed.data_ptr(), weight.layout)
-    return library.Matrix(weight.packed.data_ptr(), *weight.shape)
+def address(vector: Tensor | None) -> int:
+    """Of the weight of a norm or a bias, or 0 of one that the model has not."""
+    assert vector is None or (vector.dtype == torch.bfloat16 and vector.is_contiguous())
+    return 0 if vector is None else vector.data_ptr()
+
+
+def matrix(weight: PackedWeight | PackedQuantized, bias: Tensor | None) -> Any:
+    shape = (weight.layout,) if isinstance(weight, PackedQuantized) else weight.shape
+    return library.Matrix(weight.packed.data_ptr(), address(bias), *shape)

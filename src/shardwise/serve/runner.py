@@ -97,7 +97,7 @@ class Runner:
         self.pages.clear()
         for _ in range(self.config.num_layers):
             self.pages.append(KVPages.empty(shape, self.kv_dtype, self.dtype, self.mesh.device))
-        if self.mesh.tp.size == 1:
+        if self.mesh.tp.size == 1:  # more ranks have sums to make within a block
             self.blocks = self.kernels.blocks(self.config, self.weights, self.attention, self.pages)
 
     @torch.inference_mode()

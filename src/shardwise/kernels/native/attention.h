@@ -27,7 +27,7 @@ struct Task {
     const Span* span;
     int64_t token, num_tokens, first_head, num_heads, kv_head;
     int64_t split, num_splits;
-    bool is_first;  // of its rows' splits
+    bool is_first, is_last;  // of its rows' splits
     int64_t slot;   // of its first row among the rows of all partial results
 };
 
@@ -223,13 +223,18 @@ static int64_t lowest_seen(int64_t position, int64_t window) {
     return window && position >= window ? position - window + 1 : 0;
 }
 
-static std::vector<Task> tasks_of(
-    const std::vector<Span>& spans, int64_t group, int64_t num_kv_heads, int64_t window, int64_t& num_slots
-) {
+// What the attention of a step consists of, the same in all layers of one window.
+struct Tasks {
     std::vector<Task> tasks;
+    int64_t num_slots;  // rows of partial results
+    bool write;  // each sequence has one token, whose key and value the task writes that sees it, so nobody need wait
+};
+
+static Tasks tasks_of(const std::vector<Span>& spans, int64_t group, int64_t num_kv_heads, int64_t window) {
+    Tasks made{{}, 0, group <= MAX_TILE_ROWS};
     int64_t heads = group < MAX_TILE_ROWS ? group : MAX_TILE_ROWS, tokens = MAX_TILE_ROWS / heads;
-    num_slots = 0;
-    for (const Span& span : spans)
+    for (const Span& span : spans) {
+        made.write = made.write && span.count == 1;
         for (int64_t token = 0; token < span.count; token += tokens) {
             int64_t count = span.count - token < tokens ? span.count - token : tokens;
             int64_t first = lowest_seen(span.start + token, window) / SPLIT_TOKENS;
@@ -238,15 +243,16 @@ static std::vector<Task> tasks_of(
                 for (int64_t head = 0; head < group; head += heads) {
                     int64_t num_heads = group - head < heads ? group - head : heads;
                     for (int64_t split = first; split <= last; split++) {
-                        tasks.push_back(
+                        made.tasks.push_back(
                             {&span, token, count, head, num_heads, kv_head, split, last - first + 1, split == first,
-                             num_slots}
+                             split == last, made.num_slots}
                         );
-                        if (last > first) num_slots += count * num_heads;
+                        if (last > first) made.num_slots += count * num_heads;
                     }
                 }
         }
-    return tasks;
+    }
+    return made;
 }
 
 // Which blocks a task sees: it sees positions [lowest, highest], and begins with the block at `start`.
@@ -348,31 +354,75 @@ static void add_splits(const Pages& pages, const Step& step, const Task& task, i
     }
 }
 
-// Writes keys and values and attends. Threads take tasks as they come, each one ahead, to know what it will read.
+// Writes keys and values and attends: what falls to one thread of a parallel region. Threads take tasks as they come,
+// each one ahead, to know what it will read; `taken` is how many have been. Ends without waiting for the others.
 template <class Kind>
-void attend(const Pages& pages, const Step& step, const std::vector<Span>& spans, float scale) {
-    int64_t group = step.num_heads / pages.num_kv_heads, num_slots;
-    std::vector<Task> tasks = tasks_of(spans, group, pages.num_kv_heads, step.window, num_slots);
-    std::vector<float> partial(num_slots * (pages.head_dim + 2));
-    int64_t count = int64_t(tasks.size());
-    std::atomic<int64_t> taken = 0;
-#pragma omp parallel
-    {
+void attend_share(
+    const Pages& pages, const Step& step, const std::vector<Span>& spans, const Tasks& tasks, float scale,
+    std::atomic<int64_t>& taken, float* partial
+) {
+    const int64_t group = step.num_heads / pages.num_kv_heads, count = int64_t(tasks.tasks.size());
+    if (!tasks.write) {
 #pragma omp for collapse(2) schedule(static)
         for (size_t i = 0; i < spans.size(); i++)
             for (int64_t head = 0; head < pages.num_kv_heads; head++) write_head<Kind>(pages, step, spans[i], head);
-        Scratch scratch;
-        for (int64_t mine = taken++, next = 0; mine < count; mine = next) {
-            next = taken++;
-            const Task& then = tasks[next < count ? next : mine];
-            attend_split<Kind>(pages, step, tasks[mine], then, group, scale, scratch, partial.data());
-        }
-#pragma omp barrier
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < count; i++)
-            if (tasks[i].num_splits > 1 && tasks[i].is_first)
-                add_splits(pages, step, tasks[i], group, partial.data());
     }
+    Scratch scratch;
+    for (int64_t mine = taken++, next = 0; mine < count; mine = next) {
+        next = taken++;
+        const Task &task = tasks.tasks[mine], &then = tasks.tasks[next < count ? next : mine];
+        if (tasks.write && task.is_last) write_head<Kind>(pages, step, *task.span, task.kv_head);
+        attend_split<Kind>(pages, step, task, then, group, scale, scratch, partial);
+    }
+    if (!tasks.num_slots) return;
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < count; i++)
+        if (tasks.tasks[i].num_splits > 1 && tasks.tasks[i].is_first)
+            add_splits(pages, step, tasks.tasks[i], group, partial);
+}
+
+// Calls work<Kind>() for what pages hold.
+template <class Work>
+void with_kind(int kind, Work&& work) {
+    if (kind == INT8_PAGES)
+        work.template operator()<Int8>();
+    else if (kind == FP8_PAGES)
+        work.template operator()<Fp8>();
+    else
+        work.template operator()<Plain>();
+}
+
+static std::vector<Span> spans_of(const Attention& a) {
+    std::vector<Span> spans(a.num_spans);
+    int64_t first = 0;
+    for (int64_t i = 0; i < a.num_spans; i++) {
+        spans[i] = {a.spans[2 * i], a.spans[2 * i + 1], first, a.table + i * a.table_width};
+        first += spans[i].count;
+    }
+    return spans;
+}
+
+static Pages pages_of(const Attention& a) {
+    return {a.keys,      a.values,      a.key_scales, a.value_scales, a.num_kv_heads,
+            a.num_pages, a.page_tokens, a.head_dim,   __builtin_ctzll(a.page_tokens)};
+}
+
+static Step step_of(const Attention& a) {
+    return {a.q, a.k, a.v, a.q_token, a.k_token, a.v_token, a.num_heads, a.cos, a.sin, a.window, a.out};
+}
+
+static float scale_of(const Attention& a) { return 1 / std::sqrt(float(a.head_dim)); }
+
+static void attend(const Attention& a) {
+    const std::vector<Span> spans = spans_of(a);
+    const Tasks tasks = tasks_of(spans, a.num_heads / a.num_kv_heads, a.num_kv_heads, a.window);
+    std::vector<float> partial(tasks.num_slots * (a.head_dim + 2));
+    std::atomic<int64_t> taken = 0;
+    with_kind(a.kind, [&]<class Kind>() {
+#pragma omp parallel
+        attend_share<Kind>(pages_of(a), step_of(a), spans, tasks, scale_of(a), taken, partial.data());
+    });
 }
 
 }  // namespace INSTRUCTION_SET

@@ -1,73 +1,239 @@
-// The blocks of a decoder, one after the other, as model/transformer.py defines them: the same kernels in the same
-// order, without Python between them, whose calls take as long as the products of a single token.
+// The blocks of a decoder, one after the other, as model/transformer.py defines them: the same sums in the same order
+// as its kernels one by one, but without Python between them, whose calls take as long as the products of a single
+// token, and by one team of threads, which need not meet for what a thread can do by itself:
+//
+//     qkv      product of the normed x         every row is normed and quantized in one go
+//     seen     attention
+//     x       += product of seen               a product is added where it is made
+//     inner    product of the normed x
+//     x       += product of silu(gate) up      as above, of the gated rows
+//
+// Threads wait for each other where a line ends, and where rows are made ready for a product, but not for a single row:
+// that each of them makes for itself.
 
 #pragma once
 
 #include <vector>
 
-#include "kernels.h"
-#include "vectors.h"
+#include "attention.h"
+#include "quantized.h"
+#include "rows.h"
 
 namespace shardwise {
 namespace INSTRUCTION_SET {
 
-static void any_linear(
-    const Bf16* x, int64_t x_step, int64_t num_rows, const Bf16* packed, int64_t num_columns, int64_t num_inner,
-    void* y, bool wide
-);
-static void any_quantized_linear(
-    const Bf16* x, int64_t x_step, int64_t num_rows, const uint8_t* packed, const QuantizedShape& shape, void* y,
-    bool wide
-);
-static void any_attend(const Attention& a);
+// -- what products read --------------------------------------------------------------------------------------
 
-static void multiply(const Matrix& w, const bf16* x, int64_t num_rows, bf16* y) {
-    if (w.is_quantized)
-        any_quantized_linear(x, w.num_inner, num_rows, (const uint8_t*)w.packed, w.quantized, y, false);
-    else
-        any_linear(x, w.num_inner, num_rows, (const bf16*)w.packed, w.num_columns, w.num_inner, y, false);
+// Rows [M, K] as they lie, or made: row(number, to) returns where it is.
+struct AsTheyLie {
+    static constexpr bool ARE_MADE = false;
+    const bf16* x;
+    int64_t size;
+    INLINE const bf16* row(int64_t number, bf16*) const { return x + number * size; }
+};
+
+struct Normed {
+    static constexpr bool ARE_MADE = true;
+    const bf16* x;
+    int64_t size;
+    const bf16* weight;
+    float eps;
+    INLINE const bf16* row(int64_t number, bf16* to) const {
+        norm_row(x + number * size, size, weight, eps, to);
+        return to;
+    }
+};
+
+struct Gated {
+    static constexpr bool ARE_MADE = true;
+    const bf16* x;
+    int64_t size;
+    INLINE const bf16* row(int64_t number, bf16* to) const {
+        gated_row(x + number * 2 * size, size, to);
+        return to;
+    }
+};
+
+// What a step leaves between its kernels. `made`: rows, or one of each thread; `stretches`: rows, or one of each thread.
+struct StepMemory {
+    bf16 *qkv, *seen, *inner, *product, *made;
+    Stretch* stretches;
+    std::vector<float> partial;
+};
+
+// Takes pieces out of memory, one after the other; of none it finds out how much they are.
+struct Pieces {
+    uint8_t* start;
+    int64_t bytes = 0;
+
+    template <class T>
+    T* take(int64_t count) {
+        T* piece = (T*)(start + bytes);
+        bytes += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+        return piece;
+    }
+};
+
+static StepMemory memory_of(const std::vector<DecoderBlock>& blocks, int64_t num_tokens, std::vector<uint8_t>& scratch) {
+    const int64_t threads = omp_get_max_threads(), several = num_tokens > threads ? num_tokens : threads;
+    int64_t widest = 0;
+    for (const Matrix* w : {&blocks[0].qkv, &blocks[0].out, &blocks[0].gate_up, &blocks[0].down})
+        if (w->num_inner > widest) widest = w->num_inner;
+    const int64_t num_rows = num_tokens == 1 ? threads : Rows::count(num_tokens, 1);
+    auto taken = [&](Pieces pieces, StepMemory& memory) {
+        memory.qkv = pieces.take<bf16>(num_tokens * blocks[0].qkv.num_columns);
+        memory.seen = pieces.take<bf16>(num_tokens * blocks[0].out.num_inner);
+        memory.inner = pieces.take<bf16>(num_tokens * blocks[0].gate_up.num_columns);
+        memory.product = pieces.take<bf16>(num_tokens * blocks[0].out.num_columns);
+        memory.made = pieces.take<bf16>(several * widest);
+        memory.stretches = pieces.take<Stretch>(num_rows * stretches_of(widest));
+        return pieces.bytes;
+    };
+    StepMemory memory;
+    const size_t needed = size_t(taken({nullptr}, memory)) + 64;
+    if (scratch.size() < needed) scratch.resize(needed);
+    taken({scratch.data() + (64 - uintptr_t(scratch.data()) % 64) % 64}, memory);
+    return memory;
 }
 
-// x += y
-static void add(bf16* x, const bf16* y, int64_t size) {
-#pragma omp parallel for if (size > PARALLEL_NUMBERS)
-    for (int64_t i = 0; i < size / LANES; i++)
-        store_bf16(x + i * LANES, load_bf16(x + i * LANES) + load_bf16(y + i * LANES));
-    for (int64_t i = size / LANES * LANES; i < size; i++) x[i] = narrow(widen(x[i]) + widen(y[i]));
+// -- the lines of a block, each run by all threads of a parallel region --------------------------------------------
+
+// y = rows w^T, or y += it where Out is Sum. Ends without waiting for the other threads.
+template <class Out, class Source>
+static void multiply(const Matrix& w, const Source& source, int64_t num_rows, StepMemory& memory, Out* y) {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), size = w.num_inner;
+    const bool alone = num_rows == 1;
+    const int64_t first = alone ? 0 : part_start(num_rows, threads, thread);
+    const int64_t stop = alone ? 1 : part_start(num_rows, threads, thread + 1);
+    if (w.is_quantized) {
+        const QuantizedLinear packed{(const uint8_t*)w.packed, w.quantized};
+        Rows rows{memory.stretches, num_rows, packed.num_stretches()};
+        if (alone) rows.stretches += thread * rows.num_stretches;
+        bf16* made = memory.made + thread * size;
+        for (int64_t row = first; row < stop; row++)
+            quantize_row(source.row(row, made), size, w.quantized.middle, rows, row);
+        if (!alone) {
+#pragma omp barrier
+        }
+        quantized_share(rows, packed, y, w.num_columns);
+        return;
+    }
+    const bf16* x = source.x;
+    if constexpr (Source::ARE_MADE) {
+        bf16* made = memory.made + (alone ? thread * size : 0);
+        for (int64_t row = first; row < stop; row++) source.row(row, made + row * size);
+        if (!alone) {
+#pragma omp barrier
+        }
+        x = made;
+    }
+    linear_share(x, size, num_rows, Linear{(const uint32_t*)w.packed, w.num_columns, size / 2}, y, w.num_columns);
+}
+
+// to += from, rounded.
+INLINE void add_row(bf16* to, const bf16* from, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store_bf16(to + i, load_bf16(to + i) + load_bf16(from + i));
+    for (; i < size; i++) to[i] = narrow(widen(to[i]) + widen(from[i]));
+}
+
+// y = rows w^T, rounded, plus the bias, rounded again (model/layers.py). All threads have done their part when it ends.
+template <class Source>
+static void project(const Matrix& w, const Source& source, int64_t num_rows, StepMemory& memory, bf16* y) {
+    multiply(w, source, num_rows, memory, y);
+#pragma omp barrier
+    if (!w.bias) return;
+#pragma omp for
+    for (int64_t row = 0; row < num_rows; row++) add_row(y + row * w.num_columns, w.bias, w.num_columns);
+}
+
+// x += what `project` makes.
+template <class Source>
+static void add_projected(const Matrix& w, const Source& source, int64_t num_rows, StepMemory& memory, bf16* x) {
+    if (!w.bias) {
+        multiply(w, source, num_rows, memory, (Sum*)x);
+#pragma omp barrier
+        return;
+    }
+    project(w, source, num_rows, memory, memory.product);
+#pragma omp for
+    for (int64_t row = 0; row < num_rows; row++)
+        add_row(x + row * w.num_columns, memory.product + row * w.num_columns, w.num_columns);
+}
+
+// Heads of q or k of tokens that are `step` numbers apart, in place.
+static void norm_heads(
+    bf16* x, int64_t step, int64_t num_tokens, int64_t num_heads, int64_t size, const bf16* weight, float eps
+) {
+#pragma omp for collapse(2)
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t head = 0; head < num_heads; head++) {
+            bf16* row = x + token * step + head * size;
+            norm_row(row, size, weight, eps, row);
+        }
+}
+
+// Attention of one block: where its queries, keys and values are, and its pages.
+static Attention of_block(Attention a, const DecoderBlock& block, const StepMemory& memory) {
+    a.keys = block.keys, a.values = block.values;
+    a.key_scales = block.key_scales, a.value_scales = block.value_scales;
+    a.q = memory.qkv, a.k = a.q + a.num_heads * a.head_dim, a.v = a.k + a.num_kv_heads * a.head_dim;
+    a.q_token = a.k_token = a.v_token = block.qkv.num_columns;
+    a.window = block.window, a.out = memory.seen;
+    return a;
+}
+
+// Of the layers with one window.
+struct WindowTasks {
+    int64_t window;
+    Tasks tasks;
+};
+
+static std::vector<WindowTasks> tasks_by_window(
+    const std::vector<DecoderBlock>& blocks, const Attention& a, const std::vector<Span>& spans
+) {
+    std::vector<WindowTasks> found;
+    for (const DecoderBlock& block : blocks) {
+        bool known = false;
+        for (const WindowTasks& each : found) known = known || each.window == block.window;
+        if (!known)
+            found.push_back({block.window, tasks_of(spans, a.num_heads / a.num_kv_heads, a.num_kv_heads, block.window)});
+    }
+    return found;
 }
 
 // x [N, D], in place. Of `step` what belongs to no layer is given; `scratch` grows to what a step needs.
 static void run_blocks(
-    const std::vector<DecoderBlock>& blocks, Attention step, int64_t num_tokens, float eps, bf16* x, std::vector<bf16>& scratch
+    const std::vector<DecoderBlock>& blocks, const Attention& step, int64_t num_tokens, float eps, bf16* x,
+    std::vector<uint8_t>& scratch
 ) {
-    for (const DecoderBlock& block : blocks) {
-        const int64_t width = block.qkv.num_inner, fused = block.qkv.num_columns, seen_width = block.out.num_inner;
-        const int64_t inner_width = block.gate_up.num_columns, size = step.head_dim;
-        const size_t needed = num_tokens * (2 * width + fused + seen_width + inner_width + inner_width / 2);
-        if (scratch.size() < needed) scratch.resize(needed);
-        bf16* normed = scratch.data();
-        bf16* y = normed + num_tokens * width;
-        bf16* qkv = y + num_tokens * width;
-        bf16* seen = qkv + num_tokens * fused;
-        bf16* inner = seen + num_tokens * seen_width;
-        bf16* gated = inner + num_tokens * inner_width;
-
-        rms_norm(x, width, num_tokens, width, block.norm1, eps, normed);
-        multiply(block.qkv, normed, num_tokens, qkv);
-        step.keys = block.keys, step.values = block.values;
-        step.key_scales = block.key_scales, step.value_scales = block.value_scales;
-        step.q = qkv, step.k = qkv + step.num_heads * size, step.v = step.k + step.num_kv_heads * size;
-        step.q_token = step.k_token = step.v_token = fused;
-        step.window = block.window, step.out = seen;
-        any_attend(step);
-        multiply(block.out, seen, num_tokens, y);
-        add(x, y, num_tokens * width);
-
-        rms_norm(x, width, num_tokens, width, block.norm2, eps, normed);
-        multiply(block.gate_up, normed, num_tokens, inner);
-        gated_silu(inner, num_tokens, inner_width / 2, gated);
-        multiply(block.down, gated, num_tokens, y);
-        add(x, y, num_tokens * width);
+    const std::vector<Span> spans = spans_of(step);
+    const std::vector<WindowTasks> by_window = tasks_by_window(blocks, step, spans);
+    StepMemory memory = memory_of(blocks, num_tokens, scratch);
+    for (const WindowTasks& each : by_window)
+        memory.partial.resize(std::max<size_t>(memory.partial.size(), each.tasks.num_slots * (step.head_dim + 2)));
+    std::vector<std::atomic<int64_t>> taken(blocks.size());
+    const int64_t width = blocks[0].qkv.num_inner, size = step.head_dim;
+#pragma omp parallel
+    for (size_t layer = 0; layer < blocks.size(); layer++) {
+        const DecoderBlock& block = blocks[layer];
+        project(block.qkv, Normed{x, width, block.norm1, eps}, num_tokens, memory, memory.qkv);
+        if (block.q_norm) {
+            norm_heads(memory.qkv, block.qkv.num_columns, num_tokens, step.num_heads, size, block.q_norm, eps);
+            bf16* keys = memory.qkv + step.num_heads * size;
+            norm_heads(keys, block.qkv.num_columns, num_tokens, step.num_kv_heads, size, block.k_norm, eps);
+        }
+        const Attention a = of_block(step, block, memory);
+        const Tasks* tasks = &by_window[0].tasks;
+        for (const WindowTasks& each : by_window)
+            if (each.window == block.window) tasks = &each.tasks;
+        with_kind(a.kind, [&]<class Kind>() {
+            attend_share<Kind>(pages_of(a), step_of(a), spans, *tasks, scale_of(a), taken[layer], memory.partial.data());
+        });
+#pragma omp barrier
+        add_projected(block.out, AsTheyLie{memory.seen, block.out.num_inner}, num_tokens, memory, x);
+        project(block.gate_up, Normed{x, width, block.norm2, eps}, num_tokens, memory, memory.inner);
+        add_projected(block.down, Gated{memory.inner, block.down.num_inner}, num_tokens, memory, x);
     }
 }
 

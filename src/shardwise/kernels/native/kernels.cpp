@@ -63,26 +63,6 @@ static void any_look_up_quantized(
     look_up_quantized(ids, num_ids, {packed, shape}, y);
 }
 
-static void any_attend(const Attention& a) {
-    std::vector<Span> spans(a.num_spans);
-    int64_t first = 0;
-    for (int64_t i = 0; i < a.num_spans; i++) {
-        spans[i] = {a.spans[2 * i], a.spans[2 * i + 1], first, a.table + i * a.table_width};
-        first += spans[i].count;
-    }
-    int page_shift = __builtin_ctzll(a.page_tokens);
-    Pages pages{a.keys,      a.values,      a.key_scales, a.value_scales, a.num_kv_heads,
-                a.num_pages, a.page_tokens, a.head_dim,   page_shift};
-    Step step{a.q, a.k, a.v, a.q_token, a.k_token, a.v_token, a.num_heads, a.cos, a.sin, a.window, a.out};
-    float scale = 1 / std::sqrt(float(a.head_dim));
-    if (a.kind == INT8_PAGES)
-        attend<Int8>(pages, step, spans, scale);
-    else if (a.kind == FP8_PAGES)
-        attend<Fp8>(pages, step, spans, scale);
-    else
-        attend<Plain>(pages, step, spans, scale);
-}
-
 }  // namespace INSTRUCTION_SET
 
 #define JOINED(a, b) a##b
@@ -96,7 +76,7 @@ const Kernels TABLE(INSTRUCTION_SET) = {
     INSTRUCTION_SET::any_pack_quantized,
     INSTRUCTION_SET::any_quantized_linear,
     INSTRUCTION_SET::any_look_up_quantized,
-    INSTRUCTION_SET::any_attend,
+    INSTRUCTION_SET::attend,
     INSTRUCTION_SET::rms_norm,
     INSTRUCTION_SET::gated_silu,
     INSTRUCTION_SET::run_blocks,

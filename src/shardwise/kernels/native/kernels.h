@@ -46,16 +46,18 @@ struct QuantizedShape {
     }
 };
 
-// A packed weight [N, K], and what a block of a decoder is made of: its weights, its pages, its window.
+// A packed weight [N, K] and the bias [N] of its products, or none; and what a block of a decoder is made of: its
+// weights, of which not every model has norms of q and k, its pages, its window.
 struct Matrix {
     const void* packed;
+    const Bf16* bias;
     int64_t num_columns, num_inner;
     bool is_quantized;
     QuantizedShape quantized;
 };
 
 struct DecoderBlock {
-    const Bf16 *norm1, *norm2;
+    const Bf16 *norm1, *norm2, *q_norm, *k_norm;
     Matrix qkv, out, gate_up, down;
     void *keys, *values;
     float *key_scales, *value_scales;
@@ -101,8 +103,8 @@ struct Kernels {
     );
     void (*gated_silu)(const Bf16* x, int64_t num_rows, int64_t size, Bf16* y);
     void (*run_blocks)(
-        const std::vector<DecoderBlock>& blocks, Attention step, int64_t num_tokens, float eps, Bf16* x,
-        std::vector<Bf16>& scratch
+        const std::vector<DecoderBlock>& blocks, const Attention& step, int64_t num_tokens, float eps, Bf16* x,
+        std::vector<uint8_t>& scratch
     );
     // sampling.h
     void (*choose_tokens)(

@@ -68,6 +68,19 @@ INLINE void put(Out* to, floats v, int count) {
         for (int i = 0; i < count; i++) to[i] = whole[i];
 }
 
+// A number of bf16 to which a product, rounded to bf16 itself, is added: a residual.
+struct Sum {
+    bf16 value;
+};
+
+INLINE void put(Sum* to, floats v, int count) {
+    bf16 whole[LANES] = {};
+    bf16* sums = (bf16*)to;
+    if (count < LANES) sums = (bf16*)memcpy(whole, to, count * sizeof(bf16));
+    store_bf16(sums, load_bf16(sums) + widen(narrow(v)));
+    if (count < LANES) memcpy(to, whole, count * sizeof(bf16));
+}
+
 // What a tile fetches of what is read next: `lines_each` lines from `start` on for each pair that it reads.
 struct LinesAhead {
     const uint32_t* start;
@@ -109,26 +122,29 @@ void linear_panels(
     });
 }
 
-// x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N]. Threads share out the panels.
+// x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N]: what falls to one thread of a parallel region, of which
+// each takes some panels.
+template <class Out>
+void linear_share(const bf16* x, int64_t x_step, int64_t num_rows, const Linear& w, Out* y, int64_t y_step) {
+    const uint32_t* rows = (const uint32_t*)x;
+    const int64_t row_step = x_step / 2, threads = omp_get_num_threads(), mine = omp_get_thread_num();
+    int64_t panel = part_start(w.num_panels(), threads, mine), stop = part_start(w.num_panels(), threads, mine + 1);
+    while (panel < stop) {
+        int64_t in_block = w.block_panels(panel / BLOCK_PANELS) - panel % BLOCK_PANELS;
+        int64_t count = stop - panel < in_block ? stop - panel : in_block;
+        if (count > TILE_PANELS) count = TILE_PANELS;
+        with_constant<TILE_PANELS>(int(count), [&]<int P>() {
+            linear_panels<Out, P>(w, rows, row_step, num_rows, panel, y, y_step);
+        });
+        panel += count;
+    }
+}
+
 template <class Out>
 void linear(const bf16* x, int64_t x_step, int64_t num_rows, const Linear& w, Out* y, int64_t y_step) {
     if (!num_rows) return;
-    const uint32_t* rows = (const uint32_t*)x;
-    int64_t row_step = x_step / 2, num_panels = w.num_panels();
 #pragma omp parallel
-    {
-        int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
-        int64_t panel = part_start(num_panels, threads, mine), stop = part_start(num_panels, threads, mine + 1);
-        while (panel < stop) {
-            int64_t in_block = w.block_panels(panel / BLOCK_PANELS) - panel % BLOCK_PANELS;
-            int64_t count = stop - panel < in_block ? stop - panel : in_block;
-            if (count > TILE_PANELS) count = TILE_PANELS;
-            with_constant<TILE_PANELS>(int(count), [&]<int P>() {
-                linear_panels<Out, P>(w, rows, row_step, num_rows, panel, y, y_step);
-            });
-            panel += count;
-        }
-    }
+    linear_share(x, x_step, num_rows, w, y, y_step);
 }
 
 }  // namespace INSTRUCTION_SET

@@ -46,7 +46,7 @@ std::vector<Choice> choices() {
 // The blocks of a decoder, and memory for what a step leaves between their kernels.
 struct Decoder {
     std::vector<DecoderBlock> blocks;
-    std::vector<Bf16> scratch;
+    std::vector<uint8_t> scratch;
 };
 
 const Kernels& of(Address table) { return *reinterpret_cast<const Kernels*>(table); }
@@ -110,19 +110,20 @@ NB_MODULE(_native, m) {
         of(table).look_up_quantized(at<int64_t>(ids), num_ids, at<uint8_t>(packed), shape, at<Bf16>(y));
     }, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Matrix>(m, "Matrix")
-        .def("__init__", [](Matrix* matrix, Address packed, int64_t num_columns, int64_t num_inner) {
-            new (matrix) Matrix{at<void>(packed), num_columns, num_inner, false, {}};
+        .def("__init__", [](Matrix* matrix, Address packed, Address bias, int64_t num_columns, int64_t num_inner) {
+            new (matrix) Matrix{at<void>(packed), at<Bf16>(bias), num_columns, num_inner, false, {}};
         })
-        .def("__init__", [](Matrix* matrix, Address packed, const QuantizedShape& shape) {
-            new (matrix) Matrix{at<void>(packed), shape.num_columns, shape.num_inner, true, shape};
+        .def("__init__", [](Matrix* matrix, Address packed, Address bias, const QuantizedShape& shape) {
+            new (matrix) Matrix{at<void>(packed), at<Bf16>(bias), shape.num_columns, shape.num_inner, true, shape};
         });
     nb::class_<Decoder>(m, "Decoder")
         .def(nb::init<>())
-        .def("add", [](Decoder& decoder, Address norm1, Address norm2, const Matrix& qkv, const Matrix& out,
-                       const Matrix& gate_up, const Matrix& down, Address keys, Address values, Address key_scales,
-                       Address value_scales, int64_t window) {
-            decoder.blocks.push_back({at<Bf16>(norm1), at<Bf16>(norm2), qkv, out, gate_up, down, at<void>(keys),
-                                      at<void>(values), at<float>(key_scales), at<float>(value_scales), window});
+        .def("add", [](Decoder& decoder, Address norm1, Address norm2, Address q_norm, Address k_norm,
+                       const Matrix& qkv, const Matrix& out, const Matrix& gate_up, const Matrix& down, Address keys,
+                       Address values, Address key_scales, Address value_scales, int64_t window) {
+            decoder.blocks.push_back({at<Bf16>(norm1), at<Bf16>(norm2), at<Bf16>(q_norm), at<Bf16>(k_norm), qkv, out,
+                                      gate_up, down, at<void>(keys), at<void>(values), at<float>(key_scales),
+                                      at<float>(value_scales), window});
         })
         .def("run", [](Decoder& decoder, Address table, int kind, int64_t num_kv_heads, int64_t num_pages,
                        int64_t page_tokens, int64_t head_dim, int64_t num_heads, Address cos, Address sin,

@@ -146,12 +146,13 @@ struct Stretch {
 
 // Rows of activations in the order in which tiles read them: [tiles, stretches].
 struct Rows {
-    std::unique_ptr<Stretch[]> stretches;
+    Stretch* stretches;
     int64_t num_rows, num_stretches;
 
-    Rows(int64_t num_rows, int64_t num_stretches)
-        : stretches(new Stretch[num_tiles<QUANTIZED_ROWS>(num_rows) * num_stretches]), num_rows(num_rows),
-          num_stretches(num_stretches) {}
+    static int64_t count(int64_t num_rows, int64_t num_stretches) {
+        return num_tiles<QUANTIZED_ROWS>(num_rows) * num_stretches;
+    }
+    const Stretch* tile(int64_t number) const { return stretches + number * num_stretches; }
 };
 
 constexpr float LARGEST_CODE = 127, LEAST_SCALED = 0x1p-100f;
@@ -184,12 +185,13 @@ INLINE void quantize_stretch(const bf16* x, int64_t count, int middle, Stretch& 
     to.scaled_sums[row] = scale * float(sum);
 }
 
-// The part of x [M, K] that falls to one of the threads.
-static void quantize_part(const bf16* x, int64_t x_step, int64_t num_inner, int middle, Rows& to, int64_t parts, int64_t part) {
-    const int64_t stop = part_start(to.num_stretches, parts, part + 1);
+// The columns of x [M, K] that fall to one thread of a parallel region.
+static void quantize_share(const bf16* x, int64_t x_step, int64_t num_inner, int middle, Rows& to) {
+    const int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
+    const int64_t stop = part_start(to.num_stretches, threads, mine + 1);
     int64_t tile = 0;
     over_tiles<QUANTIZED_ROWS>(to.num_rows, [&]<int R>(int64_t row) {
-        for (int64_t i = part_start(to.num_stretches, parts, part); i < stop; i++) {
+        for (int64_t i = part_start(to.num_stretches, threads, mine); i < stop; i++) {
             int64_t rest = num_inner - i * STRETCH;
             for (int r = 0; r < R; r++)
                 quantize_stretch(
@@ -199,6 +201,19 @@ static void quantize_part(const bf16* x, int64_t x_step, int64_t num_inner, int 
         }
         tile++;
     });
+}
+
+// Row `number` of M, by itself.
+static void quantize_row(const bf16* x, int64_t num_inner, int middle, Rows& to, int64_t number) {
+    const int64_t tiles = num_tiles<QUANTIZED_ROWS>(to.num_rows);
+    int64_t tile = number * tiles / to.num_rows;
+    while (part_start(to.num_rows, tiles, tile + 1) <= number) tile++;
+    const int row = int(number - part_start(to.num_rows, tiles, tile));
+    for (int64_t i = 0; i < to.num_stretches; i++) {
+        int64_t rest = num_inner - i * STRETCH;
+        Stretch& stretch = to.stretches[tile * to.num_stretches + i];
+        quantize_stretch(x + i * STRETCH, rest < STRETCH ? rest : STRETCH, middle, stretch, row);
+    }
 }
 
 // -- products ----------------------------------------------------------------------------------------------
@@ -304,8 +319,7 @@ void quantized_block(const QuantizedLinear& w, const Rows& x, int64_t block, Out
     const uint8_t* next = tiles > 1 ? w.block(block + 1) : w.block(block) + BYTES_AHEAD;
     over_tiles<QUANTIZED_ROWS>(x.num_rows, [&]<int R>(int64_t row) {
         BytesAhead ahead{next + tile * each * x.num_stretches, tile * each < bytes ? each : 0};
-        const Stretch* from = x.stretches.get() + tile * x.num_stretches;
-        quantized_tile<BITS, GROUPED, Out, R, P>(w, from, block, y + row * y_step, y_step, ahead);
+        quantized_tile<BITS, GROUPED, Out, R, P>(w, x.tile(tile), block, y + row * y_step, y_step, ahead);
         tile++;
     });
 }
@@ -318,27 +332,33 @@ void quantized_blocks(const QuantizedLinear& w, const Rows& x, int64_t first, in
         });
 }
 
-// x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N]. Threads share out the columns of x, then the blocks of w.
+// Rows -> y [M, N]: what falls to one thread of a parallel region, of which each takes some blocks.
+template <class Out>
+void quantized_share(const Rows& rows, const QuantizedLinear& w, Out* y, int64_t y_step) {
+    const int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
+    const int64_t first = part_start(w.num_blocks(), threads, mine), last = part_start(w.num_blocks(), threads, mine + 1);
+    const bool grouped = w.num_groups() > 1 || w.offset_bytes();
+    if (w.shape.bits == 4 && grouped)
+        quantized_blocks<4, true>(w, rows, first, last, y, y_step);
+    else if (w.shape.bits == 4)
+        quantized_blocks<4, false>(w, rows, first, last, y, y_step);
+    else if (grouped)
+        quantized_blocks<8, true>(w, rows, first, last, y, y_step);
+    else
+        quantized_blocks<8, false>(w, rows, first, last, y, y_step);
+}
+
+// x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N].
 template <class Out>
 void quantized_linear(const bf16* x, int64_t x_step, int64_t num_rows, const QuantizedLinear& w, Out* y, int64_t y_step) {
     if (!num_rows) return;
-    const bool grouped = w.num_groups() > 1 || w.offset_bytes();
-    Rows rows(num_rows, w.num_stretches());
+    std::unique_ptr<Stretch[]> memory(new Stretch[Rows::count(num_rows, w.num_stretches())]);
+    Rows rows{memory.get(), num_rows, w.num_stretches()};
 #pragma omp parallel
     {
-        const int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
-        quantize_part(x, x_step, w.shape.num_inner, w.shape.middle, rows, threads, mine);
+        quantize_share(x, x_step, w.shape.num_inner, w.shape.middle, rows);
 #pragma omp barrier
-        const int64_t first = part_start(w.num_blocks(), threads, mine);
-        const int64_t last = part_start(w.num_blocks(), threads, mine + 1);
-        if (w.shape.bits == 4 && grouped)
-            quantized_blocks<4, true>(w, rows, first, last, y, y_step);
-        else if (w.shape.bits == 4)
-            quantized_blocks<4, false>(w, rows, first, last, y, y_step);
-        else if (grouped)
-            quantized_blocks<8, true>(w, rows, first, last, y, y_step);
-        else
-            quantized_blocks<8, false>(w, rows, first, last, y, y_step);
+        quantized_share(rows, w, y, y_step);
     }
 }
 

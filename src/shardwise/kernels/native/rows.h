@@ -36,17 +36,19 @@ void rms_norm(const bf16* x, int64_t x_step, int64_t num_rows, int64_t size, con
 
 INLINE floats sigmoid(floats x) { return choose(x < -88.0f, floats{}, 1.0f / (1.0f + exponential(-x))); }
 
-// silu(gate) up of rows [gate | up], each of F numbers (kernels/gated.py).
+// silu(gate) up of a row [gate | up], each of F numbers (kernels/gated.py).
+INLINE void gated_row(const bf16* gate, int64_t size, bf16* to) {
+    const bf16* up = gate + size;
+    for (int64_t i = 0; i < size; i += LANES) {
+        floats g = load_bf16(gate + i);
+        floats silu = widen(narrow(g * sigmoid(g)));
+        store_bf16(to + i, silu * load_bf16(up + i));
+    }
+}
+
 void gated_silu(const bf16* x, int64_t num_rows, int64_t size, bf16* y) {
 #pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const bf16 *gate = x + row * 2 * size, *up = gate + size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            floats g = load_bf16(gate + i);
-            floats silu = widen(narrow(g * sigmoid(g)));
-            store_bf16(y + row * size + i, silu * load_bf16(up + i));
-        }
-    }
+    for (int64_t row = 0; row < num_rows; row++) gated_row(x + row * 2 * size, size, y + row * size);
 }
 
 }  // namespace INSTRUCTION_SET
