@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from serve import markdown, read_arguments, run, tell, turns_parser
-from serve_rows import LLAMA_CPP, OURS, Limits, llama_cpp, measure_limits, with_peers
+from serve_rows import LLAMA_CPP, OURS, THEIR_PACKAGES, Limits, llama_cpp, measure_limits, with_peers
 from train import machine, make_peers_environment, say
 
 from shardwise.catalogue import llama
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             kinds = make_files(args.model, Path(folder), python)
             limits = {name: measure_limits(kind.ours, kind.quant) for name, kind in kinds.items()}
-            report = Report(machine(python, args), limits)
+            report = Report(machine(python, args, THEIR_PACKAGES[:1]), limits)
             take_turns(report, kinds, python, args.rounds)
         except RuntimeError as error:
             print(error, file=sys.stderr)

@@ -38,6 +38,7 @@ BARS = {
     "generate_1": 1.5, "generate_8": 1.5, "generate_32": 1.5,
 }  # fmt: skip
 OURS, LLAMA_CPP, OPENVINO, OTHERS = "Shardwise", "llama.cpp", "OpenVINO", "the best other"
+THEIR_PACKAGES = ("llama_cpp_python", "openvino-genai")
 PACKAGES = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino-genai==2026.4.1.0")
 PRODUCT_SIZE, PRODUCT_TRIES = 2048, 8
 
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read_arguments(turns_parser(__doc__, "a .gguf file"), argv)
     python = with_peers(make_peers_environment(args.peers_env))
     args.steps = 24
-    report = Report(machine(python, args), measure_limits(args.model))
+    report = Report(machine(python, args, THEIR_PACKAGES), measure_limits(args.model))
     with tempfile.TemporaryDirectory() as folder:
         try:
             files = {"as stored": str(args.model)} | run([*llama_cpp(python), "requantize", str(args.model), folder])

@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 PEERS_ENV = HERE.parent / ".peers"
 RESULTS = HERE / "results"
 PEER_PACKAGES = ("transformers==5.24.0", "accelerate==1.15.0", "deepspeed==0.19.8")
+THEIR_PACKAGES = ("torch", "transformers", "deepspeed")
 PEERS_ENVIRONMENT = os.environ | {"DS_ACCELERATOR": "cpu"}
 RUN_LIMIT_S = 900
 ERROR = re.compile(r"(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Failed)\b.*|shardwise: .*)")
@@ -176,7 +177,9 @@ def last_error(errors: str) -> str:
     return named[-1] if named else lines[-1] if lines else "no error was printed"
 
 
-def machine(python: Path | None, args: argparse.Namespace) -> dict[str, str | int]:
+def machine(
+    python: Path | None, args: argparse.Namespace, theirs: Sequence[str] = THEIR_PACKAGES
+) -> dict[str, str | int]:
     """What the figures depend on; `python` is that of the peers' environment."""
     about: dict[str, str | int] = {"date": date.today().isoformat(), "processor": processor()}
     about |= {"cores": os.cpu_count() or 1, "rounds": args.rounds, "steps": args.steps, "torch": version("torch")}
@@ -184,7 +187,7 @@ def machine(python: Path | None, args: argparse.Namespace) -> dict[str, str | in
         return about
     listed = subprocess.run([str(python), "-m", "pip", "list", "--format", "json"], capture_output=True, text=True)
     packages = {each["name"]: each["version"] for each in json.loads(listed.stdout or "[]")}
-    versions = {f"their {name}": packages.get(name, "?") for name in ("torch", "transformers", "deepspeed")}
+    versions = {f"their {name}": packages.get(name, "?") for name in theirs}
     return about | versions
 
 
