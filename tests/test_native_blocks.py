@@ -31,9 +31,10 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 
 def runner(config: ModelConfig, plain: Mapping[str, Tensor], kv_dtype: KvDtype, quant: str | None, name: str) -> Runner:
     weights: Weights = dict(plain)
-    for spec in model_specs(config) if quant else ():
-        if quantizable(spec):
-            weights[spec.name] = QuantizedWeight((quantize(plain[spec.name].float(), Scheme.parse(quant)),))
+    scheme = Scheme.parse(quant) if quant else None
+    for spec in model_specs(config):
+        if scheme is not None and quantizable(spec):
+            weights[spec.name] = QuantizedWeight((quantize(plain[spec.name].float(), scheme),))
     mesh = make_mesh(Layout(), 0, CPU, config.num_kv_heads)
     made = Runner(config, weights, mesh, BF16, 16, native_kernels(name), kv_dtype)
     made.make_pages(16)
