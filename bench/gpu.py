@@ -1,5 +1,5 @@
 """The kernels for GPUs on one GPU: do they compute what their definitions say, have rows the same bits in any company,
-and how fast are they and the captured steps that use them? Under five minutes.
+and how fast are they and the captured steps that use them? A few minutes.
 
     python bench/gpu.py [--json]
     python bench/gpu.py --interpret [--json]     # correctness alone, small, on a CPU by Triton's interpreter
@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +29,20 @@ from shardwise.catalogue import CATALOGUE, llama
 from shardwise.config import ModelConfig
 from shardwise.kernels.choice import TORCH, Attention, Heads, Kernels, triton_kernels
 from shardwise.kernels.gated import gated_naive
-from shardwise.kernels.kv import KVPages, Vectors
+from shardwise.kernels.kv import CODES, KVPages, quantize
 from shardwise.kernels.norm import rms_norm_naive
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rotary import rotate_naive
-from shardwise.kernels.rows import RowWeight, row_weights
+from shardwise.kernels.rows import RowWeight, row_quantized, row_weights
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs
+from shardwise.quant import format
+from shardwise.quant.cache import KvDtype
+from shardwise.quant.dynamic import plain_in_fp64
+from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.scheme import Scheme, quantizable
+from shardwise.quant.weight import QuantizedWeight
 from shardwise.serve.batch import Batch, Part
 from shardwise.serve.graphs import Capture, cuda_capture
 from shardwise.serve.runner import Runner
@@ -46,6 +54,9 @@ ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """Relative to the largest: the last two bits. In fp32 sums of a GPU differ from those of its definition."""
 LOGITS_ERROR = 0.05
 """Relative to the largest, of a model in bf16 with other kernels."""
+PRODUCT_ERROR = 1e-5
+"""Relative to the largest, of sums in fp32 of products that are exact."""
+SCHEMES = ("int8", "int8-g32", "int4-g32", "int4-g128", "int4z-g128", "int4z")
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """What is run: sequences of `lengths` tokens, heads (H, K, C) and windows of attention, and models."""
+    """What is run: sequences of `lengths` tokens, heads (H, K, C) and windows of attention, products (N, K), models."""
 
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
     heads: tuple[tuple[int, int, int], ...]
+    products: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
     models: tuple[ModelConfig, ...]
     context: int
@@ -73,14 +85,16 @@ class Work:
 
 def on_gpu(device: torch.device) -> Work:
     heads = (9, 3, 64), (32, 8, 128), (8, 1, 80)
+    products = (960, 640), (1000, 2048), (2048, 8192)
     models = CATALOGUE["smollm2-135m"], CATALOGUE["llama-3.2-1b"]
-    return Work(device, tuple(ERROR), heads, (300, 1, 129, 1000), models, 512, cuda_capture(device))
+    return Work(device, tuple(ERROR), heads, products, (300, 1, 129, 1000), models, 512, cuda_capture(device))
 
 
 def interpreted() -> Work:
     tiny = llama(2, 64, 96, 4, 2, vocab=101, max_positions=64)
     dtypes = torch.float32, torch.bfloat16
-    return Work(torch.device("cpu"), dtypes, ((6, 2, 16),), (20, 1, 140), (tiny,), 30, lambda step: step)
+    heads, products = ((6, 2, 16),), ((20, 128),)
+    return Work(torch.device("cpu"), dtypes, heads, products, (20, 1, 140), (tiny,), 30, lambda step: step)
 
 
 # -- correctness --------------------------------------------------------------------------------------------
@@ -99,12 +113,11 @@ def far(found: Tensor, expected: Tensor) -> float:
 
 
 def check_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
-    for (num_heads, num_kv, size), dtype, window in (
-        (heads, dtype, window) for heads in work.heads for dtype in work.dtypes for window in (None, 100)
-    ):
-        heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([window]), dtype, work.device)
+    kinds: list[tuple[int | None, KvDtype]] = [(None, "auto"), (100, "auto"), (None, "int8"), (100, "fp8")]
+    for (num_heads, num_kv, size), dtype, (window, kv_dtype) in product(work.heads, work.dtypes, kinds):
+        heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([window]), dtype, work.device, kv_dtype)
         attention = kernels.attention(heads)
-        name = f"attention {num_heads}/{num_kv} heads of {size}, {str(dtype)[6:]}, window {window}"
+        name = f"attention {num_heads}/{num_kv} heads of {size}, {str(dtype)[6:]}, window {window}, kept as {kv_dtype}"
         texts = [drawn((n, num_heads + 2 * num_kv, size), dtype, work.device, n) for n in work.lengths]
         alone = [attended(attention, heads, [text], window, [[(0, len(text))]])[0] for text in texts]
         error = max(far(out, defined(text, heads, window)) for out, text in zip(alone, texts, strict=True))
@@ -122,7 +135,9 @@ def attended(
     pages_of = [-(-len(text) // PAGE_TOKENS) for text in texts]
     ends = [sum(pages_of[: n + 1]) for n in range(len(texts))]
     shape = heads.num_kv, ends[-1], PAGE_TOKENS, heads.head_dim
-    pages = KVPages(*(Vectors(torch.full(shape, torch.nan, dtype=heads.dtype, device=heads.device)) for _ in range(2)))
+    pages = KVPages.empty(shape, heads.kv_dtype, heads.dtype, heads.device)
+    for each in pages.tensors:
+        each.fill_(torch.nan if each.is_floating_point() else 99)
     done, out = [0] * len(texts), [text.new_empty(len(text), heads.num_heads, heads.head_dim) for text in texts]
     for step in steps:
         spans = [Span(done[n], count, tuple(range(ends[n] - pages_of[n], ends[n]))) for n, count in step]
@@ -137,8 +152,11 @@ def attended(
 
 
 def defined(text: Tensor, heads: Heads, window: int | None) -> Tensor:
-    """Softmax of all scores, in fp64."""
+    """Softmax of all scores, in fp64, over what is kept of keys and values."""
     q, k, v = text.double().transpose(0, 1).split((heads.num_heads, heads.num_kv, heads.num_kv))
+    if heads.kv_dtype != "auto":
+        pairs = [quantize(x.float(), CODES[heads.kv_dtype]) for x in (k, v)]
+        k, v = (codes.double() * scales.double()[..., None] for codes, scales in pairs)
     k, v = (x.repeat_interleave(heads.group, 0) for x in (k, v))
     at = torch.arange(len(text), device=text.device)
     behind = at[:, None] - at
@@ -158,6 +176,7 @@ def check_small(work: Work, kernels: Kernels) -> Iterator[Row]:
             error = far(kernels.gated(inner, activation), gated_naive(inner, activation))
             yield Row(f"gated {activation}, {kind}", error, "of the largest", error <= ERROR[dtype])
         yield check_turned(work, dtype)
+        yield from (check_codes(work, dtype, kv_dtype) for kv_dtype in CODES)
 
 
 def check_turned(work: Work, dtype: torch.dtype) -> Row:
@@ -166,13 +185,52 @@ def check_turned(work: Work, dtype: torch.dtype) -> Row:
     q, k, v = drawn((5, 15, 64), dtype, work.device).split((9, 3, 3), 1)
     angles = 10 * drawn((5, 1, 32), torch.float32, work.device)
     turns = angles.cos().to(dtype), angles.sin().to(dtype)
-    keys, values = torch.zeros(2, 3, 2, PAGE_TOKENS, 64, dtype=dtype, device=work.device)
+    pages = KVPages.empty((3, 2, PAGE_TOKENS, 64), "auto", dtype, work.device)
     slots = torch.tensor([20, 3, -1, 4, 31], dtype=torch.int32, device=work.device)
-    turned, there = turn_and_write(q, k, v, turns, keys, values, slots), [0, 1, 3, 4]
-    written = [pages.flatten(1, 2)[:, slots[there].long()].transpose(0, 1) for pages in (keys, values)]
+    turned, there = turn_and_write(q, k, v, turns, pages, slots), [0, 1, 3, 4]
+    written = [each.flatten(1, 2)[:, slots[there].long()].transpose(0, 1) for each in pages.tensors]
     pairs = (turned, rotate_naive(q, *turns)), (written[0], rotate_naive(k, *turns)[there]), (written[1], v[there])
     error = max(far(found, expected) for found, expected in pairs)
     return Row(f"turn and write, {str(dtype)[6:]}", error, "of the largest", error <= ERROR[dtype])
+
+
+def check_codes(work: Work, dtype: torch.dtype, kv_dtype: KvDtype) -> Row:
+    """The same codes and scales as by their definition."""
+    from shardwise.kernels.triton_small import turn_and_write
+
+    q, k, v = drawn((40, 9, 80), dtype, work.device).split((3, 3, 3), 1)
+    slots = torch.arange(40, dtype=torch.int32, device=work.device)
+    found, wanted = (KVPages.empty((3, 3, PAGE_TOKENS, 80), kv_dtype, dtype, work.device) for _ in range(2))
+    for pages in (found, wanted):
+        for each in pages.tensors:
+            each.zero_()
+    turn_and_write(q, k, v, None, found, slots)
+    wanted.keys.write(slots.long(), k)
+    wanted.values.write(slots.long(), v)
+    same = all(torch.equal(a.float(), b.float()) for a, b in zip(found.tensors, wanted.tensors, strict=True))
+    return Row(f"written as {kv_dtype}, {str(dtype)[6:]}", float(same), "", same)
+
+
+def quantized(name: str, num_out: int, num_in: int, device: torch.device) -> Quantized:
+    return format.quantize(drawn((num_out, num_in), torch.float32, device), Scheme.parse(name))
+
+
+def check_products(work: Work, kernels: Kernels) -> Iterator[Row]:
+    cases = [*product(work.products, SCHEMES, (torch.bfloat16,))]
+    cases += product(work.products[:1], ("int4z-g128",), set(work.dtypes) - {torch.bfloat16})
+    for (num_out, num_in), name, dtype in cases:
+        held = quantized(name, num_out, num_in, work.device)
+        head, table = kernels.head(QuantizedWeight((held,)), dtype)
+        x = drawn((300 if work.device.type == "cuda" else 40, num_in), dtype, work.device, 1)
+        found = head.apply(x)
+        error = far(found, x.double() @ plain_in_fp64(held).t())
+        told = f"product {num_in} -> {num_out}, {name}, {str(dtype)[6:]}"
+        yield Row(told, error, "of the largest", error <= PRODUCT_ERROR)
+        same = all(torch.equal(head.apply(x[-n:]), found[-n:]) for n in (1, 2, 16, 17, 33, 64, 65, 200))
+        yield Row(f"{told}: same bits in company, tiles of {head.sizes}", float(same), "", same)
+        ids = torch.tensor([5, 0, num_out - 1], device=work.device)
+        error = far(table.look_up(ids), dequantize(held, torch.float32)[ids])
+        yield Row(f"rows of {told}", error, "of the largest", error <= ERROR[dtype])
 
 
 def check_rows(work: Work) -> Iterator[Row]:
@@ -188,17 +246,32 @@ def check_rows(work: Work) -> Iterator[Row]:
 # -- models -------------------------------------------------------------------------------------------------
 
 
-def runner_of(work: Work, config: ModelConfig, kernels: Kernels, num_pages: int) -> Runner:
+@dataclass(frozen=True)
+class Precision:
+    """How weights, and keys and values, are kept."""
+
+    quant: str | None = None
+    kv_dtype: KvDtype = "auto"
+
+
+PRECISIONS = Precision(), Precision("int4-g32", "int8")
+
+
+def runner_of(work: Work, config: ModelConfig, kernels: Kernels, num_pages: int, precision: Precision) -> Runner:
     """With drawn weights: norms of ones, matrices that keep the size of what they multiply."""
-    weights = {
+    weights: dict[str, Tensor | QuantizedWeight] = {
         spec.name: drawn(spec.shape, torch.bfloat16, work.device, number) * spec.shape[-1] ** -0.5
         if len(spec.shape) == 2
         else torch.ones(spec.shape, dtype=torch.bfloat16, device=work.device)
         for number, spec in enumerate(model_specs(config))
         if not spec.tied_to
     }
+    for spec in model_specs(config) if precision.quant else ():
+        weight = weights.get(spec.name)
+        if quantizable(spec) and isinstance(weight, Tensor):
+            weights[spec.name] = QuantizedWeight((format.quantize(weight, Scheme.parse(precision.quant)),))
     mesh = make_mesh(Layout(), 0, work.device, config.num_kv_heads)
-    runner = Runner(config, weights, mesh, torch.bfloat16, PAGE_TOKENS, kernels)
+    runner = Runner(config, weights, mesh, torch.bfloat16, PAGE_TOKENS, kernels, precision.kv_dtype)
     runner.make_pages(num_pages)
     return runner
 
@@ -215,12 +288,14 @@ def parts(work: Work, config: ModelConfig, count: int, num_tokens: int, start: i
 
 def run_models(work: Work, kernels: Kernels) -> Iterator[Row]:
     num_pages = MAX_RUNNING * -(-(work.context + 1) // PAGE_TOKENS)
-    for config in work.models:
+    for config, precision in product(work.models, PRECISIONS):
         name = f"{config.num_layers} layers of {config.hidden_size}"
+        if precision.quant:
+            name += f", {precision.quant}, keys and values in {precision.kv_dtype}"
         counts = (1, 8, MAX_RUNNING) if work.device.type == "cuda" else (1, 3)
         logits: dict[str, Tensor] = {}
         for kind, each in (("torch", TORCH), ("Triton", kernels)):
-            runner = runner_of(work, config, each, num_pages)
+            runner = runner_of(work, config, each, num_pages, precision)
             for part in parts(work, config, counts[-1], work.context, 0):
                 runner.run(Batch((part,), ()))
             if work.device.type == "cuda":
@@ -288,29 +363,62 @@ def kernel_s(run: Callable[[], object], rounds: int = 20) -> float:
 
 def time_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
     num_heads, num_kv, size = 32, 8, 128
-    heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([None]), torch.bfloat16, work.device)
-    attention = kernels.attention(heads)
-    for count, context in ((1, 1024), (1, 16384), (32, 1024), (32, 8192)):
+    counts = (1, 1024), (1, 16384), (32, 1024), (32, 8192)
+    for (count, context), kv_dtype in product(counts, get_args(KvDtype)):
+        heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([None]), torch.bfloat16, work.device, kv_dtype)
+        attention = kernels.attention(heads)
         width = -(-context // PAGE_TOKENS)
-        keys, values = torch.randn(2, num_kv, count * width, PAGE_TOKENS, size, device=work.device).bfloat16()
+        pages = KVPages.empty((num_kv, count * width, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device)
+        slots = torch.arange(count * width * PAGE_TOKENS, device=work.device)
+        for vectors in (pages.keys, pages.values):
+            vectors.write(slots, drawn((len(slots), num_kv, size), torch.bfloat16, work.device))
         spans = [Span(context - 1, 1, tuple(range(n * width, (n + 1) * width))) for n in range(count)]
         q, k, v = drawn((count, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split((32, 8, 8), 1)
         batch = attention.batch(spans)
-        pages = KVPages(Vectors(keys), Vectors(values))
         seconds = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None))
-        yield Row(f"attention, {count} tokens at {context}", 1e6 * seconds, "us")
-        yield Row(f"attention, {count} tokens at {context}", (keys.nbytes + values.nbytes) / seconds / 1e9, "GB/s")
-    num_tokens = 4096
+        name = f"attention, {count} tokens at {context}, kept as {kv_dtype}"
+        yield Row(name, 1e6 * seconds, "us")
+        yield Row(name, sum(each.nbytes for each in pages.tensors) / seconds / 1e9, "GB/s")
+    yield from time_prompt(work, kernels)
+
+
+def time_prompt(work: Work, kernels: Kernels) -> Iterator[Row]:
+    num_heads, num_kv, size, num_tokens = 32, 8, 128, 4096
+    num_pages = num_tokens // PAGE_TOKENS
     q, k, v = drawn((num_tokens, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split((32, 8, 8), 1)
-    keys, values = torch.zeros(2, num_kv, num_tokens // PAGE_TOKENS, PAGE_TOKENS, size, device=work.device).bfloat16()
-    batch = attention.batch([Span(0, num_tokens, tuple(range(num_tokens // PAGE_TOKENS)))])
     flops = 2 * num_heads * num_tokens**2 * size  # half of the scores are seen
-    pages = KVPages(Vectors(keys), Vectors(values))
-    ours = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None), 5)
+    for kv_dtype in get_args(KvDtype):
+        heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([None]), torch.bfloat16, work.device, kv_dtype)
+        attention = kernels.attention(heads)
+        pages = KVPages.empty((num_kv, num_pages, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device)
+        batch = attention.batch([Span(0, num_tokens, tuple(range(num_pages)))])
+        ours = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None), 5)
+        yield Row(f"attention of {num_tokens} tokens, kept as {kv_dtype}", flops / ours / 1e12, "TFLOP/s")
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     theirs = kernel_s(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True), 5)
-    yield Row(f"attention of {num_tokens} tokens", flops / ours / 1e12, "TFLOP/s")
     yield Row("the same by torch, not paged", flops / theirs / 1e12, "TFLOP/s")
+
+
+def time_products(work: Work, kernels: Kernels) -> Iterator[Row]:
+    """Of integers, by torch's operations, and of bf16 by cuBLAS: bytes of the weight read, and operations."""
+    num_out, num_in = 4096, 4096
+    norm = torch.ones(1, dtype=torch.bfloat16, device=work.device)
+    plain = drawn((num_out, num_in), torch.bfloat16, work.device)
+    rows = [drawn((count, num_in), torch.bfloat16, work.device) for count in (1, 16, 64, 512, 4096)]
+    products = {"bf16 by cuBLAS": (partial(F.linear, weight=plain), plain.nbytes)}
+    for name in SCHEMES:
+        held = quantized(name, num_out, num_in, work.device)
+        weights = {"blocks.0.w": QuantizedWeight((held,)), "norm": norm}
+        theirs = row_quantized(weights)["blocks.0.w"]
+        ours = kernels.weights(dict(weights))["blocks.0.w"]
+        products |= {name: (ours.apply, held.num_bytes), f"{name} by torch": (theirs.apply, held.num_bytes)}
+    for name, (run, num_bytes) in products.items():
+        for x in rows:
+            seconds = kernel_s(partial(run, x))
+            told = f"product of {len(x)} rows, {num_in} -> {num_out}, {name}"
+            few = len(x) <= 64
+            rate = num_bytes / 1e9 if few else 2 * len(x) * num_out * num_in / 1e12
+            yield Row(told, rate / seconds, "GB/s" if few else "TFLOP/s")
 
 
 def time_small(work: Work, kernels: Kernels) -> Iterator[Row]:
@@ -329,9 +437,11 @@ def measured(work: Work) -> Iterator[Row]:
     kernels = triton_kernels()
     yield from check_small(work, kernels)
     yield from check_rows(work)
+    yield from check_products(work, kernels)
     yield from check_attention(work, kernels)
     if work.device.type == "cuda":
         yield from time_small(work, kernels)
+        yield from time_products(work, kernels)
         yield from time_attention(work, kernels)
     yield from run_models(work, kernels)
 

@@ -11,18 +11,24 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from shardwise.kernels.kv import KVPages
 from shardwise.kernels.paged import Span
 from shardwise.kernels.tables import table_batch
 from shardwise.kernels.triton_paged import paged_attention
+from shardwise.kernels.triton_quantized import TritonQuantized, pack, product
 from shardwise.kernels.triton_small import gated, rms_norm, turn_and_write
+from shardwise.quant.cache import KvDtype
+from shardwise.quant.format import quantize
+from shardwise.quant.scheme import Scheme
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SPANS = [Span(0, 40, (0, 1, 2)), Span(600, 1, tuple(range(38)))]
@@ -57,15 +63,21 @@ def compile_all(compiled: list[Any]) -> None:
             launch_attention(torch.bfloat16, 64, rows, window, wanted_programs)
         launch_attention(torch.bfloat16, 128, 64, None, 0)
         launch_attention(torch.float32, 64, 16, None, 0)
+        for rows, kv_dtype in ((16, "int8"), (64, "fp8")):
+            launch_attention(torch.bfloat16, 128, rows, None, 0, kv_dtype)
         launch_small(torch.bfloat16)
+        for scheme, rows, split in (("int8", 16, True), ("int4-g128", 64, False), ("int4z-g32", 128, False)):
+            launch_product(torch.bfloat16, scheme, rows, split)
     finally:
         triton.JITFunction.run = run
 
 
-def launch_attention(dtype: torch.dtype, size: int, rows: int, window: int | None, wanted_programs: int) -> None:
-    q, pages = torch.empty(41, 8, size, dtype=dtype), torch.empty(2, 64, 16, size, dtype=dtype)
+def launch_attention(
+    dtype: torch.dtype, size: int, rows: int, window: int | None, wanted_programs: int, kv_dtype: KvDtype = "auto"
+) -> None:
+    q, pages = torch.empty(41, 8, size, dtype=dtype), KVPages.empty((2, 64, 16, size), kv_dtype, dtype)
     batch = table_batch(SPANS, 4, 16, (rows,), torch.device("cpu"))
-    paged_attention(q, pages, pages, batch, window, wanted_programs)
+    paged_attention(q, pages, batch, window, wanted_programs)
 
 
 def launch_small(dtype: torch.dtype) -> None:
@@ -74,10 +86,19 @@ def launch_small(dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu", "gelu_tanh"):
         gated(inner, activation)
     q, k, v = torch.empty(5, 15, 64, dtype=dtype).split((9, 3, 3), 1)
-    turns, pages = (torch.empty(5, 1, 32, dtype=dtype),) * 2, torch.empty(3, 4, 16, 64, dtype=dtype)
-    slots = torch.zeros(5, dtype=torch.int32)
-    turn_and_write(q, k, v, turns, pages, pages, slots)
-    turn_and_write(q, k, v, None, pages, pages, slots)
+    turns, slots = (torch.empty(5, 1, 32, dtype=dtype),) * 2, torch.zeros(5, dtype=torch.int32)
+    for kv_dtype in get_args(KvDtype):
+        turn_and_write(q, k, v, turns, KVPages.empty((3, 4, 16, 64), kv_dtype, dtype), slots)
+    turn_and_write(q, k, v, None, KVPages.empty((3, 4, 16, 64), "auto", dtype), slots)
+
+
+def launch_product(dtype: torch.dtype, name: str, num_rows: int, split: bool) -> None:
+    """Of a name with offsets and groups of 32: with minima, as Q4_1 has."""
+    held = quantize(torch.randn(192, 1536), Scheme.parse(name))
+    if name == "int4z-g32":
+        held = replace(held, zeros=held.scales)
+    product(torch.empty(300, 1536, dtype=dtype), pack(held), num_rows, 4, split, dtype)
+    TritonQuantized(pack(held), (16,), 4, 1, dtype).look_up(torch.zeros(3, dtype=torch.int64))
 
 
 def told(kernel: Any, capability: int) -> dict[str, Any]:

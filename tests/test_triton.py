@@ -14,32 +14,44 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines import LoadedModel, answers, drawn_tokens, engine_of, greedy, runner_of, tiny
-from shardwise.kernels.choice import TORCH, Heads, Kernels, TorchAttention, kernels_for, triton_kernels
+from engines import (
+    Got,
+    LoadedModel,
+    answers,
+    drawn_tokens,
+    engine_of,
+    fill_with_anything,
+    greedy,
+    runner_of,
+    tiny,
+)
+from shardwise.kernels.choice import TORCH, Heads, kernels_for, triton_kernels
 from shardwise.kernels.gated import gated_naive
-from shardwise.kernels.kv import write_pages
+from shardwise.kernels.kv import CODES, LARGEST, KVPages, Vectors, as_bytes, write_pages
 from shardwise.kernels.norm import rms_norm_naive
 from shardwise.kernels.paged import Span
 from shardwise.kernels.rotary import rotate_naive
 from shardwise.kernels.tables import table_batch
-from shardwise.layout import Layout
-from shardwise.parallel.mesh import make_mesh
 from shardwise.quant.cache import KvDtype
 from shardwise.serve.graphs import Step
 from shardwise.serve.request import Ask
 from shardwise.serve.runner import Runner
+from test_kv import KV_DTYPES, kept
 from test_paged import PAGE_TOKENS, Drawn, Runs, cut, definition, drawn, whole
 
 pytest.importorskip("triton", reason="Triton has builds for Linux on x86-64 only")
 
 from shardwise.kernels import triton_paged, triton_small
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of numpy, in rows that only fill up
+pytestmark = pytest.mark.filterwarnings(  # of numpy, in rows that only fill up, and of what is no number
+    "ignore:overflow:RuntimeWarning", "ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+)
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -57,32 +69,34 @@ def over_tables(
     wanted_programs: int,
     sizes: Sequence[int],
     num_done: Sequence[int] = (),
+    kv_dtype: KvDtype = "auto",
 ) -> list[Tensor]:
     """Attention [T, H, C] of every sequence, its tokens run as `runs` says; of the first `num_done` there are only keys
     and values. Pages are full of NaN at first."""
     (_, num_heads, size), num_kv, dtype = case.q[0].shape, case.k[0].shape[1], case.q[0].dtype
-    keys, values = (torch.full((num_kv, case.num_pages, PAGE_TOKENS, size), torch.nan, dtype=dtype) for _ in range(2))
+    pages = KVPages.empty((num_kv, case.num_pages, PAGE_TOKENS, size), kv_dtype, dtype)
+    fill_with_anything(pages)
     done, out = list(num_done) or [0] * len(case.q), [torch.zeros_like(q) for q in case.q]
     for number, count in enumerate(num_done):
         slots = table_batch([Span(0, count, case.tables[number])], 1, PAGE_TOKENS, (16,), CPU).slots.long()
-        write_pages(keys, slots, case.k[number][:count])
-        write_pages(values, slots, case.v[number][:count])
+        pages.keys.write(slots, case.k[number][:count])
+        pages.values.write(slots, case.v[number][:count])
     for step in runs:
         places = [(number, slice(done[number], done[number] + count)) for number, count in step]
         spans = [Span(at.start, at.stop - at.start, case.tables[number]) for number, at in places]
         batch = table_batch(spans, num_heads // num_kv, PAGE_TOKENS, sizes, CPU)
         q, k, v = (torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v))
-        write_pages(keys, batch.slots.long(), k)
-        write_pages(values, batch.slots.long(), v)
-        found = triton_paged.paged_attention(q, keys, values, batch, window, wanted_programs)
+        pages.keys.write(batch.slots.long(), k)
+        pages.values.write(batch.slots.long(), v)
+        found = triton_paged.paged_attention(q, pages, batch, window, wanted_programs)
         for (number, at), part in zip(places, found.split([span.num_tokens for span in spans]), strict=True):
             out[number][at] = part
             done[number] = at.stop
     return out
 
 
-def sizes_for(heads: tuple[int, int], size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    return triton_paged.agreeing_tiles(Heads(*heads, size, PAGE_TOKENS, frozenset([None]), dtype, CPU))
+def sizes_for(heads: tuple[int, int], size: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> tuple[int, ...]:
+    return triton_paged.agreeing_tiles(Heads(*heads, size, PAGE_TOKENS, frozenset([None]), dtype, CPU, kv_dtype))
 
 
 def assert_close(found: Tensor, expected: Tensor, error: float) -> None:
@@ -90,23 +104,28 @@ def assert_close(found: Tensor, expected: Tensor, error: float) -> None:
     assert (found.double() - expected.double()).abs().max() <= error * max(1.0, expected.double().abs().max().item())
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
     heads=st.sampled_from([(1, 1), (6, 2), (5, 1)]), size=st.sampled_from([16, 40]),
     window=st.sampled_from([None, 1, 20, 130]), dtype=st.sampled_from(DTYPES), most=st.sampled_from([30, 60, 150]),
     seed=st.integers(0, 1000),
 )  # fmt: skip
+@pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
 def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
-    lengths: list[int], heads: tuple[int, int], size: int, window: int | None, dtype: torch.dtype, most: int, seed: int
-) -> None:
+    kv_dtype: KvDtype, lengths: list[int], heads: tuple[int, int], size: int, window: int | None, dtype: torch.dtype,
+    most: int, seed: int,
+) -> None:  # fmt: skip
+    """Over what pages keep of keys and values."""
     case = drawn(lengths, *heads, size, dtype, seed)
-    sizes = sizes_for(heads, size, dtype)
-    alone = over_tables(case, whole(lengths), window, 0, sizes)
+    sizes = sizes_for(heads, size, dtype, kv_dtype)
+    alone = over_tables(case, whole(lengths), window, 0, sizes, (), kv_dtype)
     for q, k, v, found in zip(case.q, case.k, case.v, alone, strict=True):
+        if kv_dtype != "auto":
+            k, v = kept(k, kv_dtype), kept(v, kv_dtype)
         assert_close(found, definition(q, k, v, window), ERROR[dtype])
     random = torch.Generator().manual_seed(seed)
-    together = over_tables(case, cut(lengths, most, random), window, 16, sizes)
+    together = over_tables(case, cut(lengths, most, random), window, 16, sizes, (), kv_dtype)
     assert all(map(torch.equal, alone, together))
 
 
@@ -131,28 +150,32 @@ def test_numbers_that_nobody_may_see_do_not_count() -> None:
     batch = table_batch([Span(40, 20, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU)
     found = []
     for garbage in (0.0, torch.nan, torch.inf):
-        keys, values = (torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage) for _ in range(2))
+        pages = KVPages(*(Vectors(torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage)) for _ in range(2)))
         seen = table_batch([Span(31, 29, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU).slots.long()
-        write_pages(keys, seen, case.k[0][31:])
-        write_pages(values, seen, case.v[0][31:])
-        found.append(triton_paged.paged_attention(case.q[0][40:], keys, values, batch, 10, 0))
+        pages.keys.write(seen, case.k[0][31:])
+        pages.values.write(seen, case.v[0][31:])
+        found.append(triton_paged.paged_attention(case.q[0][40:], pages, batch, 10, 0))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_a_request_that_is_no_number_fails_alone() -> None:
+@pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
+def test_a_request_that_is_no_number_fails_alone(kv_dtype: KvDtype) -> None:
+    """Of codes also where a value is none: what comes before does not see it."""
     case = drawn([30, 20], 2, 1, 16, torch.float32)
-    expected = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,))
-    case.k[0][7] = torch.nan
-    found = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,))
-    assert torch.equal(found[0][:7], expected[0][:7]) and torch.equal(found[1], expected[1])
-    assert found[0][7:].isnan().all()
+    expected = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,), (), kv_dtype)
+    for broken in (case.k, case.v) if kv_dtype != "auto" else (case.k,):
+        before, broken[0][7] = broken[0][7].clone(), torch.nan
+        found = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,), (), kv_dtype)
+        assert torch.equal(found[0][:7], expected[0][:7]) and torch.equal(found[1], expected[1])
+        assert found[0][7:].isnan().all()
+        broken[0][7] = before
 
 
 def test_a_tile_size_at_which_rows_differ_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = triton_paged.attend_tiles
 
-    def differing(q: Tensor, keys: Tensor, values: Tensor, batch: Any, tiles: Any, *given: Any) -> None:
-        attend(q, keys, values, batch, tiles, *given)
+    def differing(q: Tensor, pages: KVPages, batch: Any, tiles: Any, *given: Any) -> None:
+        attend(q, pages, batch, tiles, *given)
         if tiles.num_rows == 64:
             given[-1].mul_(1 + 2**-23)
 
@@ -222,7 +245,7 @@ def test_queries_are_turned_and_keys_written(num_heads: int, num_kv: int, size: 
     for turns in ((cos, sin), None):
         keys, values = (torch.full((num_kv, 3, PAGE_TOKENS, size), 7.0, dtype=dtype) for _ in range(2))
         wanted_keys, wanted_values = keys.clone(), values.clone()
-        turned = triton_small.turn_and_write(q, k, v, turns, keys, values, slots)
+        turned = triton_small.turn_and_write(q, k, v, turns, KVPages(Vectors(keys), Vectors(values)), slots)
         wanted_q, wanted_k = (q, k) if turns is None else (rotate_naive(q, *turns), rotate_naive(k, *turns))
         write_pages(wanted_keys, slots[written].long(), wanted_k[written])
         write_pages(wanted_values, slots[written].long(), v[written])
@@ -230,6 +253,53 @@ def test_queries_are_turned_and_keys_written(num_heads: int, num_kv: int, size: 
         assert_close(keys, wanted_keys, ERROR[dtype])
         assert torch.equal(values, wanted_values)
         assert ((keys == 7).all((0, 3)).sum() == 45) and (turns is not None or torch.equal(keys, wanted_keys))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.dtype) -> None:
+    """The same codes and scales, bit for bit, of keys as they are turned and of values; also of vectors of zeros, of
+    hardly anything, and with what is no number, whose scales are not finite; and nothing without a slot."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(9, 3 * 2, 40, generator=random).to(dtype).split((2, 2, 2), 1)
+    for x in (k, v):
+        x[1], x[2, 1, 3], x[3, 0, 39], x[4] = 0, torch.nan, -torch.inf, 1e-8 * x[4]
+    angles = 10 * torch.rand(9, 1, 20, generator=random)
+    slots = torch.tensor([17, 5, 2, 3, 40, -1, 0, 21, 9], dtype=torch.int32)
+    for turns in (None, (angles.cos().to(dtype), angles.sin().to(dtype))):
+        shape, kinds = (2, 3, PAGE_TOKENS, 40), ("auto", kv_dtype, kv_dtype)
+        plain, pages, wanted = (KVPages.empty(shape, kind, dtype) for kind in kinds)
+        for each in (plain, pages, wanted):
+            fill_with_anything(each)
+        turned = triton_small.turn_and_write(q, k, v, turns, plain, slots)
+        assert torch.equal(triton_small.turn_and_write(q, k, v, turns, pages, slots), turned)
+        real = slots >= 0
+        there = slots[real].long()
+        wanted.keys.write(there, plain.keys.numbers.flatten(1, 2)[:, there].transpose(0, 1))
+        wanted.values.write(there, v[real])
+        for found, expected in zip((pages.keys, pages.values), (wanted.keys, wanted.values), strict=True):
+            assert torch.equal(as_bytes(found.numbers), as_bytes(expected.numbers))
+            assert found.scales is not None and expected.scales is not None
+            assert torch.equal(*(torch.where(x.isfinite(), x, -1) for x in (found.scales, expected.scales)))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_codes_are_the_nearest_and_of_two_the_even(kv_dtype: KvDtype) -> None:
+    """All codes, what lies halfway between two, and what lies next to that."""
+    codes = torch.arange(256, dtype=torch.uint8).view(CODES[kv_dtype]).float()
+    codes = codes[codes.isfinite()].sort().values
+    middles = (codes[1:] + codes[:-1]) / 2
+    beside = middles.nextafter(torch.tensor(torch.inf)), middles.nextafter(torch.tensor(-torch.inf))
+    numbers = torch.cat([codes, middles, *beside])
+    most = LARGEST[CODES[kv_dtype]]
+    lines = F.pad(numbers, (0, -len(numbers) % 31)).view(-1, 1, 31).clamp(-most, most)
+    vectors = F.pad(lines, (1, 0), value=most)  # so scales are 1
+    pages, wanted = (KVPages.empty((1, 3, PAGE_TOKENS, 32), kv_dtype, torch.float32) for _ in range(2))
+    slots = torch.arange(len(vectors), dtype=torch.int32)
+    triton_small.turn_and_write(vectors, vectors, vectors, None, pages, slots)
+    wanted.values.write(slots.long(), vectors)
+    found, expected = (as_bytes(each.values.numbers).flatten(1, 2)[:, slots.long()] for each in (pages, wanted))
+    assert torch.equal(found, expected)
 
 
 # -- whole models -------------------------------------------------------------------------------------------
@@ -257,58 +327,42 @@ def record(step: Step) -> Step:
     return replay
 
 
-def runner_with(model: LoadedModel, kernels: Kernels, capture: Callable[[Step], Step] | None = None) -> Runner:
-    mesh = make_mesh(Layout(), 0, CPU, model.config.num_kv_heads)
-    runner = Runner(model.config, dict(model.weights), mesh, model.dtype, PAGE_TOKENS, kernels)
-    make_pages = runner.make_pages
+def answered(
+    runner: Runner, model: LoadedModel, asks: Sequence[Ask], capture: Callable[[Step], Step] | None = None
+) -> list[Got]:
+    """Prompts in chunks; single tokens by captured steps, if there are."""
+    engine = engine_of(runner, model.tokenizer, num_pages=16)
+    if capture is not None:
+        runner.capture_graphs(3, 64, capture)
+    return [got for (got,) in answers(engine, asks)]
 
-    def make_and_capture(num_pages: int) -> None:
-        make_pages(num_pages)
-        if capture is not None:
-            runner.capture_graphs(3, 64, capture)
 
-    runner.make_pages = make_and_capture  # type: ignore[method-assign]
-    return runner
+def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_tokens: int = 3) -> None:
+    """It answers as with torch's kernels, in fp32 with the same tokens, and has the same bits in company, in captured
+    steps, and alone."""
+    asks = [Ask(drawn_tokens(n, n), greedy(num_tokens)) for n in (17, 4)]
+    runner = runner_of(model, kv_dtype, triton_kernels())
+    alone = answered(runner, model, asks[:1])
+    together = answered(runner, model, asks, record)
+    assert alone[0].said == together[0].said
+    for ours, theirs in zip(together, answered(runner_of(model, kv_dtype, TORCH), model, asks), strict=True):
+        assert model.dtype != torch.float32 or ours.tokens == theirs.tokens
+        for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(other.logprob, abs=error)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "error"),
+    ("name", "dtype", "kv_dtype", "error"),
     [
-        ("llama", torch.float32, 1e-5), ("llama", torch.bfloat16, 0.1), ("mistral", torch.float32, 1e-5),
-        ("qwen3", torch.float32, 1e-5), ("gpt2", torch.float32, 1e-5),
+        ("llama", torch.float32, "auto", 1e-5), ("llama", torch.bfloat16, "auto", 0.1),
+        ("mistral", torch.float32, "auto", 1e-5), ("qwen3", torch.float32, "auto", 1e-5),
+        ("llama", torch.float32, "int8", 1e-2), ("gpt2", torch.float32, "fp8", 1e-2),
     ],
 )  # fmt: skip
 def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_company(
-    name: str, dtype: torch.dtype, error: float
+    name: str, dtype: torch.dtype, kv_dtype: KvDtype, error: float
 ) -> None:
-    """Prompts in chunks, single tokens by captured steps; against torch's kernels, and alone without captured ones."""
-    model = tiny(name, dtype)
-    asks = [Ask(drawn_tokens(n, n), greedy(3)) for n in (17, 4)]
-
-    def answered(asks: Sequence[Ask], kernels: Kernels, capture: Callable[[Step], Step] | None = None) -> list[Any]:
-        engine = engine_of(runner_with(model, kernels, capture), model.tokenizer, num_pages=16)
-        return [got for (got,) in answers(engine, asks)]
-
-    together = answered(asks, triton_kernels(), record)
-    for ours, theirs in zip(together, answered(asks, TORCH), strict=True):
-        assert dtype != torch.float32 or ours.tokens == theirs.tokens
-        for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
-            assert mine.logprob == pytest.approx(other.logprob, abs=error)
-    assert answered(asks[:1], triton_kernels())[0].said == together[0].said
-
-
-def test_quantized_keys_and_values_have_torch_attention() -> None:
-    """And a batch that is no tables, so that nothing is captured."""
-    model = tiny("llama")
-    with_codes, without = (runner_of(model, kv_dtype, triton_kernels()) for kv_dtype in get_args(KvDtype)[1::-1])
-    assert isinstance(with_codes.attention, TorchAttention) and not with_codes.attention.reads_tables
-    assert without.attention.reads_tables
-    asks = [Ask(drawn_tokens(17, 1), greedy(3))]
-    found, wanted = (
-        answers(engine_of(runner, model.tokenizer), asks)[0][0]
-        for runner in (with_codes, runner_of(model, "int8", TORCH))
-    )
-    assert found.tokens == wanted.tokens
+    assert_served(tiny(name, dtype), kv_dtype, error)
 
 
 def test_cpus_have_torch_kernels_for_fp32() -> None:
@@ -329,12 +383,15 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    kernels = {"attend_kernel", "add_up_kernel", "norm_kernel", "gated_kernel", "turn_and_write_kernel"}
+    products = {"product_kernel", "add_parts_kernel", "block_sums_kernel", "look_up_kernel"}
+    small = {"norm_kernel", "gated_kernel", "turn_and_write_kernel"}
     for capability in (80, 90):
         mine = [each for each in told if each["capability"] == capability]
-        assert {each["name"] for each in mine} == kernels
+        assert {each["name"] for each in mine} == {"attend_kernel", "add_up_kernel"} | small | products
         assert all(each["shared_bytes"] <= 99 * 1024 and each["spilled_bytes"] == 0 for each in mine)
         attention = [each for each in mine if each["name"] in ("attend_kernel", "add_up_kernel")]
         in_bf16 = [each for each in attention if each["tensor_cores"]]
-        assert len(in_bf16) == 4
+        assert len(in_bf16) == 6
+        assert not any(each["fused"] for each in mine if each["name"] in products)
+        assert all(each["tensor_cores"] for each in mine if each["name"] == "product_kernel")
         assert not any(each["fused"] for each in attention if each["name"] == "add_up_kernel" or each in in_bf16)

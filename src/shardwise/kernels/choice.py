@@ -177,11 +177,8 @@ def native_kernels(name: str) -> Kernels:
 
 
 def triton_kernels() -> Kernels:
-    """Those for GPUs, which need the package triton; torch's builds for CUDA bring it along. Quantized keys and values
-    have no kernel in Triton yet."""
-    from shardwise.kernels import triton_paged, triton_small
+    """Those for GPUs, which need the package triton; torch's builds for CUDA bring it along."""
+    from shardwise.kernels import triton_paged, triton_quantized, triton_small
 
-    def attention(heads: Heads) -> Attention:
-        return triton_paged.TritonAttention.of(heads) if heads.kv_dtype == "auto" else TorchAttention.of(heads)
-
-    return Kernels("Triton", triton_small.rms_norm, triton_small.gated, attention, row_weights, head_of)
+    norm, gate, attention = triton_small.rms_norm, triton_small.gated, triton_paged.TritonAttention.of
+    return Kernels("Triton", norm, gate, attention, triton_quantized.weights, triton_quantized.head)

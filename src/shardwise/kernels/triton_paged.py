@@ -7,6 +7,9 @@ another kernel adds them up in the same order (flash-decoding). Both add with `m
 with an addition, so both have the same bits. So has a row in any company: of the batch nothing matters to it but the
 number of rows of its tile, and only numbers are used that were found to agree (`agreeing_tiles`).
 
+Where keys and values are codes of 8 bits (`kv.py`), products are made of the codes, which every dtype has exactly;
+scores are scaled by the scale of their key, and weights by that of their value.
+
 Shapes: as in `tables.py`; H query heads, K kv heads, C head dim.
 """
 
@@ -23,7 +26,8 @@ from shardwise.kernels.choice import Heads, Turns
 from shardwise.kernels.kv import KVPages
 from shardwise.kernels.paged import BLOCK_TOKENS, Span
 from shardwise.kernels.tables import RowTiles, TableBatch, table_batch
-from shardwise.kernels.triton_small import turn_and_write
+from shardwise.kernels.triton_small import kind_of, operands, turn_and_write
+from shardwise.quant.cache import KvDtype
 
 TILE_ROWS = (16, 64)
 """Rows of tiles that are tried: the fewest that tensor cores take, for single tokens, and more, for prompts."""
@@ -44,6 +48,18 @@ def product(a, b, WIDE: tl.constexpr):
     if WIDE:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def plain(codes, KEPT: tl.constexpr):
+    """What codes of 8 bits stand for, in fp32. A float of 8 bits, moved into place, is one of fp32 2^-120 times as
+    large."""
+    if KEPT == "int8":
+        made = codes.to(tl.float32)
+    else:
+        moved = ((codes.to(tl.int32) << 24) >> 4) & -0x78100000  # the sign, and the 7 bits below it 4 places lower
+        made = moved.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return made
 
 
 @triton.jit
@@ -79,11 +95,12 @@ def blocks_of(at, starts, lengths, GROUP: tl.constexpr, ROWS: tl.constexpr, WIND
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=INTEGERS)
 def attend_kernel(
-    q, keys, values, out, part_sums, part_highest, part_totals, tiles, table, starts, lengths, firsts,
+    q, keys, values, key_scales, value_scales, out, part_sums, part_highest, part_totals,
+    tiles, table, starts, lengths, firsts,
     q_token, q_head, kv_head, width, num_blocks, num_parts, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    WIDE: tl.constexpr,
+    KEPT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head, part): every num_parts-th block of the tile. With SPLIT each is written by itself, into
     part_sums [N, H, num_blocks, C], part_highest and part_totals [N, H, num_blocks]; else they are added up."""
@@ -103,9 +120,14 @@ def attend_kernel(
         column = block * BLOCK + tl.arange(0, BLOCK)
         is_seen = (column >= first) & (column <= last)  # what lies elsewhere may be anything, even NaN
         page = tl.load(table + at[0] * width + column // PAGE, mask=is_seen, other=0).to(tl.int64)
-        slot = kv.to(tl.int64) * kv_head + (page * PAGE + column % PAGE) * SIZE
+        vector = kv.to(tl.int64) * (kv_head // SIZE) + page * PAGE + column % PAGE
+        slot = vector * SIZE
         key = tl.load(keys + slot + element[:, None], mask=is_seen & is_element[:, None], other=0.0)
+        if KEPT != "auto":
+            key = plain(key, KEPT).to(query.dtype)
         scores = product(query, key, WIDE) * scale
+        if KEPT != "auto":
+            scores *= tl.load(key_scales + vector, mask=is_seen, other=0.0)
         behind = position[:, None] - column
         visible = is_real[:, None] & (behind >= 0)
         if WINDOW:
@@ -116,6 +138,9 @@ def attend_kernel(
         weights = tl.exp2(scores - safe[:, None])
         value = tl.load(values + slot[:, None] + element, mask=is_seen[:, None] & is_element, other=0.0)
         block_total = tl.sum(weights, 1)
+        if KEPT != "auto":
+            value_scale = tl.load(value_scales + vector, mask=is_seen, other=0.0)
+            weights, value = tl.where(visible, weights * value_scale, 0.0), plain(value, KEPT).to(query.dtype)
         block_sums = product(weights.to(value.dtype), value, WIDE)
         if SPLIT:
             place = (token * HEADS + head) * num_blocks + block
@@ -161,10 +186,9 @@ INTERPRETED = not isinstance(attend_kernel, triton.JITFunction)
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, batch: TableBatch, window: int | None, wanted_programs: int,
-    out: Tensor | None = None,
+    q: Tensor, pages: KVPages, batch: TableBatch, window: int | None, wanted_programs: int, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """q [N, H, C], keys and values [K, pages, P, C], into which those of the new tokens are written -> [N, H, C].
+    """q [N, H, C], pages into which keys and values of the new tokens are written -> [N, H, C].
 
     Scores are scaled by C^-0.5. Scores, softmax and what is added up are fp32. The blocks of the smallest tiles are
     shared out until there are `wanted_programs`, which changes no bit. `out` may have another dtype; where a token only
@@ -172,17 +196,18 @@ def paged_attention(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for tiles in batch.tiles:
-        attend_tiles(q, keys, values, batch, tiles, window, wanted_programs, out)
+        attend_tiles(q, pages, batch, tiles, window, wanted_programs, out)
     return out
 
 
 def attend_tiles(
-    q: Tensor, keys: Tensor, values: Tensor, batch: TableBatch, tiles: RowTiles, window: int | None,
-    wanted_programs: int, out: Tensor,
+    q: Tensor, pages: KVPages, batch: TableBatch, tiles: RowTiles, window: int | None, wanted_programs: int,
+    out: Tensor,
 ) -> None:  # fmt: skip
-    (num_tokens, num_heads, size), (num_kv, _, page_tokens, _) = q.shape, keys.shape
-    assert q.stride(2) == 1 and keys.is_contiguous() and values.is_contiguous() and out.is_contiguous()
-    group, block = num_heads // num_kv, block_tokens(size, q.dtype)
+    (num_tokens, num_heads, size), (num_kv, _, page_tokens, _) = q.shape, pages.keys.numbers.shape
+    assert q.stride(2) == 1 and out.is_contiguous()
+    group, kept_as = num_heads // num_kv, kind_of(pages)
+    block = block_tokens(size, q.dtype, kept_as)
     num_tiles, num_blocks = len(tiles.at), -(-batch.table.shape[1] * page_tokens // block)
     shape: dict[str, Any] = {
         "HEADS": num_heads, "GROUP": group, "SIZE": size, "PADDED": padded(size), "BLOCK": block,
@@ -194,17 +219,20 @@ def attend_tiles(
     sums, highest, totals = (q.new_empty(*places, *last, dtype=torch.float32) for last in ((size,), (), ()))
     sequences = batch.starts, batch.lengths, batch.firsts
     attend_kernel[(num_tiles, num_kv, max(1, num_parts))](
-        q, keys, values, out, sums, highest, totals, tiles.at, batch.table, *sequences,
-        q.stride(0), q.stride(1), keys.stride(0), batch.table.stride(0), num_blocks, max(1, num_parts),
-        LOG2_E * size**-0.5, PAGE=page_tokens, SPLIT=num_parts > 1, WIDE=INTERPRETED, **shape, num_stages=2,
+        q, *operands(pages), out, sums, highest, totals, tiles.at, batch.table, *sequences,
+        q.stride(0), q.stride(1), pages.keys.numbers.stride(0), batch.table.stride(0), num_blocks, max(1, num_parts),
+        LOG2_E * size**-0.5, PAGE=page_tokens, SPLIT=num_parts > 1, KEPT=kept_as, WIDE=INTERPRETED, **shape,
+        num_stages=2,
     )  # fmt: skip
     if num_parts > 1:
         add_up_kernel[(num_tiles, num_kv)](out, sums, highest, totals, tiles.at, *sequences, num_blocks, **shape)
 
 
-def block_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """Positions of a block: a fact of the model, whatever the batch."""
-    return min(BLOCK_TOKENS, BLOCK_BYTES // (padded(head_dim) * dtype.itemsize))
+def block_tokens(head_dim: int, dtype: torch.dtype, kv_dtype: KvDtype) -> int:
+    """Positions of a block: a fact of the model, whatever the batch. Codes are made plain in registers, all of a block
+    at once, so there are half as many."""
+    most = BLOCK_BYTES if kv_dtype == "auto" else BLOCK_BYTES // 2
+    return min(BLOCK_TOKENS, most // (padded(head_dim) * dtype.itemsize))
 
 
 def padded(head_dim: int) -> int:
@@ -228,13 +256,17 @@ def agreeing_tiles(heads: Heads) -> tuple[int, ...]:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random).to(heads.device, heads.dtype)
 
-    keys, values = (drawn(1, num_pages, heads.page_tokens, heads.head_dim) for _ in range(2))
+    shape = 1, num_pages, heads.page_tokens, heads.head_dim
+    pages = KVPages.empty(shape, heads.kv_dtype, heads.dtype, heads.device)
+    for vectors in (pages.keys, pages.values):
+        new = drawn(num_pages * heads.page_tokens, 1, heads.head_dim)
+        vectors.write(torch.arange(len(new), device=heads.device), new)
     q = drawn(len(spans) * num_tokens, heads.group, heads.head_dim)
 
     def found(num_rows: int, wanted_programs: int) -> Tensor:
         batch = table_batch(spans, heads.group, heads.page_tokens, (num_rows,), heads.device)
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        return paged_attention(q, keys, values, batch, None, wanted_programs, out)
+        return paged_attention(q, pages, batch, None, wanted_programs, out)
 
     least = smallest(heads.group)
     wanted = found(least, 0)
@@ -263,9 +295,8 @@ class TritonAttention:
         self, q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, pages: KVPages, batch: TableBatch,
         window: int | None,
     ) -> Tensor:  # fmt: skip
-        keys, values = pages.keys.numbers, pages.values.numbers
-        q = turn_and_write(q, k, v, turns, keys, values, batch.slots)
-        return paged_attention(q, keys, values, batch, window, self.wanted_programs)
+        q = turn_and_write(q, k, v, turns, pages, batch.slots)
+        return paged_attention(q, pages, batch, window, self.wanted_programs)
 
 
 def num_multiprocessors(device: torch.device) -> int:

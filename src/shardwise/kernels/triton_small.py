@@ -1,5 +1,5 @@
 """The small operations of a block in Triton: each reads and writes memory once. Their definitions are in `norm.py`,
-`gated.py`, `rotary.py` and `paged.write_pages`; what they compute is computed in fp32 and rounded where those round.
+`gated.py`, `rotary.py` and `kv.py`; what they compute is computed in fp32 and rounded where those round.
 
 Every row is computed by itself and in one way, so its bits do not depend on its company.
 
@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.choice import Turns
+from shardwise.kernels.kv import CODES, LARGEST, KVPages, as_bytes
+from shardwise.quant.cache import KvDtype
 
 COLUMNS = 1024
 """Columns of a gated activation that a program makes."""
@@ -80,9 +82,49 @@ def turned_half(a, b, cos, sin, DIRECTION: tl.constexpr):
 
 
 @triton.jit
+def scale_of(x, CODE_MAX: tl.constexpr):
+    """What takes the largest of a vector to the largest code, as `kv.quantize` has it; infinite if any is no number."""
+    wide = x.to(tl.float32)
+    return tl.div_rn(tl.max(tl.where(wide == wide, tl.abs(wide), float("inf")), 0), CODE_MAX)
+
+
+@triton.jit
+def bits_of_e4m3(x):
+    """The nearest floats of 8 bits, of two the even one, of numbers up to 448: those of fp32 with a shorter mantissa
+    and a smaller exponent. Below 2^-6 there is only zero."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    nearest = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (127 - 7) * 8
+    return tl.where(tl.abs(x) < 0.015625, 0, nearest | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def write_codes(x, scale, codes, at, mask, KEPT: tl.constexpr, CODE_MAX: tl.constexpr):
+    """Codes of numbers, as `kv.quantize` makes them; 0 where the scale is not finite."""
+    steps = tl.div_rn(x.to(tl.float32), scale)
+    steps = tl.minimum(tl.maximum(tl.where(steps == steps, steps, 0.0), -CODE_MAX), CODE_MAX)
+    if KEPT == "int8":
+        steps = steps + 12582912.0 - 12582912.0  # 1.5 2^23, above which fp32 has integers alone
+        tl.store(codes + at, steps.to(tl.int8), mask=mask)
+    else:
+        tl.store(codes + at, bits_of_e4m3(steps), mask=mask)
+
+
+@triton.jit
+def write_vector(
+    x, codes, scales, place, element, inside, written, SIZE: tl.constexpr, KEPT: tl.constexpr, CODE_MAX: tl.constexpr
+):  # fmt: skip
+    scale = scale_of(x, CODE_MAX)
+    write_codes(x, scale, codes, place + element, inside & written, KEPT, CODE_MAX)
+    tl.store(scales + place // SIZE, scale, mask=written)
+
+
+@triton.jit
 def turn_and_write_kernel(
-    q, k, v, cos, sin, turned, keys, values, slots, q_token, q_head, k_token, k_head, v_token, v_head, kv_head,
+    q, k, v, cos, sin, turned, keys, values, key_scales, value_scales, slots,
+    q_token, q_head, k_token, k_head, v_token, v_head, kv_head,
     QUERIES: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
+    KEPT: tl.constexpr, CODE_MAX: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head), query heads first: turns a query, or turns a key and writes it and its value."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -92,44 +134,72 @@ def turn_and_write_kernel(
     kv = head - QUERIES
     source = q + token * q_token + head * q_head if is_query else k + token * k_token + kv * k_head
     slot = tl.load(slots + token).to(tl.int64)
-    place = kv.to(tl.int64) * kv_head + slot * SIZE
-    target = turned + (token * QUERIES + head) * SIZE if is_query else keys + place
-    written = is_query | (slot >= 0)
+    place, written = kv.to(tl.int64) * kv_head + slot * SIZE, slot >= 0
     if TURNS:
         pair = tl.arange(0, HALF)
         both = pair < SIZE // 2
-        low, high = (
-            tl.load(source + pair, mask=both, other=0.0),
-            tl.load(source + SIZE // 2 + pair, mask=both, other=0.0),
-        )
+        low = tl.load(source + pair, mask=both, other=0.0)
+        high = tl.load(source + SIZE // 2 + pair, mask=both, other=0.0)
         c = tl.load(cos + token * (SIZE // 2) + pair, mask=both, other=0.0).to(tl.float32)
         s = tl.load(sin + token * (SIZE // 2) + pair, mask=both, other=0.0).to(tl.float32)
-        tl.store(target + pair, turned_half(low, high, c, s, -1), mask=both & written)
-        tl.store(target + SIZE // 2 + pair, turned_half(high, low, c, s, 1), mask=both & written)
+        first, second = turned_half(low, high, c, s, -1), turned_half(high, low, c, s, 1)
+        if is_query:
+            target = turned + (token * QUERIES + head) * SIZE
+            tl.store(target + pair, first, mask=both)
+            tl.store(target + SIZE // 2 + pair, second, mask=both)
+        elif KEPT == "auto":
+            tl.store(keys + place + pair, first, mask=both & written)
+            tl.store(keys + place + SIZE // 2 + pair, second, mask=both & written)
+        else:
+            scale = tl.maximum(scale_of(first, CODE_MAX), scale_of(second, CODE_MAX))
+            write_codes(first, scale, keys, place + pair, both & written, KEPT, CODE_MAX)
+            write_codes(second, scale, keys, place + SIZE // 2 + pair, both & written, KEPT, CODE_MAX)
+            tl.store(key_scales + place // SIZE, scale, mask=written)
     else:
-        tl.store(target + element, tl.load(source + element, mask=inside, other=0.0), mask=inside & written)
+        key = tl.load(source + element, mask=inside, other=0.0)
+        if KEPT == "auto":
+            tl.store(keys + place + element, key, mask=inside & written)
+        else:
+            write_vector(key, keys, key_scales, place, element, inside, written, SIZE, KEPT, CODE_MAX)
     if not is_query:
         value = tl.load(v + token * v_token + kv * v_head + element, mask=inside, other=0.0)
-        tl.store(values + place + element, value, mask=inside & written)
+        if KEPT == "auto":
+            tl.store(values + place + element, value, mask=inside & written)
+        else:
+            write_vector(value, values, value_scales, place, element, inside, written, SIZE, KEPT, CODE_MAX)
 
 
-def turn_and_write(
-    q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, keys: Tensor, values: Tensor, slots: Tensor
-) -> Tensor:
-    """Turn k [N, K, C] and put it and v into the slots [N] of the pages [K, pages, P, C]; a slot below 0 is nowhere.
+def turn_and_write(q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, pages: KVPages, slots: Tensor) -> Tensor:
+    """Turn k [N, K, C] and put it and v into the slots [N] of the pages, as these keep them; a slot below 0 is nowhere.
     Returns q [N, H, C] turned. Without `turns` nothing is turned."""
     (num_tokens, num_heads, size), num_kv = q.shape, k.shape[1]
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and keys.is_contiguous() and values.is_contiguous()
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     num_turned = 0 if turns is None else num_heads
     turned = q if turns is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = (q, q) if turns is None else (turns[0].contiguous(), turns[1].contiguous())
-    size_padded = triton.next_power_of_2(size)
+    size_padded, kept_as = triton.next_power_of_2(size), kind_of(pages)
     turn_and_write_kernel[(num_tokens, num_turned + num_kv)](
-        q, k, v, cos, sin, turned, keys, values, slots, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        keys.stride(0), QUERIES=num_turned, SIZE=size, PADDED=size_padded,
-        HALF=max(1, size_padded // 2), TURNS=turns is not None, num_warps=1,
+        q, k, v, cos, sin, turned, *operands(pages), slots, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        pages.keys.numbers.stride(0), QUERIES=num_turned, SIZE=size, PADDED=size_padded,
+        HALF=max(1, size_padded // 2), TURNS=turns is not None, KEPT=kept_as,
+        CODE_MAX=LARGEST.get(pages.keys.numbers.dtype, 1.0), num_warps=1,
     )  # fmt: skip
     return turned
+
+
+def kind_of(pages: KVPages) -> KvDtype:
+    """What keys and values are kept as."""
+    found = pages.keys.numbers.dtype
+    return next((kind for kind, codes in CODES.items() if codes == found), "auto")
+
+
+def operands(pages: KVPages) -> tuple[Tensor, ...]:
+    """Keys, values, and their scales, as kernels take them: floats of 8 bits as their bytes, which every GPU reads; and
+    anything in place of scales that are not there."""
+    both = pages.keys, pages.values
+    keys, values = (each.numbers if kind_of(pages) != "fp8" else as_bytes(each.numbers) for each in both)
+    assert keys.is_contiguous() and values.is_contiguous() and keys.shape == values.shape
+    return keys, values, *(keys if each.scales is None else each.scales for each in both)
 
 
 def warps(columns: int) -> int:
