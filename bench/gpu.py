@@ -266,10 +266,11 @@ def runner_of(work: Work, config: ModelConfig, kernels: Kernels, num_pages: int,
         for number, spec in enumerate(model_specs(config))
         if not spec.tied_to
     }
-    for spec in model_specs(config) if precision.quant else ():
+    scheme = Scheme.parse(precision.quant) if precision.quant else None
+    for spec in model_specs(config) if scheme else ():
         weight = weights.get(spec.name)
-        if quantizable(spec) and isinstance(weight, Tensor):
-            weights[spec.name] = QuantizedWeight((format.quantize(weight, Scheme.parse(precision.quant)),))
+        if scheme and quantizable(spec) and isinstance(weight, Tensor):
+            weights[spec.name] = QuantizedWeight((format.quantize(weight, scheme),))
     mesh = make_mesh(Layout(), 0, work.device, config.num_kv_heads)
     runner = Runner(config, weights, mesh, torch.bfloat16, PAGE_TOKENS, kernels, precision.kv_dtype)
     runner.make_pages(num_pages)
@@ -405,10 +406,12 @@ def time_products(work: Work, kernels: Kernels) -> Iterator[Row]:
     norm = torch.ones(1, dtype=torch.bfloat16, device=work.device)
     plain = drawn((num_out, num_in), torch.bfloat16, work.device)
     rows = [drawn((count, num_in), torch.bfloat16, work.device) for count in (1, 16, 64, 512, 4096)]
-    products = {"bf16 by cuBLAS": (partial(F.linear, weight=plain), plain.nbytes)}
+    products: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+        "bf16 by cuBLAS": (partial(F.linear, weight=plain), plain.nbytes)
+    }
     for name in SCHEMES:
         held = quantized(name, num_out, num_in, work.device)
-        weights = {"blocks.0.w": QuantizedWeight((held,)), "norm": norm}
+        weights: dict[str, Tensor | QuantizedWeight] = {"blocks.0.w": QuantizedWeight((held,)), "norm": norm}
         theirs = row_quantized(weights)["blocks.0.w"]
         ours = kernels.weights(dict(weights))["blocks.0.w"]
         products |= {name: (ours.apply, held.num_bytes), f"{name} by torch": (theirs.apply, held.num_bytes)}

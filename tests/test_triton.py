@@ -267,8 +267,11 @@ def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.d
     angles = 10 * torch.rand(9, 1, 20, generator=random)
     slots = torch.tensor([17, 5, 2, 3, 40, -1, 0, 21, 9], dtype=torch.int32)
     for turns in (None, (angles.cos().to(dtype), angles.sin().to(dtype))):
-        shape, kinds = (2, 3, PAGE_TOKENS, 40), ("auto", kv_dtype, kv_dtype)
-        plain, pages, wanted = (KVPages.empty(shape, kind, dtype) for kind in kinds)
+        shape = 2, 3, PAGE_TOKENS, 40
+        plain, pages, wanted = (
+            KVPages.empty(shape, "auto", dtype),
+            *(KVPages.empty(shape, kv_dtype, dtype) for _ in range(2)),
+        )
         for each in (plain, pages, wanted):
             fill_with_anything(each)
         turned = triton_small.turn_and_write(q, k, v, turns, plain, slots)
