@@ -28,7 +28,7 @@ help:
 	@echo "make format  rewrite the code in the project's style"
 	@echo "make bench   speed and memory, measured on this machine"
 	@echo "make bench-train  training steps, ours and those of others, in turns (an hour)"
-	@echo "make bench-serve  answers a second, ours and those of transformers and llama.cpp, in turns (an hour)"
+	@echo "make bench-serve  answers a second, ours and those of others, in turns (an hour and a half)"
 	@echo "make clean   remove .venv and caches; run folders stay"
 
 demo: $(READY)
