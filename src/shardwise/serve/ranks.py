@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.kernels.choice import Kernels
 from shardwise.parallel.mesh import Axis, CollectiveFailed, Mesh
 from shardwise.serve.batch import Batch
 from shardwise.serve.runner import Ran, Runner
@@ -65,7 +66,11 @@ class Leader:
     """Rank 0's runner: what it does, it tells the others to do as well."""
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.agreement, self.kernels = runner, agreement_of(runner.mesh), runner.kernels
+        self.runner, self.agreement = runner, agreement_of(runner.mesh)
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.runner.kernels
 
     def run(self, batch: Batch) -> Ran:
         tell(self.runner.mesh.tp, ("run", batch))
