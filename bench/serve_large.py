@@ -8,7 +8,6 @@ turns: a round takes about ten minutes.
     python bench/serve_large.py [--rounds 1] [--peers-env DIR] [--results DIR] [--json]
 """
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serve import markdown, read_arguments, run, tell, turns_parser
+from serve import read_arguments, run, tell, turns_parser, write_results
 from serve_rows import LLAMA_CPP, OURS, THEIR_PACKAGES, Limits, llama_cpp, measure_limits, with_peers
 from train import machine, make_peers_environment, say
 
@@ -81,7 +80,7 @@ class Report:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = turns_parser(__doc__, "whose vocabulary the random model has, a .gguf file")
     parser.set_defaults(rounds=1)
-    args = read_arguments(parser, argv)
+    args = read_arguments(parser, argv, of_gguf=True)
     python = with_peers(make_peers_environment(args.peers_env))
     args.steps = 24
     with tempfile.TemporaryDirectory() as folder:
@@ -93,9 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
-    args.results.mkdir(parents=True, exist_ok=True)
-    (args.results / "serve_large.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    (args.results / "serve_large.md").write_text(markdown(report.lines(), report.about), encoding="utf-8")
+    write_results(report, args.results, "serve_large")
     tell(report, args.json)
     return 0
 

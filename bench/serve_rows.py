@@ -9,7 +9,6 @@ since instructions for 8 bits do twice as many.
     python bench/serve_rows.py [--rounds 3] [--model FILE.gguf] [--peers-env DIR] [--results DIR] [--json]
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from plot import Bar, Panel, draw
-from serve import markdown, read_arguments, run, tell, turns_parser
+from serve import read_arguments, run, tell, turns_parser, write_results
 from train import HERE, imports, machine, make_peers_environment, say
 
 from shardwise.layout import Layout
@@ -112,9 +111,6 @@ class Report:
         limits = {row: self.limits.tokens_per_s(row) for row in BARS}
         return {"rows": rows, "ratios": ratios, "bars": BARS, "limits": limits, "runs": self.runs, "about": self.about}
 
-    def to_markdown(self) -> str:
-        return markdown(self.lines(), self.about)
-
     def to_svg(self) -> str:
         groups = {}
         for row in BARS:
@@ -128,7 +124,7 @@ class Report:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 when all has run, whether or not the bars are met, else 1."""
-    args = read_arguments(turns_parser(__doc__, "a .gguf file"), argv)
+    args = read_arguments(turns_parser(__doc__, "a .gguf file"), argv, of_gguf=True)
     python = with_peers(make_peers_environment(args.peers_env))
     args.steps = 24
     report = Report(machine(python, args, THEIR_PACKAGES), measure_limits(args.model))
@@ -139,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
-    write_results(report, args.results)
+    write_results(report, args.results, "serve_rows")
+    (args.results / "serve_rows.svg").write_text(report.to_svg(), encoding="utf-8")
     tell(report, args.json)
     return 0
 
@@ -202,14 +199,6 @@ def product_flops() -> float:
         _ = x @ x
         best_s = min(best_s, time.perf_counter() - began)
     return 2 * PRODUCT_SIZE**3 / best_s
-
-
-def write_results(report: Report, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "serve_rows.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    (folder / "serve_rows.md").write_text(report.to_markdown(), encoding="utf-8")
-    (folder / "serve_rows.svg").write_text(report.to_svg(), encoding="utf-8")
-    say(f"wrote {folder}/serve_rows.json, serve_rows.md and serve_rows.svg")
 
 
 if __name__ == "__main__":

@@ -359,7 +359,7 @@ def test_the_best_of_each_counts() -> None:
     told = report.to_json()
     assert told["ratios"] == {"1 sequence": 1.5, "32 sequences": 2.4} and told["bars"]["32 sequences"] == 2.5
     assert {row["value"] for row in told["rows"]} == {33.0, 22.0, 240.0, 100.0}
-    assert report.to_markdown().splitlines()[2:4] == [
+    assert bench_serve.markdown(report.lines(), report.about).splitlines()[2:4] == [
         "| 1 | 33.0 | 22.0 | 1.50 | ≥ 1.5 | met |", "| 32 | 240.0 | 100.0 | 2.40 | ≥ 2.5 | missed |",
     ]  # fmt: skip
 
@@ -417,7 +417,10 @@ def test_rows_are_held_against_the_best_of_others_and_the_machine() -> None:
         report.runs[row] = {"Shardwise": [100.0, 120.0], "llama.cpp Q4_0": [90.0, 100.0], "OpenVINO Q8_0": [50.0]}
     told = report.to_json()
     assert told["ratios"] == dict.fromkeys(serve_rows.BARS, 1.2) and told["bars"] == serve_rows.BARS
-    assert report.to_markdown().count("| llama.cpp Q4_0 | 1.20 |") == 7 and report.to_markdown().count("| met |") == 1
+    assert (
+        bench_serve.markdown(report.lines(), report.about).count("| llama.cpp Q4_0 | 1.20 |") == 7
+        and bench_serve.markdown(report.lines(), report.about).count("| met |") == 1
+    )
     assert report.to_svg().count("<rect") >= 21
 
 

@@ -253,13 +253,11 @@ class Native(InstructionSet):
 def integers_of(weight: QuantizedWeight) -> Quantized | None:
     """What a weight is held as, if that has a native product: integers of 8 or 4 bits, whose groups are of whole
     stretches of activations; a rank may hold no columns."""
-    if len(weight.pieces) > 1 or not isinstance(held := weight.pieces[0], Quantized) or not held.shape[1]:
+    held = weight.integers(STRETCH)
+    if held is None or not held.shape[1]:
         return None
-    scheme, zeros = held.scheme, held.zeros
-    whole = scheme.group is not None and scheme.group % STRETCH == 0
-    alike = zeros is None or zeros.dtype in (torch.uint8, held.scales.dtype)
-    known = scheme.kind == "int" and scheme.bits in (4, 8) and held.scales.dtype in SCALE_KINDS
-    return held if known and alike and (whole or scheme.group is None) else None
+    alike = held.zeros is None or held.zeros.dtype in (torch.uint8, held.scales.dtype)
+    return held if alike and held.scales.dtype in SCALE_KINDS else None
 
 
 def known_integers(weight: QuantizedWeight) -> Quantized:

@@ -346,15 +346,11 @@ def agreeing_rows(packed: Packed, part_blocks: int, dtype: torch.dtype) -> tuple
 def integers_of(weight: Tensor | QuantizedWeight) -> Quantized | None:
     """What a weight is held as, if that has a product here: integers of 8 or 4 bits, whose groups are of whole blocks.
     Of what a rank may hold nothing there is none."""
-    if not isinstance(weight, QuantizedWeight) or len(weight.pieces) > 1:
+    held = weight.integers(BLOCKS[-1]) if isinstance(weight, QuantizedWeight) else None
+    if held is None or not all(held.shape):
         return None
-    held = weight.pieces[0]
-    if not isinstance(held, Quantized) or not all(held.shape):
-        return None
-    scheme, zeros = held.scheme, held.zeros
-    whole = scheme.group is None or scheme.group % BLOCKS[-1] == 0
-    known = held.scales.dtype in SCALES and (zeros is None or zeros.dtype in (torch.uint8, *SCALES))
-    return held if scheme.kind == "int" and scheme.bits in (4, 8) and whole and known else None
+    known = held.zeros is None or held.zeros.dtype in (torch.uint8, *SCALES)
+    return held if known and held.scales.dtype in SCALES else None
 
 
 Ready = Tensor | RowWeight | QuantizedTable | TritonQuantized

@@ -73,6 +73,16 @@ class QuantizedWeight:
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
 
+    def integers(self, columns: int) -> Quantized | None:
+        """What it is held as, if that is one piece of integers of 8 or 4 bits, whose groups are whole runs of so many
+        columns: what products of integers take."""
+        held = self.pieces[0]
+        if len(self.pieces) > 1 or not isinstance(held, Quantized):
+            return None
+        scheme = held.scheme
+        whole = scheme.group is None or scheme.group % columns == 0
+        return held if scheme.kind == "int" and scheme.bits in (4, 8) and whole else None
+
     def apply(self, x: Tensor | Recomputed) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""
         if not isinstance(x, Tensor):  # the product itself needs no x in its backward, so only what makes x is kept
