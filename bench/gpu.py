@@ -1,5 +1,5 @@
-"""The kernels for GPUs on one GPU: do they compute what their definitions say, have rows the same bits in any company,
-and how fast are they and the captured steps that use them? A few minutes.
+"""The kernels for GPUs on one GPU: do they compute what their definitions say, have rows the same
+bits in any company, and how fast are they and the captured steps that use them? A few minutes.
 
     python bench/gpu.py [--json]
     python bench/gpu.py --interpret [--json]     # correctness alone, small, on a CPU by Triton's interpreter
@@ -25,33 +25,37 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from shardwise.catalogue import CATALOGUE, llama
 from shardwise.config import ModelConfig
-from shardwise.kernels.choice import TORCH, Attention, Heads, Kernels, triton_kernels
-from shardwise.kernels.gated import gated_naive
-from shardwise.kernels.kv import CODES, KVPages, quantize
-from shardwise.kernels.norm import rms_norm_naive
-from shardwise.kernels.paged import Span
-from shardwise.kernels.rotary import rotate_naive
-from shardwise.kernels.rows import RowWeight, row_quantized, row_weights
+from shardwise.formats.catalogue import CATALOGUE, llama
+from shardwise.kernels.interface import Attention, Heads, Kernels
+from shardwise.kernels.kv_cache import CODES, KVPages, quantize
+from shardwise.kernels.reference.batch_invariant import RowWeight, row_quantized, row_weights
+from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.gated import gated_naive
+from shardwise.kernels.reference.norm import rms_norm_naive
+from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.reference.rotary import rotate_naive
+from shardwise.kernels.registry import triton_kernels
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs
 from shardwise.quant import format
-from shardwise.quant.cache import KvDtype
 from shardwise.quant.dynamic import plain_in_fp64
 from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme, quantizable
 from shardwise.quant.weight import QuantizedWeight
-from shardwise.serve.batch import Batch, Part
-from shardwise.serve.graphs import Capture, cuda_capture
-from shardwise.serve.runner import Runner
+from shardwise.serve.engine.batch import Batch, Part
+from shardwise.serve.engine.cuda_graphs import Capture, cuda_capture
+from shardwise.serve.engine.runner import Runner
 
-PAGE_TOKENS, MAX_RUNNING = 16, 32
+PAGE_TOKENS = 16
+MAX_RUNNING = 32
 Step = Sequence[tuple[int, int]]
 """(text, how many of its tokens) of each that is run together."""
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-"""Relative to the largest: the last two bits. In fp32 sums of a GPU differ from those of its definition."""
+"""Relative to the largest: the last two bits. In fp32 sums of a GPU differ from those of its
+definition."""
 LOGITS_ERROR = 0.05
 """Relative to the largest, of a model in bf16 with other kernels."""
 PRODUCT_ERROR = 1e-5
@@ -71,7 +75,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """What is run: sequences of `lengths` tokens, heads (H, K, C) and windows of attention, products (N, K), models."""
+    """What is run: sequences of `lengths` tokens, heads (H, K, C) and windows of attention,
+    products (N, K), models."""
 
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
@@ -87,17 +92,30 @@ def on_gpu(device: torch.device) -> Work:
     heads = (9, 3, 64), (32, 8, 128), (8, 1, 80)
     products = (960, 640), (1000, 2048), (2048, 8192)
     models = CATALOGUE["smollm2-135m"], CATALOGUE["llama-3.2-1b"]
-    return Work(device, tuple(ERROR), heads, products, (300, 1, 129, 1000), models, 512, cuda_capture(device))
+    return Work(
+        device,
+        tuple(ERROR),
+        heads,
+        products,
+        (300, 1, 129, 1000),
+        models,
+        512,
+        cuda_capture(device),
+    )
 
 
 def interpreted() -> Work:
     tiny = llama(2, 64, 96, 4, 2, vocab=101, max_positions=64)
     dtypes = torch.float32, torch.bfloat16
-    heads, products = ((6, 2, 16),), ((20, 128),)
-    return Work(torch.device("cpu"), dtypes, heads, products, (20, 1, 140), (tiny,), 30, lambda step: step)
+    heads = ((6, 2, 16),)
+    products = ((20, 128),)
+    return Work(
+        torch.device("cpu"), dtypes, heads, products, (20, 1, 140), (tiny,), 30, lambda step: step
+    )
 
 
-# -- correctness --------------------------------------------------------------------------------------------
+# -- correctness
+# --------------------------------------------------------------------------------------------
 
 
 def drawn(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
@@ -109,38 +127,68 @@ def far(found: Tensor, expected: Tensor) -> float:
     """The largest error, relative to the largest number; infinite where it is no number."""
     if not found.isfinite().all():
         return float("inf")
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1))
+    return float(
+        (found.double() - expected.double()).abs().max()
+        / expected.double().abs().max().clamp(min=1)
+    )
 
 
 def check_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
-    kinds: list[tuple[int | None, KvDtype]] = [(None, "auto"), (100, "auto"), (None, "int8"), (100, "fp8")]
-    for (num_heads, num_kv, size), dtype, (window, kv_dtype) in product(work.heads, work.dtypes, kinds):
-        heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([window]), dtype, work.device, kv_dtype)
+    kinds: list[tuple[int | None, KvDtype]] = [
+        (None, "auto"),
+        (100, "auto"),
+        (None, "int8"),
+        (100, "fp8"),
+    ]
+    for (num_heads, num_kv, size), dtype, (window, kv_dtype) in product(
+        work.heads, work.dtypes, kinds
+    ):
+        heads = Heads(
+            num_heads, num_kv, size, PAGE_TOKENS, frozenset([window]), dtype, work.device, kv_dtype
+        )
         attention = kernels.attention(heads)
         name = f"attention {num_heads}/{num_kv} heads of {size}, {str(dtype)[6:]}, window {window}, kept as {kv_dtype}"
-        texts = [drawn((n, num_heads + 2 * num_kv, size), dtype, work.device, n) for n in work.lengths]
-        alone = [attended(attention, heads, [text], window, [[(0, len(text))]])[0] for text in texts]
-        error = max(far(out, defined(text, heads, window)) for out, text in zip(alone, texts, strict=True))
+        texts = [
+            drawn((n, num_heads + 2 * num_kv, size), dtype, work.device, n) for n in work.lengths
+        ]
+        alone = [
+            attended(attention, heads, [text], window, [[(0, len(text))]])[0] for text in texts
+        ]
+        error = max(
+            far(out, defined(text, heads, window)) for out, text in zip(alone, texts, strict=True)
+        )
         yield Row(name, error, "of the largest", error <= ERROR[dtype])
         steps = [[(number, len(text) - 1)] for number, text in enumerate(texts) if len(text) > 1]
-        together = attended(attention, heads, texts, window, [*steps, [(number, 1) for number in range(len(texts))]])
+        together = attended(
+            attention, heads, texts, window, [*steps, [(number, 1) for number in range(len(texts))]]
+        )
         same = all(map(torch.equal, alone, together))
-        yield Row(f"{name}: same bits in company, tiles of {attention.sizes}", float(same), "", same)
+        yield Row(
+            f"{name}: same bits in company, tiles of {attention.sizes}", float(same), "", same
+        )
 
 
 def attended(
-    attention: Attention, heads: Heads, texts: Sequence[Tensor], window: int | None, steps: Sequence[Step]
+    attention: Attention,
+    heads: Heads,
+    texts: Sequence[Tensor],
+    window: int | None,
+    steps: Sequence[Step],
 ) -> list[Tensor]:
-    """Attention [T, H, C] over texts [T, q|k|v, C], run in `steps` of (text, tokens), over pages of NaN."""
+    """Attention [T, H, C] over texts [T, q|k|v, C], run in `steps` of (text, tokens), over pages of
+    NaN."""
     pages_of = [-(-len(text) // PAGE_TOKENS) for text in texts]
     ends = [sum(pages_of[: n + 1]) for n in range(len(texts))]
     shape = heads.num_kv, ends[-1], PAGE_TOKENS, heads.head_dim
     pages = KVPages.empty(shape, heads.kv_dtype, heads.dtype, heads.device)
     for each in pages.tensors:
         each.fill_(torch.nan if each.is_floating_point() else 99)
-    done, out = [0] * len(texts), [text.new_empty(len(text), heads.num_heads, heads.head_dim) for text in texts]
+    done = [0] * len(texts)
+    out = [text.new_empty(len(text), heads.num_heads, heads.head_dim) for text in texts]
     for step in steps:
-        spans = [Span(done[n], count, tuple(range(ends[n] - pages_of[n], ends[n]))) for n, count in step]
+        spans = [
+            Span(done[n], count, tuple(range(ends[n] - pages_of[n], ends[n]))) for n, count in step
+        ]
         new = torch.cat([texts[n][done[n] : done[n] + count] for n, count in step])
         q, k, v = new.split((heads.num_heads, heads.num_kv, heads.num_kv), 1)
         batch = attention.batch(spans)
@@ -168,7 +216,8 @@ def defined(text: Tensor, heads: Heads, window: int | None) -> Tensor:
 def check_small(work: Work, kernels: Kernels) -> Iterator[Row]:
     for dtype in work.dtypes:
         kind = str(dtype)[6:]
-        x, weight = drawn((7, 576), dtype, work.device), drawn((576,), dtype, work.device, 1)
+        x = drawn((7, 576), dtype, work.device)
+        weight = drawn((576,), dtype, work.device, 1)
         error = far(kernels.rms_norm(x, weight, 1e-5), rms_norm_naive(x, weight, 1e-5))
         yield Row(f"norm, {kind}", error, "of the largest", error <= ERROR[dtype])
         for activation in ("silu", "gelu", "gelu_tanh"):
@@ -180,34 +229,44 @@ def check_small(work: Work, kernels: Kernels) -> Iterator[Row]:
 
 
 def check_turned(work: Work, dtype: torch.dtype) -> Row:
-    from shardwise.kernels.triton_small import turn_and_write
+    from shardwise.kernels.triton.pointwise import turn_and_write
 
     q, k, v = drawn((5, 15, 64), dtype, work.device).split((9, 3, 3), 1)
     angles = 10 * drawn((5, 1, 32), torch.float32, work.device)
     turns = angles.cos().to(dtype), angles.sin().to(dtype)
     pages = KVPages.empty((3, 2, PAGE_TOKENS, 64), "auto", dtype, work.device)
     slots = torch.tensor([20, 3, -1, 4, 31], dtype=torch.int32, device=work.device)
-    turned, there = turn_and_write(q, k, v, turns, pages, slots), [0, 1, 3, 4]
+    turned = turn_and_write(q, k, v, turns, pages, slots)
+    there = [0, 1, 3, 4]
     written = [each.flatten(1, 2)[:, slots[there].long()].transpose(0, 1) for each in pages.tensors]
-    pairs = (turned, rotate_naive(q, *turns)), (written[0], rotate_naive(k, *turns)[there]), (written[1], v[there])
+    pairs = (
+        (turned, rotate_naive(q, *turns)),
+        (written[0], rotate_naive(k, *turns)[there]),
+        (written[1], v[there]),
+    )
     error = max(far(found, expected) for found, expected in pairs)
     return Row(f"turn and write, {str(dtype)[6:]}", error, "of the largest", error <= ERROR[dtype])
 
 
 def check_codes(work: Work, dtype: torch.dtype, kv_dtype: KvDtype) -> Row:
     """The same codes and scales as by their definition."""
-    from shardwise.kernels.triton_small import turn_and_write
+    from shardwise.kernels.triton.pointwise import turn_and_write
 
     q, k, v = drawn((40, 9, 80), dtype, work.device).split((3, 3, 3), 1)
     slots = torch.arange(40, dtype=torch.int32, device=work.device)
-    found, wanted = (KVPages.empty((3, 3, PAGE_TOKENS, 80), kv_dtype, dtype, work.device) for _ in range(2))
+    found, wanted = (
+        KVPages.empty((3, 3, PAGE_TOKENS, 80), kv_dtype, dtype, work.device) for _ in range(2)
+    )
     for pages in (found, wanted):
         for each in pages.tensors:
             each.zero_()
     turn_and_write(q, k, v, None, found, slots)
     wanted.keys.write(slots.long(), k)
     wanted.values.write(slots.long(), v)
-    same = all(torch.equal(a.float(), b.float()) for a, b in zip(found.tensors, wanted.tensors, strict=True))
+    same = all(
+        torch.equal(a.float(), b.float())
+        for a, b in zip(found.tensors, wanted.tensors, strict=True)
+    )
     return Row(f"written as {kv_dtype}, {str(dtype)[6:]}", float(same), "", same)
 
 
@@ -226,7 +285,9 @@ def check_products(work: Work, kernels: Kernels) -> Iterator[Row]:
         error = far(found, x.double() @ plain_in_fp64(held).t())
         told = f"product {num_in} -> {num_out}, {name}, {str(dtype)[6:]}"
         yield Row(told, error, "of the largest", error <= PRODUCT_ERROR)
-        same = all(torch.equal(head.apply(x[-n:]), found[-n:]) for n in (1, 2, 16, 17, 33, 64, 65, 200))
+        same = all(
+            torch.equal(head.apply(x[-n:]), found[-n:]) for n in (1, 2, 16, 17, 33, 64, 65, 200)
+        )
         yield Row(f"{told}: same bits in company, tiles of {head.sizes}", float(same), "", same)
         ids = torch.tensor([5, 0, num_out - 1], device=work.device)
         error = far(table.look_up(ids), dequantize(held, torch.float32)[ids])
@@ -234,16 +295,26 @@ def check_products(work: Work, kernels: Kernels) -> Iterator[Row]:
 
 
 def check_rows(work: Work) -> Iterator[Row]:
-    for num_out, num_in in ((960, 576), (576, 1536), (8192, 2048), (2048, 8192)) if work.device.type == "cuda" else ():
-        weight = row_weights({"blocks.0.w": drawn((num_out, num_in), torch.bfloat16, work.device)})["blocks.0.w"]
+    for num_out, num_in in (
+        ((960, 576), (576, 1536), (8192, 2048), (2048, 8192)) if work.device.type == "cuda" else ()
+    ):
+        weight = row_weights({"blocks.0.w": drawn((num_out, num_in), torch.bfloat16, work.device)})[
+            "blocks.0.w"
+        ]
         assert isinstance(weight, RowWeight)
         x = drawn((300, num_in), torch.bfloat16, work.device, 1)
         whole = weight.apply(x)
-        same = all(torch.equal(weight.apply(x[-n:]), whole[-n:]) for n in (1, 2, 3, 7, 8, 17, 33, 64, 100, 257))
-        yield Row(f"product {num_in} -> {num_out}: same bits, rows {weight.sizes}", float(same), "", same)
+        same = all(
+            torch.equal(weight.apply(x[-n:]), whole[-n:])
+            for n in (1, 2, 3, 7, 8, 17, 33, 64, 100, 257)
+        )
+        yield Row(
+            f"product {num_in} -> {num_out}: same bits, rows {weight.sizes}", float(same), "", same
+        )
 
 
-# -- models -------------------------------------------------------------------------------------------------
+# -- models
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -257,7 +328,9 @@ class Precision:
 PRECISIONS = Precision(), Precision("int4-g32", "int8")
 
 
-def runner_of(work: Work, config: ModelConfig, kernels: Kernels, num_pages: int, precision: Precision) -> Runner:
+def runner_of(
+    work: Work, config: ModelConfig, kernels: Kernels, num_pages: int, precision: Precision
+) -> Runner:
     """With drawn weights: norms of ones, matrices that keep the size of what they multiply."""
     weights: dict[str, Tensor | QuantizedWeight] = {
         spec.name: drawn(spec.shape, torch.bfloat16, work.device, number) * spec.shape[-1] ** -0.5
@@ -280,9 +353,18 @@ def runner_of(work: Work, config: ModelConfig, kernels: Kernels, num_pages: int,
 def parts(work: Work, config: ModelConfig, count: int, num_tokens: int, start: int) -> list[Part]:
     """`num_tokens` tokens from position `start` of each of so many sequences."""
     width = -(-(work.context + 1) // PAGE_TOKENS)
-    tokens = torch.randint(config.vocab_size, (count, work.context + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        config.vocab_size, (count, work.context + 1), generator=torch.Generator().manual_seed(0)
+    )
     return [
-        Part(n, tuple(row[start : start + num_tokens]), start, tuple(range(n * width, (n + 1) * width)), 1, False)
+        Part(
+            n,
+            tuple(row[start : start + num_tokens]),
+            start,
+            tuple(range(n * width, (n + 1) * width)),
+            1,
+            False,
+        )
         for n, row in enumerate(tokens.tolist())
     ]
 
@@ -308,7 +390,9 @@ def run_models(work: Work, kernels: Kernels) -> Iterator[Row]:
                 yield Row(f"{name}: graphs captured", time.perf_counter() - began, "s")
                 logits["graphs"] = decoded(work, runner, counts[-1])
                 alone = decoded(work, runner, 1)
-                same = torch.equal(logits["graphs"], logits["Triton"]) and torch.equal(alone[0], logits["Triton"][0])
+                same = torch.equal(logits["graphs"], logits["Triton"]) and torch.equal(
+                    alone[0], logits["Triton"][0]
+                )
                 yield Row(f"{name}: same bits captured, and alone", float(same), "", same)
                 if work.device.type == "cuda":
                     yield from time_model(work, runner, counts, f"{name}, graphs", prefill=False)
@@ -322,7 +406,9 @@ def decoded(work: Work, runner: Runner, count: int) -> Tensor:
     return torch.stack(list(ran.logits.values()))
 
 
-def time_model(work: Work, runner: Runner, counts: Sequence[int], name: str, prefill: bool = True) -> Iterator[Row]:
+def time_model(
+    work: Work, runner: Runner, counts: Sequence[int], name: str, prefill: bool = True
+) -> Iterator[Row]:
     if prefill:
         prompt = Batch(tuple(parts(work, runner.config, 1, work.context, 0)), ())
         seconds = device_s(partial(runner.run, prompt))
@@ -333,7 +419,8 @@ def time_model(work: Work, runner: Runner, counts: Sequence[int], name: str, pre
         yield Row(f"{name}: decode, {count} at {work.context} tokens", count / seconds, "tokens/s")
 
 
-# -- speed --------------------------------------------------------------------------------------------------
+# -- speed
+# --------------------------------------------------------------------------------------------------
 
 
 def device_s(run: Callable[[], object], rounds: int = 15) -> float:
@@ -353,7 +440,8 @@ def device_s(run: Callable[[], object], rounds: int = 15) -> float:
 def kernel_s(run: Callable[[], object], rounds: int = 20) -> float:
     """Seconds that the device takes for one of many runs in a row."""
     run()
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began = torch.cuda.Event(enable_timing=True)
+    ended = torch.cuda.Event(enable_timing=True)
     began.record()
     for _ in range(rounds):
         run()
@@ -363,18 +451,35 @@ def kernel_s(run: Callable[[], object], rounds: int = 20) -> float:
 
 
 def time_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
-    num_heads, num_kv, size = 32, 8, 128
+    num_heads = 32
+    num_kv = 8
+    size = 128
     counts = (1, 1024), (1, 16384), (32, 1024), (32, 8192)
     for (count, context), kv_dtype in product(counts, get_args(KvDtype)):
-        heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([None]), torch.bfloat16, work.device, kv_dtype)
+        heads = Heads(
+            num_heads,
+            num_kv,
+            size,
+            PAGE_TOKENS,
+            frozenset([None]),
+            torch.bfloat16,
+            work.device,
+            kv_dtype,
+        )
         attention = kernels.attention(heads)
         width = -(-context // PAGE_TOKENS)
-        pages = KVPages.empty((num_kv, count * width, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device)
+        pages = KVPages.empty(
+            (num_kv, count * width, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device
+        )
         slots = torch.arange(count * width * PAGE_TOKENS, device=work.device)
         for vectors in (pages.keys, pages.values):
             vectors.write(slots, drawn((len(slots), num_kv, size), torch.bfloat16, work.device))
-        spans = [Span(context - 1, 1, tuple(range(n * width, (n + 1) * width))) for n in range(count)]
-        q, k, v = drawn((count, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split((32, 8, 8), 1)
+        spans = [
+            Span(context - 1, 1, tuple(range(n * width, (n + 1) * width))) for n in range(count)
+        ]
+        q, k, v = drawn((count, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split(
+            (32, 8, 8), 1
+        )
         batch = attention.batch(spans)
         seconds = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None))
         name = f"attention, {count} tokens at {context}, kept as {kv_dtype}"
@@ -384,25 +489,47 @@ def time_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
 
 
 def time_prompt(work: Work, kernels: Kernels) -> Iterator[Row]:
-    num_heads, num_kv, size, num_tokens = 32, 8, 128, 4096
+    num_heads = 32
+    num_kv = 8
+    size = 128
+    num_tokens = 4096
     num_pages = num_tokens // PAGE_TOKENS
-    q, k, v = drawn((num_tokens, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split((32, 8, 8), 1)
+    q, k, v = drawn((num_tokens, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split(
+        (32, 8, 8), 1
+    )
     flops = 2 * num_heads * num_tokens**2 * size  # half of the scores are seen
     for kv_dtype in get_args(KvDtype):
-        heads = Heads(num_heads, num_kv, size, PAGE_TOKENS, frozenset([None]), torch.bfloat16, work.device, kv_dtype)
+        heads = Heads(
+            num_heads,
+            num_kv,
+            size,
+            PAGE_TOKENS,
+            frozenset([None]),
+            torch.bfloat16,
+            work.device,
+            kv_dtype,
+        )
         attention = kernels.attention(heads)
-        pages = KVPages.empty((num_kv, num_pages, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device)
+        pages = KVPages.empty(
+            (num_kv, num_pages, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device
+        )
         batch = attention.batch([Span(0, num_tokens, tuple(range(num_pages)))])
         ours = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None), 5)
-        yield Row(f"attention of {num_tokens} tokens, kept as {kv_dtype}", flops / ours / 1e12, "TFLOP/s")
+        yield Row(
+            f"attention of {num_tokens} tokens, kept as {kv_dtype}", flops / ours / 1e12, "TFLOP/s"
+        )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    theirs = kernel_s(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True), 5)
+    theirs = kernel_s(
+        partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True), 5
+    )
     yield Row("the same by torch, not paged", flops / theirs / 1e12, "TFLOP/s")
 
 
 def time_products(work: Work, kernels: Kernels) -> Iterator[Row]:
-    """Of integers, by torch's operations, and of bf16 by cuBLAS: bytes of the weight read, and operations."""
-    num_out, num_in = 4096, 4096
+    """Of integers, by torch's operations, and of bf16 by cuBLAS: bytes of the weight read, and
+    operations."""
+    num_out = 4096
+    num_in = 4096
     norm = torch.ones(1, dtype=torch.bfloat16, device=work.device)
     plain = drawn((num_out, num_in), torch.bfloat16, work.device)
     rows = [drawn((count, num_in), torch.bfloat16, work.device) for count in (1, 16, 64, 512, 4096)]
@@ -411,10 +538,16 @@ def time_products(work: Work, kernels: Kernels) -> Iterator[Row]:
     }
     for name in SCHEMES:
         held = quantized(name, num_out, num_in, work.device)
-        weights: dict[str, Tensor | QuantizedWeight] = {"blocks.0.w": QuantizedWeight((held,)), "norm": norm}
+        weights: dict[str, Tensor | QuantizedWeight] = {
+            "blocks.0.w": QuantizedWeight((held,)),
+            "norm": norm,
+        }
         theirs = row_quantized(weights)["blocks.0.w"]
         ours = kernels.weights(dict(weights))["blocks.0.w"]
-        products |= {name: (ours.apply, held.num_bytes), f"{name} by torch": (theirs.apply, held.num_bytes)}
+        products |= {
+            name: (ours.apply, held.num_bytes),
+            f"{name} by torch": (theirs.apply, held.num_bytes),
+        }
     for name, (run, num_bytes) in products.items():
         for x in rows:
             seconds = kernel_s(partial(run, x))
@@ -425,11 +558,22 @@ def time_products(work: Work, kernels: Kernels) -> Iterator[Row]:
 
 
 def time_small(work: Work, kernels: Kernels) -> Iterator[Row]:
-    x, weight = drawn((2048, 4096), torch.bfloat16, work.device), drawn((4096,), torch.bfloat16, work.device)
+    x = drawn((2048, 4096), torch.bfloat16, work.device)
+    weight = drawn((4096,), torch.bfloat16, work.device)
     inner = drawn((2048, 2 * 8192), torch.bfloat16, work.device)
     for name, num_bytes, run, theirs in (
-        ("norm", 2 * x.nbytes, lambda: kernels.rms_norm(x, weight, 1e-5), lambda: TORCH.rms_norm(x, weight, 1e-5)),
-        ("gated", 1.5 * inner.nbytes, lambda: kernels.gated(inner, "silu"), lambda: TORCH.gated(inner, "silu")),
+        (
+            "norm",
+            2 * x.nbytes,
+            lambda: kernels.rms_norm(x, weight, 1e-5),
+            lambda: TORCH.rms_norm(x, weight, 1e-5),
+        ),
+        (
+            "gated",
+            1.5 * inner.nbytes,
+            lambda: kernels.gated(inner, "silu"),
+            lambda: TORCH.gated(inner, "silu"),
+        ),
     ):
         yield Row(name, num_bytes / kernel_s(run) / 1e9, "GB/s")
         yield Row(f"{name} by torch", num_bytes / kernel_s(theirs) / 1e9, "GB/s")
@@ -451,13 +595,20 @@ def measured(work: Work) -> Iterator[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--interpret", action="store_true", help="correctness alone, on a CPU by Triton's interpreter")
+    parser.add_argument(
+        "--interpret",
+        action="store_true",
+        help="correctness alone, on a CPU by Triton's interpreter",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
     if args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     elif not torch.cuda.is_available():
-        print("bench/gpu.py: there is no GPU here; --interpret checks the kernels on a CPU", file=sys.stderr)
+        print(
+            "bench/gpu.py: there is no GPU here; --interpret checks the kernels on a CPU",
+            file=sys.stderr,
+        )
         return 2
     work = interpreted() if args.interpret else on_gpu(torch.device("cuda", 0))
     where = "Triton's interpreter" if args.interpret else torch.cuda.get_device_name(0)

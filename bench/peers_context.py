@@ -1,10 +1,10 @@
 """PyTorch's own `context_parallel`, on CPUs.
 
 In torch 2.13 it knows the attention operations of GPUs alone and stops at that of CPUs ("Operator
-aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered"). What is missing
-is which operation to call: its ring, forward and backward, its balanced halves and its merge take any. So this puts the
-CPU's into its table; all else is PyTorch's.
-"""
+aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy
+registered"). What is missing is which operation to call: its ring, forward and backward, its
+balanced halves and its merge take any. So this puts the CPU's into its table; all else is
+PyTorch's."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,28 +32,50 @@ def attend(op: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     q, k, v, _, is_causal = args
     assert kwargs.get("attn_mask") is None
     found = ring._templated_ring_attention(
-        q.device_mesh.get_group(), SEQUENCE, FORWARD, *local((q, k, v)), is_causal, scale=kwargs.get("scale")
+        q.device_mesh.get_group(),
+        SEQUENCE,
+        FORWARD,
+        *local((q, k, v)),
+        is_causal,
+        scale=kwargs.get("scale"),
     )
     return cut_alike(found, q.device_mesh)
 
 
-def attend_backward(op: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+def attend_backward(
+    op: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor, ...]:
     """Of (gradient, q, k, v, output, log-sum-exp, dropout, is_causal) the gradients of q, k, v."""
     *tensors, _, is_causal = args
     mesh = tensors[0].device_mesh
     grad, *others = local(tensors)
     found = ring._templated_ring_attention_backward(
-        mesh.get_group(), SEQUENCE, backward, grad, "grad_out", *others, is_causal, scale=kwargs.get("scale")
+        mesh.get_group(),
+        SEQUENCE,
+        backward,
+        grad,
+        "grad_out",
+        *others,
+        is_causal,
+        scale=kwargs.get("scale"),
     )
     return cut_alike(found, mesh)
 
 
 def backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor, is_causal: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor,
+    is_causal: bool,
     scale: float | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """The CPU's, by the names that the ring calls it with."""
-    grads: tuple[Tensor, ...] = BACKWARD(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
+    grads: tuple[Tensor, ...] = BACKWARD(
+        grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale
+    )
     return grads
 
 
@@ -62,4 +84,6 @@ def local(tensors: Iterable[DTensor]) -> tuple[Tensor, ...]:
 
 
 def cut_alike(tensors: Iterable[Tensor], mesh: DeviceMesh) -> tuple[DTensor, ...]:
-    return tuple(DTensor.from_local(tensor, mesh, [Shard(SEQUENCE)], run_check=False) for tensor in tensors)
+    return tuple(
+        DTensor.from_local(tensor, mesh, [Shard(SEQUENCE)], run_check=False) for tensor in tensors
+    )

@@ -1,10 +1,9 @@
-"""PyTorch's own pipeline parallel on transformers' Llama: `torch.distributed.pipelining`, with stages built by hand as
-torchtitan has them, and the schedules that it comes with.
+"""PyTorch's own pipeline parallel on transformers' Llama: `torch.distributed.pipelining`, with
+stages built by hand as torchtitan has them, and the schedules that it comes with.
 
-Two things it leaves to its user. A tied embedding is on two ranks, so its gradient is summed over the first and the
-last. And weights are bf16 with fp32 masters kept here, since under autocast every micro-batch casts weights and their
-gradients again, and fp32 is sent.
-"""
+Two things it leaves to its user. A tied embedding is on two ranks, so its gradient is summed over
+the first and the last. And weights are bf16 with fp32 masters kept here, since under autocast every
+micro-batch casts weights and their gradients again, and fp32 is sent."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model and its batch are cut: the number of blocks of each stage in order, stage s on rank s % p, and the
-    number of micro-batches."""
+    """How a model and its batch are cut: the number of blocks of each stage in order, stage s on
+    rank s % p, and the number of micro-batches."""
 
     blocks: Sequence[int]
     microbatches: int
@@ -39,7 +38,9 @@ class Cut:
     @property
     def ranges(self) -> list[range]:
         ends = [sum(self.blocks[: stage + 1]) for stage in range(len(self.blocks))]
-        return [range(end - num_blocks, end) for end, num_blocks in zip(ends, self.blocks, strict=True)]
+        return [
+            range(end - num_blocks, end) for end, num_blocks in zip(ends, self.blocks, strict=True)
+        ]
 
 
 class Part(nn.Module):
@@ -53,7 +54,8 @@ class Part(nn.Module):
         self.norm_and_head = nn.Sequential(model.model.norm, model.lm_head) if last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids [B, T] or what the part before gave [B, T, D] -> the same for the next, or logits [B, T, V]."""
+        """Ids [B, T] or what the part before gave [B, T, D] -> the same for the next, or logits [B,
+        T, V]."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
         if self.embed is not None:
             x = self.embed(x)
@@ -76,37 +78,56 @@ class Pipeline:
     """Training steps of this rank's stages, and of what PyTorch leaves to its user."""
 
     def __init__(
-        self, model: "LlamaForCausalLM", schedule: str, cut: Cut, lr: float, max_norm: float,
+        self,
+        model: "LlamaForCausalLM",
+        schedule: str,
+        cut: Cut,
+        lr: float,
+        max_norm: float,
         dtype: torch.dtype = torch.bfloat16,
-    ) -> None:  # fmt: skip
-        rank, size, last = dist.get_rank(), dist.get_world_size(), len(cut.blocks) - 1
-        parts = {at: Part(model, cut.ranges[at], at == 0, at == last) for at in range(rank, last + 1, size)}
-        self.weights = list(dict.fromkeys(weight for part in parts.values() for weight in part.parameters()))
+    ) -> None:
+        rank = dist.get_rank()
+        size = dist.get_world_size()
+        last = len(cut.blocks) - 1
+        parts = {
+            at: Part(model, cut.ranges[at], at == 0, at == last)
+            for at in range(rank, last + 1, size)
+        }
+        self.weights = list(
+            dict.fromkeys(weight for part in parts.values() for weight in part.parameters())
+        )
         self.masters = [weight.detach().float() for weight in self.weights]
         for weight in self.weights:
             weight.data = weight.data.to(dtype)
-        stages = [PipelineStage(part, at, last + 1, torch.device("cpu")) for at, part in parts.items()]
+        stages = [
+            PipelineStage(part, at, last + 1, torch.device("cpu")) for at, part in parts.items()
+        ]
         self.schedule = make_schedule(SCHEDULES[schedule], stages, cut.microbatches)
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, fused=True)
         self.max_norm = max_norm
         ends = sorted({0, last % size})
         self.ends = dist.new_group(ends)
-        self.tied = model.lm_head.weight if model.config.tie_word_embeddings and rank in ends else None
+        self.tied = (
+            model.lm_head.weight if model.config.tie_word_embeddings and rank in ends else None
+        )
         self.counts_tied = rank == 0
 
     def step(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """All micro-batches of [B, T] -> the mean loss and the norm of its gradient, on every rank."""
+        """All micro-batches of [B, T] -> the mean loss and the norm of its gradient, on every
+        rank."""
         losses: list[Tensor] = []
         self.schedule.step(ids, target=targets, losses=losses, return_outputs=False)
         if self.tied is not None:
             dist.all_reduce(self.tied.grad, group=self.ends)
         for weight, master in zip(self.weights, self.masters, strict=True):
             assert weight.grad is not None
-            master.grad, weight.grad = weight.grad.float(), None
+            master.grad = weight.grad.float()
+            weight.grad = None
         squared = get_total_norm(list(self.counted_grads())) ** 2
         told = torch.stack([sum(losses, torch.zeros(())).detach(), squared])
         dist.all_reduce(told)
-        loss, norm = told[0], told[1].sqrt()
+        loss = told[0]
+        norm = told[1].sqrt()
         clip_grads_with_norm_(self.masters, self.max_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

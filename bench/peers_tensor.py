@@ -1,6 +1,6 @@
-"""PyTorch's own tensor parallel on transformers' Llama: DTensor weights through `parallelize_module`, as torchtitan has
-them. The vocabulary is cut in embedding, head and loss; gradients are summed before attention and before the MLP.
-"""
+"""PyTorch's own tensor parallel on transformers' Llama: DTensor weights through
+`parallelize_module`, as torchtitan has them. The vocabulary is cut in embedding, head and loss;
+gradients are summed before attention and before the MLP."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -26,26 +26,43 @@ if TYPE_CHECKING:
 
 
 def cut(model: "LlamaForCausalLM", mesh: DeviceMesh, sequence: bool) -> None:
-    """Cut `model` over `mesh`, in place; with `sequence` its norms and residuals along the sequence."""
+    """Cut `model` over `mesh`, in place; with `sequence` its norms and residuals along the
+    sequence."""
     between = Shard(1) if sequence else Replicate()
-    parallelize_module(model, mesh, {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
-        **({"model.norm": SequenceParallel()} if sequence else {}),
-    })  # fmt: skip
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "model.embed_tokens": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=between
+            ),
+            "lm_head": ColwiseParallel(
+                input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+            ),
+            **({"model.norm": SequenceParallel()} if sequence else {}),
+        },
+    )
     model.lm_head.weight = model.model.embed_tokens.weight  # tied before, and cut alike
     for block in model.model.layers:
         parallelize_module(block, mesh, block_plan(sequence))
 
 
 def block_plan(sequence: bool) -> dict[str, ParallelStyle]:
-    between, whole = Shard(1) if sequence else Replicate(), Replicate()
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    between = Shard(1) if sequence else Replicate()
+    whole = Replicate()
+    columns = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )
     norms = ("input_layernorm", "post_attention_layernorm") if sequence else ()
     return {
         **{name: SequenceParallel() for name in norms},
         "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": between},
+            desired_input_kwarg_layouts={"hidden_states": whole},
         ),
         "mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=whole),
         **{name: ColwiseParallel() for name in columns},
@@ -69,7 +86,10 @@ def groups_of(parameters: Iterable[Parameter]) -> list[dict[str, list[Parameter]
 def clip_cut(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     """torch's `clip_grad_norm_` of both; returns the norm."""
     parts = alike(parameters)
-    norms = [whole(get_total_norm([each.grad for each in part if each.grad is not None])) for part in parts]
+    norms = [
+        whole(get_total_norm([each.grad for each in part if each.grad is not None]))
+        for part in parts
+    ]
     total = torch.linalg.vector_norm(torch.stack(norms))
     for part in parts:
         clip_grads_with_norm_(part, max_norm, total)

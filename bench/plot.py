@@ -1,15 +1,22 @@
-"""Bars as SVG, drawn in plain Python: readable in light and dark pages, wherever the picture is shown."""
+"""Bars as SVG, drawn in plain Python: readable in light and dark pages, wherever the picture is
+shown."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-WIDTH, PANEL_HEIGHT, LEGEND_HEIGHT = 1080, 260, 34
-LEFT, RIGHT, TOP, BOTTOM = 80, 20, 54, 46
+WIDTH = 1080
+PANEL_HEIGHT = 260
+LEGEND_HEIGHT = 34
+LEFT = 80
+RIGHT = 20
+TOP = 54
+BOTTOM = 46
 BAR_ROOM = 50
 """The least width of a bar with its words."""
-FLOOR, SPAN = PANEL_HEIGHT - BOTTOM, PANEL_HEIGHT - BOTTOM - TOP
+FLOOR = PANEL_HEIGHT - BOTTOM
+SPAN = PANEL_HEIGHT - BOTTOM - TOP
 STYLE = """
 .paper { fill: #ffffff; } .line { stroke: #d0d7de; } text { font: 12px system-ui, sans-serif; fill: #1f2328; }
 .bar0 { fill: #0b62c4; } .bar1 { fill: #c2570c; } .bar2 { fill: #6b7280; }
@@ -33,7 +40,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """`unit` and `across` label its axes; `groups` are the bars that stand together, by what is written under them."""
+    """`unit` and `across` label its axes; `groups` are the bars that stand together, by what is
+    written under them."""
 
     title: str
     unit: str
@@ -47,11 +55,14 @@ class Panel:
 
     @property
     def ticks(self) -> list[float]:
-        return ticks_up_to(max((bar.value for group in self.groups.values() for bar in group), default=0.0))
+        return ticks_up_to(
+            max((bar.value for group in self.groups.values() for bar in group), default=0.0)
+        )
 
 
 def draw(panels: Sequence[Panel], series: Sequence[str]) -> str:
-    """The SVG of the panels in rows, small ones side by side, with a legend of at most three series."""
+    """The SVG of the panels in rows, small ones side by side, with a legend of at most three
+    series."""
     assert len(series) <= MOST_SERIES
     rows = rows_of(panels)
     height = LEGEND_HEIGHT + len(rows) * PANEL_HEIGHT
@@ -62,7 +73,8 @@ def draw(panels: Sequence[Panel], series: Sequence[str]) -> str:
         *legend(series),
     ]
     for number, row in enumerate(rows):
-        left, top = 0.0, LEGEND_HEIGHT + number * PANEL_HEIGHT
+        left = 0.0
+        top = LEGEND_HEIGHT + number * PANEL_HEIGHT
         stretch = (WIDTH - len(row) * (LEFT + RIGHT)) / max(1, sum(panel.slots for panel in row))
         for panel in row:
             width = LEFT + panel.slots * stretch + RIGHT
@@ -87,9 +99,12 @@ def rows_of(panels: Sequence[Panel]) -> list[list[Panel]]:
 
 
 def legend(series: Sequence[str]) -> list[str]:
-    parts, x = [], LEFT
+    parts = []
+    x = LEFT
     for name in series:
-        parts.append(f'<rect x="{x}" y="14" width="12" height="12" class="bar{series.index(name)}"/>')
+        parts.append(
+            f'<rect x="{x}" y="14" width="12" height="12" class="bar{series.index(name)}"/>'
+        )
         parts.append(words(x + 18, 24, name, "start"))
         x += 40 + 8 * len(name)
     return parts
@@ -103,7 +118,9 @@ def axes(panel: Panel, width: float) -> list[str]:
     ]
     for tick in panel.ticks:
         y = FLOOR - SPAN * tick / panel.ticks[-1]
-        parts.append(f'<line class="line" x1="{LEFT}" x2="{width - RIGHT:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<line class="line" x1="{LEFT}" x2="{width - RIGHT:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
         parts.append(words(LEFT - 8, y + 4, f"{tick:,.10g}", "end"))
     return parts
 
@@ -111,7 +128,8 @@ def axes(panel: Panel, width: float) -> list[str]:
 def bars(panel: Panel, series: Sequence[str], width: float) -> list[str]:
     """Groups side by side, with the room of one bar between them."""
     room = (width - LEFT - RIGHT) / max(1, panel.slots)
-    x, parts = LEFT + room / 2, []
+    x = LEFT + room / 2
+    parts = []
     for label, group in panel.groups.items():
         parts.append(words(x + room * len(group) / 2, FLOOR + 34, label, kind="title"))
         for bar in group:
@@ -123,7 +141,8 @@ def bars(panel: Panel, series: Sequence[str], width: float) -> list[str]:
 
 
 def one_bar(bar: Bar, x: float, room: float, height: float, kind: str) -> list[str]:
-    middle, width = x + room / 2, room * 0.8
+    middle = x + room / 2
+    width = room * 0.8
     return [
         f'<rect x="{middle - width / 2:.1f}" y="{FLOOR - height:.1f}" width="{width:.1f}" height="{height:.1f}" '
         f'class="{kind}"><title>{escape(bar.series)}, {escape(bar.name)}: {bar.value:,.0f}</title></rect>',
@@ -133,7 +152,9 @@ def one_bar(bar: Bar, x: float, room: float, height: float, kind: str) -> list[s
 
 
 def words(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
+    )
 
 
 def ticks_up_to(highest: float) -> list[float]:

@@ -1,6 +1,5 @@
-"""What the runs of `bench/train.py` come to: each system's figures, ratios to the best peer of a stage, and these as
-JSON, as tables and as a plot.
-"""
+"""What the runs of `bench/train.py` come to: each system's figures, ratios to the best peer of a
+stage, and these as JSON, as tables and as a plot."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,15 @@ from plot import Bar, Panel, draw
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from shardwise.train.bench import Workload
-    from shardwise.train.profile import Breakdown
+    from profile_train import Breakdown
+
+    from shardwise.measure.train_step import Workload
 
 
 @dataclass(frozen=True)
 class Bars:
-    """What is wanted of ours: at least so many times the tokens/s of the best peer, at most so many times its peak."""
+    """What is wanted of ours: at least so many times the tokens/s of the best peer, at most so many
+    times its peak."""
 
     speed: float
     peak: float | None = None
@@ -27,35 +28,55 @@ class Bars:
         return speed >= self.speed and (self.peak is None or peak <= self.peak)
 
 
-DATA_BARS, TENSOR_BARS, CONTEXT_BARS, PIPELINE_BARS = Bars(1.1, 0.85), Bars(1.2), Bars(1.0), Bars(1.1)
+DATA_BARS = Bars(1.1, 0.85)
+TENSOR_BARS = Bars(1.2)
+CONTEXT_BARS = Bars(1.0)
+PIPELINE_BARS = Bars(1.1)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that takes the training step: `key` is how it is started, `label` what a bar or row is called."""
+    """Something that takes the training step: `key` is how it is started, `label` what a bar or row
+    is called."""
 
     key: str
     maker: str
     label: str
 
 
-SHARDWISE, PYTORCH, DEEPSPEED = "Shardwise", "PyTorch", "DeepSpeed"
+SHARDWISE = "Shardwise"
+PYTORCH = "PyTorch"
+DEEPSPEED = "DeepSpeed"
 DDP = Contender("ddp", PYTORCH, "DDP")
 ZERO_OPTIMIZER = Contender("zero_optimizer", PYTORCH, "DDP + Zero")
 FSDP2_KEEP = Contender("fsdp2_keep", PYTORCH, "FSDP2 keep")
 FSDP2 = Contender("fsdp2", PYTORCH, "FSDP2")
-DEEPSPEEDS = {stage: Contender(f"deepspeed{stage}", DEEPSPEED, f"ZeRO-{stage}") for stage in (1, 2, 3)}
-DTENSORS = (Contender("dtensor", PYTORCH, "DTensor"), Contender("dtensor_sp", PYTORCH, "DTensor SP"))
-CONTEXTS = (Contender("context_ddp", PYTORCH, "CP DDP"), Contender("context_fsdp2", PYTORCH, "CP FSDP2"))
+DEEPSPEEDS = {
+    stage: Contender(f"deepspeed{stage}", DEEPSPEED, f"ZeRO-{stage}") for stage in (1, 2, 3)
+}
+DTENSORS = (
+    Contender("dtensor", PYTORCH, "DTensor"),
+    Contender("dtensor_sp", PYTORCH, "DTensor SP"),
+)
+CONTEXTS = (
+    Contender("context_ddp", PYTORCH, "CP DDP"),
+    Contender("context_fsdp2", PYTORCH, "CP FSDP2"),
+)
 PIPELINES = {
     key: Contender(f"pipeline_{key}", PYTORCH, f"PP {label}")
-    for key, label in (("gpipe", "GPipe"), ("1f1b", "1F1B"), ("interleaved", "Interleaved"), ("zb1p", "ZB1P"))
+    for key, label in (
+        ("gpipe", "GPipe"),
+        ("1f1b", "1F1B"),
+        ("interleaved", "Interleaved"),
+        ("zb1p", "ZB1P"),
+    )
 }
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all contenders of a stage train: as given to `shardwise bench train`, which says what None stands for."""
+    """What all contenders of a stage train: as given to `shardwise bench train`, which says what
+    None stands for."""
 
     model: Path | None = None
     length: int | None = None
@@ -85,14 +106,16 @@ class Work:
 
 EVEN_HEADS = Path(__file__).resolve().parent / "llama-63m"
 """A shape near that of the other stages whose heads and kv heads two ranks can share."""
-DATA_WORK, TENSOR_WORK, CONTEXT_WORK = Work(), Work(EVEN_HEADS), Work(EVEN_HEADS, length=4096, sequences=1)
+DATA_WORK = Work()
+TENSOR_WORK = Work(EVEN_HEADS)
+CONTEXT_WORK = Work(EVEN_HEADS, length=4096, sequences=1)
 PIPELINE_WORK = Work(sequences=1)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing to do, the layout of ours that does it, and what else does. `bars` is what ours is held against, None
-    where it is PyTorch's own code behind our interface."""
+    """One thing to do, the layout of ours that does it, and what else does. `bars` is what ours is
+    held against, None where it is PyTorch's own code behind our interface."""
 
     name: str
     layout: str
@@ -121,21 +144,31 @@ STAGES = (
     Stage("a2a", "cp2.a2a", CONTEXTS, CONTEXT_WORK, CONTEXT_BARS),
     Stage("gpipe", "pp2.gpipe.l9-3.m8", (PIPELINES["gpipe"],), PIPELINE_WORK, PIPELINE_BARS),
     Stage("1f1b", "pp2.1f1b.l9-3.m8", (PIPELINES["1f1b"],), PIPELINE_WORK, PIPELINE_BARS),
-    Stage("interleaved", "pp2.interleaved.v2.l5-2-4-1.m8", (PIPELINES["interleaved"],), PIPELINE_WORK, PIPELINE_BARS),
+    Stage(
+        "interleaved",
+        "pp2.interleaved.v2.l5-2-4-1.m8",
+        (PIPELINES["interleaved"],),
+        PIPELINE_WORK,
+        PIPELINE_BARS,
+    ),
     Stage("zb", "pp2.zb-h1.l9-3.m8", (PIPELINES["zb1p"],), PIPELINE_WORK, PIPELINE_BARS),
 )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run, or of several: the best speed, since what disturbs a run only slows it, and the median peak."""
+    """Of one run, or of several: the best speed, since what disturbs a run only slows it, and the
+    median peak."""
 
     tokens_per_s: float
     peak_resident_mb: float
 
 
 def summarize(runs: Sequence[Figures]) -> Figures:
-    return Figures(max(run.tokens_per_s for run in runs), statistics.median(run.peak_resident_mb for run in runs))
+    return Figures(
+        max(run.tokens_per_s for run in runs),
+        statistics.median(run.peak_resident_mb for run in runs),
+    )
 
 
 @dataclass(frozen=True)
@@ -158,7 +191,8 @@ class Ratio:
     @property
     def told(self) -> tuple[str, str, str]:
         """Both ratios, each with what is wanted of it, and the verdict."""
-        speed, peak = f"{self.speed:.2f}", f"{self.peak:.2f}"
+        speed = f"{self.speed:.2f}"
+        peak = f"{self.peak:.2f}"
         if self.bars:
             speed += f" (≥ {self.bars.speed})"
             peak += f" (≤ {self.bars.peak})" if self.bars.peak else ""
@@ -177,7 +211,9 @@ def compare(stages: Sequence[Stage], figures: Mapping[str, Figures]) -> list[Rat
         smallest = min(ran, key=lambda peer: figures[peer.key].peak_resident_mb)
         speed = ours.tokens_per_s / figures[fastest.key].tokens_per_s
         peak = ours.peak_resident_mb / figures[smallest.key].peak_resident_mb
-        ratios.append(Ratio(stage.name, speed, peak, full_name(fastest), full_name(smallest), stage.bars))
+        ratios.append(
+            Ratio(stage.name, speed, peak, full_name(fastest), full_name(smallest), stage.bars)
+        )
     return ratios
 
 
@@ -187,7 +223,8 @@ def full_name(contender: Contender) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """All of one comparison. `failed` holds what did not run, by key, with the last line of its error."""
+    """All of one comparison. `failed` holds what did not run, by key, with the last line of its
+    error."""
 
     stages: Sequence[Stage]
     runs: Mapping[str, Sequence[Figures]]
@@ -218,7 +255,8 @@ class Report:
 
     def lines(self) -> list[tuple[str, ...]]:
         """Stage, what, tokens/s, peak, and for ours both ratios and what is said of them."""
-        figures, ratios = self.figures, {ratio.stage: ratio for ratio in self.ratios}
+        figures = self.figures
+        ratios = {ratio.stage: ratio for ratio in self.ratios}
         lines: list[tuple[str, ...]] = []
         for stage in self.stages:
             for contender in stage.contenders:
@@ -226,9 +264,18 @@ class Report:
                 if contender.key not in figures:
                     lines.append((stage.name, name, "-", "-", "", "", "failed"))
                     continue
-                each, ratio = figures[contender.key], ratios.get(stage.name)
+                each = figures[contender.key]
+                ratio = ratios.get(stage.name)
                 told = ratio.told if ratio and contender == stage.ours else ("", "", "")
-                lines.append((stage.name, name, f"{each.tokens_per_s:,.0f}", f"{each.peak_resident_mb:,.0f}", *told))
+                lines.append(
+                    (
+                        stage.name,
+                        name,
+                        f"{each.tokens_per_s:,.0f}",
+                        f"{each.peak_resident_mb:,.0f}",
+                        *told,
+                    )
+                )
         return lines
 
     @property
@@ -238,22 +285,32 @@ class Report:
     @property
     def works(self) -> dict[Work, list[Stage]]:
         """The stages of each work. Figures of different works do not compare."""
-        return {work: [s for s in self.stages if s.work == work] for work in dict.fromkeys(s.work for s in self.stages)}
+        return {
+            work: [s for s in self.stages if s.work == work]
+            for work in dict.fromkeys(s.work for s in self.stages)
+        }
 
     @property
     def work_lines(self) -> list[str]:
-        return [f"{', '.join(stage.name for stage in stages)}: {work.title}" for work, stages in self.works.items()]
+        return [
+            f"{', '.join(stage.name for stage in stages)}: {work.title}"
+            for work, stages in self.works.items()
+        ]
 
     def to_table(self) -> Table:
         table = Table(
-            title="Training steps, ours to the best peer of the same stage", title_justify="left",
-            caption="\n".join(self.work_lines), caption_justify="left",
-        )  # fmt: skip
+            title="Training steps, ours to the best peer of the same stage",
+            title_justify="left",
+            caption="\n".join(self.work_lines),
+            caption_justify="left",
+        )
         for column in self.columns:
             table.add_column(column, justify="left" if column in ("stage", "what", "") else "right")
         lines = self.lines()
         for at, line in enumerate(lines):
-            table.add_row(*line, end_section=line[0] != (lines[at + 1][0] if at + 1 < len(lines) else ""))
+            table.add_row(
+                *line, end_section=line[0] != (lines[at + 1][0] if at + 1 < len(lines) else "")
+            )
         return table
 
     def to_markdown(self) -> str:
@@ -264,7 +321,9 @@ class Report:
         parts += ["| " + " | ".join(row) + " |" for row in rows]
         if self.failed:
             parts += ["", *(f"{key} failed: {reason}" for key, reason in self.failed.items())]
-        return "\n".join([*parts, "", "![tokens per second and peak memory by stage](train.svg)", ""])
+        return "\n".join(
+            [*parts, "", "![tokens per second and peak memory by stage](train.svg)", ""]
+        )
 
     def to_svg(self) -> str:
         panels = [
@@ -289,16 +348,23 @@ class Report:
 
 
 def profile_table(breakdown: "Breakdown") -> Table:
-    total, limits = sum(breakdown.seconds.values()), breakdown.limits
+    total = sum(breakdown.seconds.values())
+    limits = breakdown.limits
     table = Table(
         title=f"{breakdown.layout}: a step of {breakdown.step_s:.2f} s, {total:.2f} s under the profiler",
         caption=f"At once on every rank: products {limits.product_flops / 1e9:,.0f} GFLOP/s, copies "
         f"{limits.copy_bytes / 1e9:.1f} GB/s, all-gather {limits.gather_bytes / 1e9:.2f} GB/s",
-        title_justify="left", caption_justify="left",
-    )  # fmt: skip
+        title_justify="left",
+        caption_justify="left",
+    )
     for column in ("what", "seconds", "share", "at the machine's limit, s"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for group, seconds in breakdown.seconds.items():
         needed = breakdown.needed.get(group)
-        table.add_row(group, f"{seconds:.3f}", f"{seconds / total:.0%}", "" if needed is None else f"{needed:.3f}")
+        table.add_row(
+            group,
+            f"{seconds:.3f}",
+            f"{seconds / total:.0%}",
+            "" if needed is None else f"{needed:.3f}",
+        )
     return table

@@ -1,5 +1,5 @@
-"""The project's figures, measured on this machine: `make bench`. Machines differ and drift, so what is compared is run
-in turns, and ratios are what counts. Prints a table, and with --json one object.
+"""The project's figures, measured on this machine: `make bench`. Machines differ and drift, so what
+is compared is run in turns, and ratios are what counts. Prints a table, and with --json one object.
 """
 
 import json
@@ -35,7 +35,11 @@ def wall_s(command: list[str], rounds: int = ROUNDS) -> float:
 
 def step_s(which: str) -> float:
     command = [sys.executable, str(HERE / "train_step.py"), which]
-    return float(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["seconds"])
+    return float(
+        json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)[
+            "seconds"
+        ]
+    )
 
 
 def product_flops(dtype: torch.dtype) -> float:
@@ -52,13 +56,29 @@ def product_flops(dtype: torch.dtype) -> float:
 def main() -> None:
     as_json = "--json" in sys.argv
     torch.set_num_threads(2)
-    rows: list[tuple[str, float, str, str]] = [("shardwise --help", wall_s([SHARDWISE, "--help"]), "s", "under 0.4")]
+    rows: list[tuple[str, float, str, str]] = [
+        ("shardwise --help", wall_s([SHARDWISE, "--help"]), "s", "under 0.4")
+    ]
     model = installed_model()
     if model is not None:
-        ask = [SHARDWISE, "generate", str(model), "--chat", "--prompt", "Hi", "--max-tokens", "1", "--temperature", "0"]
-        rows.append(("SmolLM2-135M from GGUF to the first token, all in", wall_s(ask), "s", "under 5"))
+        ask = [
+            SHARDWISE,
+            "generate",
+            str(model),
+            "--chat",
+            "--prompt",
+            "Hi",
+            "--max-tokens",
+            "1",
+            "--temperature",
+            "0",
+        ]
+        rows.append(
+            ("SmolLM2-135M from GGUF to the first token, all in", wall_s(ask), "s", "under 5")
+        )
     pairs = [(step_s("ours"), step_s("transformers")) for _ in range(ROUNDS)]
-    ours, theirs = min(a for a, _ in pairs), min(b for _, b in pairs)
+    ours = min(a for a, _ in pairs)
+    theirs = min(b for _, b in pairs)
     limit = STEP_FLOPS / product_flops(torch.bfloat16)
     rows += [
         ("training step, 70.8 M, 2 x 512 tokens, bf16, whole", ours, "s", ""),
@@ -70,7 +90,9 @@ def main() -> None:
     if as_json:
         print(json.dumps({"rows": [{"name": n, "value": v, "unit": u} for n, v, u, _ in rows]}))
         return
-    table = Table("what", "measured", "wanted", title=f"{os.cpu_count()} cores, torch {torch.__version__}")
+    table = Table(
+        "what", "measured", "wanted", title=f"{os.cpu_count()} cores, torch {torch.__version__}"
+    )
     for name, value, unit, wanted in rows:
         table.add_row(name, f"{value:.3g} {unit}", wanted)
     Console(width=min(110, shutil.get_terminal_size().columns)).print(table)

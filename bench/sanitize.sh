@@ -8,7 +8,7 @@ build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 .venv/bin/python -m venv "$build/venv"
 "$build/venv/bin/python" -m pip install -qq --disable-pip-version-check 'nanobind>=2.9,<4'
-cmake -S src/shardwise/kernels/native -B "$build/cmake" -DPython_EXECUTABLE="$build/venv/bin/python" \
+cmake -S csrc -B "$build/cmake" -DPython_EXECUTABLE="$build/venv/bin/python" \
     -DCMAKE_CXX_FLAGS="-fsanitize=address -fno-omit-frame-pointer -g1" >"$build/log"
 cmake --build "$build/cmake" -j 2 >>"$build/log" || { tail -20 "$build/log"; exit 1; }
 # a copy of the package beside the module, so that it is found before the one that is installed

@@ -1,7 +1,8 @@
 """Ours and transformers' `generate` on the same requests, all in one run: `make bench-serve`.
 
-As in bench/train.py the contenders take turns, only ratios count, and transformers runs in `.peers/`. The model is
-SmolLM2-135M in bf16; prompts of 128 random tokens, 128 new ones each, greedy.
+As in bench/train.py the contenders take turns, only ratios count, and transformers runs in
+`.peers/`. The model is SmolLM2-135M in bf16; prompts of 128 random tokens, 128 new ones each,
+greedy.
 
     python bench/serve.py [--rounds 3] [--model MODEL] [--peers-env DIR] [--results DIR] [--json]
     python bench/serve.py --profile [--quant as-stored] [--json]     # where the time of a decode step goes
@@ -19,22 +20,34 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.table import Table
-from train import HERE, PEERS_ENV, RESULTS, last_error, machine, make_peers_environment, print_table, say
+from train import (
+    HERE,
+    PEERS_ENV,
+    RESULTS,
+    last_error,
+    machine,
+    make_peers_environment,
+    print_table,
+    say,
+)
 
 from shardwise.commands.demo import installed_model
 
 PROMPT_TOKENS = NEW_TOKENS = 128
-OURS, THEIRS = "Shardwise", "transformers"
+OURS = "Shardwise"
+THEIRS = "transformers"
 RUN_LIMIT_S = 900
 OVERHEAD_BAR = 0.05
 """Of a step's time with 32 sequences: what all but the model may take."""
 PROFILED = (1, 32)
-PROFILE_CONTEXT, PROFILE_STEPS = 150, 20
+PROFILE_CONTEXT = 150
+PROFILE_STEPS = 20
 
 
 @dataclass(frozen=True)
 class Stage:
-    """So many sequences at a time, how often, and how many times transformers' tokens/s are wanted of ours."""
+    """So many sequences at a time, how often, and how many times transformers' tokens/s are wanted
+    of ours."""
 
     sequences: int
     repeats: int
@@ -63,13 +76,23 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         rows = [
-            {"name": f"{contender}, {stage.name}", "value": self.best(stage, contender), "unit": "tokens/s"}
+            {
+                "name": f"{contender}, {stage.name}",
+                "value": self.best(stage, contender),
+                "unit": "tokens/s",
+            }
             for stage in STAGES
             for contender in (OURS, THEIRS)
         ]
         ratios = {stage.name: self.ratio(stage) for stage in STAGES}
         bars = {stage.name: stage.bar for stage in STAGES}
-        return {"rows": rows, "ratios": ratios, "bars": bars, "runs": self.runs, "about": self.about}
+        return {
+            "rows": rows,
+            "ratios": ratios,
+            "bars": bars,
+            "runs": self.runs,
+            "about": self.about,
+        }
 
     def lines(self) -> Iterator[tuple[str, ...]]:
         yield "sequences", f"{OURS}, tokens/s", f"{THEIRS}, tokens/s", "ratio", "wanted", ""
@@ -89,7 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.steps = NEW_TOKENS
     report = Report(machine(python, args))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.model if args.model.is_dir() else converted(args.model, Path(temporary) / "model")
+        folder = (
+            args.model if args.model.is_dir() else converted(args.model, Path(temporary) / "model")
+        )
         try:
             take_turns(report, folder, python, args.rounds)
         except RuntimeError as error:
@@ -122,7 +147,9 @@ def tell(report: Lines, as_json: bool) -> None:
 
 def write_results(report: Lines, folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.json").write_text(
+        json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8"
+    )
     (folder / f"{name}.md").write_text(markdown(report.lines(), report.about), encoding="utf-8")
     say(f"wrote {folder}/{name}.json and {name}.md")
 
@@ -131,16 +158,27 @@ def markdown(lines: Iterable[tuple[str, ...]], about: Mapping[str, str | int]) -
     """A table, its head first, and under it what the figures depend on."""
     head, *rest = lines
     told = ", ".join(f"{name} {value}" for name, value in about.items())
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest)) + f"\n\n{told}\n"
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest))
+        + f"\n\n{told}\n"
+    )
 
 
 def turns_parser(description: str | None, model: str) -> argparse.ArgumentParser:
     """The flags of whatever has contenders take turns with one `model`."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
-    parser.add_argument("--model", type=Path, default=installed_model(), help=f"{model} (SmolLM2-135M)")
-    parser.add_argument("--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each contender (default: 3)"
+    )
+    parser.add_argument(
+        "--model", type=Path, default=installed_model(), help=f"{model} (SmolLM2-135M)"
+    )
+    parser.add_argument(
+        "--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser
 
@@ -160,8 +198,12 @@ def read_arguments(
 
 def parser_with_profile() -> argparse.ArgumentParser:
     parser = turns_parser(__doc__, "a folder or .gguf file")
-    parser.add_argument("--profile", action="store_true", help="say where the time of a decode step of ours goes")
-    parser.add_argument("--quant", metavar="Q", help="of the model that is profiled, as of `shardwise serve`")
+    parser.add_argument(
+        "--profile", action="store_true", help="say where the time of a decode step of ours goes"
+    )
+    parser.add_argument(
+        "--quant", metavar="Q", help="of the model that is profiled, as of `shardwise serve`"
+    )
     return parser
 
 
@@ -178,12 +220,19 @@ def take_turns(report: Report, folder: Path, python: Path, rounds: int) -> None:
             for contender in (OURS, THEIRS)[:: 1 if turn % 2 == 0 else -1]:
                 rate = ours(folder, stage) if contender == OURS else theirs(python, folder, stage)
                 report.runs.setdefault(stage.name, {}).setdefault(contender, []).append(rate)
-                say(f"round {turn + 1} of {rounds}, {stage.name}, {contender}: {rate:,.1f} tokens/s")
+                say(
+                    f"round {turn + 1} of {rounds}, {stage.name}, {contender}: {rate:,.1f} tokens/s"
+                )
 
 
 def ours(folder: Path, stage: Stage) -> float:
     command = [sys.executable, "-m", "shardwise", "bench", "serve", str(folder), "--json"]
-    command += ["--concurrency", str(stage.sequences), "--requests", str(stage.sequences * stage.repeats)]
+    command += [
+        "--concurrency",
+        str(stage.sequences),
+        "--requests",
+        str(stage.sequences * stage.repeats),
+    ]
     told = run([*command, "--prompt-tokens", str(PROMPT_TOKENS), "--max-tokens", str(NEW_TOKENS)])
     return float({row["name"]: row["value"] for row in told["rows"]}["output_tokens_per_s"])
 
@@ -205,21 +254,37 @@ def run(command: list[str]) -> dict[str, Any]:
 
 
 def profile(model: Path, quant: str | None, as_json: bool) -> int:
-    from shardwise.serve.llm import LLM
-    from shardwise.serve.profile import profile_decode
+    from profile_decode import profile_decode
 
-    found = [profile_decode(LLM(str(model), quant=quant), num, PROFILE_CONTEXT, PROFILE_STEPS) for num in PROFILED]
+    from shardwise.serve.llm import LLM
+
+    found = [
+        profile_decode(LLM(str(model), quant=quant), num, PROFILE_CONTEXT, PROFILE_STEPS)
+        for num in PROFILED
+    ]
     if as_json:
         rows = [
-            {"name": f"overhead share, {each.num_running} running", "value": each.overhead_share, "unit": ""}
+            {
+                "name": f"overhead share, {each.num_running} running",
+                "value": each.overhead_share,
+                "unit": "",
+            }
             for each in found
         ]
-        print(json.dumps({"profiles": [asdict(each) for each in found], "rows": rows, "bar": OVERHEAD_BAR}))
+        print(
+            json.dumps(
+                {"profiles": [asdict(each) for each in found], "rows": rows, "bar": OVERHEAD_BAR}
+            )
+        )
         return 0
     table = Table("ms of a step", *(f"{each.num_running} running" for each in found))
     for name in ("step_s", "run_s", "overhead_s", "weights_s"):
-        table.add_row(name.removesuffix("_s"), *(f"{1000 * getattr(each, name):.2f}" for each in found))
-    table.add_row("overhead, share", *(f"{each.overhead_share:.1%}" for each in found), end_section=True)
+        table.add_row(
+            name.removesuffix("_s"), *(f"{1000 * getattr(each, name):.2f}" for each in found)
+        )
+    table.add_row(
+        "overhead, share", *(f"{each.overhead_share:.1%}" for each in found), end_section=True
+    )
     for name in found[0].parts:
         table.add_row(name, *(f"{1000 * each.parts[name]:.2f}" for each in found))
     print_table(table)

@@ -1,5 +1,5 @@
-"""What HTTP costs: 32 clients of `shardwise serve`, against the same load without HTTP, in turns; part of
-`make bench-serve`.
+"""What HTTP costs: 32 clients of `shardwise serve`, against the same load without HTTP, in turns;
+part of `make bench-serve`.
 
 The clients share the machine's cores with the server, as they would not where it matters.
 
@@ -19,9 +19,12 @@ from typing import Any
 from serve import read_arguments, run, tell, turns_parser, write_results
 from train import machine, say
 
-CLIENTS, REQUESTS, NEW_TOKENS = 32, 64, 128
+CLIENTS = 32
+REQUESTS = 64
+NEW_TOKENS = 128
 BAR = 0.9
-IN_PROCESS, OVER_HTTP = "in process", "over HTTP"
+IN_PROCESS = "in process"
+OVER_HTTP = "over HTTP"
 SHARDWISE = (sys.executable, "-m", "shardwise")
 READY = re.compile(r"ready at (http://\S+)")
 
@@ -40,12 +43,28 @@ class Report:
     def lines(self) -> Iterator[tuple[str, ...]]:
         yield "clients", f"{IN_PROCESS}, tokens/s", f"{OVER_HTTP}, tokens/s", "ratio", "wanted", ""
         rates = (f"{max(self.runs[name]):,.0f}" for name in (IN_PROCESS, OVER_HTTP))
-        yield str(CLIENTS), *rates, f"{self.ratio:.2f}", f"≥ {BAR}", "met" if self.ratio >= BAR else "missed"
+        yield (
+            str(CLIENTS),
+            *rates,
+            f"{self.ratio:.2f}",
+            f"≥ {BAR}",
+            "met" if self.ratio >= BAR else "missed",
+        )
 
     def to_json(self) -> dict[str, Any]:
-        rows = [{"name": name, "value": max(rates), "unit": "tokens/s"} for name, rates in self.runs.items()]
-        ratios, bars = {OVER_HTTP: self.ratio}, {OVER_HTTP: BAR}
-        return {"rows": rows, "ratios": ratios, "bars": bars, "runs": self.runs, "about": self.about}
+        rows = [
+            {"name": name, "value": max(rates), "unit": "tokens/s"}
+            for name, rates in self.runs.items()
+        ]
+        ratios = {OVER_HTTP: self.ratio}
+        bars = {OVER_HTTP: BAR}
+        return {
+            "rows": rows,
+            "ratios": ratios,
+            "bars": bars,
+            "runs": self.runs,
+            "about": self.about,
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +100,9 @@ def served(model: Path) -> Iterator[str]:
             if ready := READY.search(line):
                 break
         else:
-            raise RuntimeError(f"`{' '.join(command)}` failed: {told[-1] if told else 'it said nothing'}")
+            raise RuntimeError(
+                f"`{' '.join(command)}` failed: {told[-1] if told else 'it said nothing'}"
+            )
         try:
             yield f"{ready[1]}/v1"
         finally:
@@ -91,7 +112,15 @@ def served(model: Path) -> Iterator[str]:
 
 def take_turns(report: Report, model: Path, url: str, rounds: int) -> None:
     """Every turn has a seed of its own: the server keeps the pages of prompts that it has seen."""
-    load = ["--concurrency", str(CLIENTS), "--requests", str(REQUESTS), "--max-tokens", str(NEW_TOKENS), "--json"]
+    load = [
+        "--concurrency",
+        str(CLIENTS),
+        "--requests",
+        str(REQUESTS),
+        "--max-tokens",
+        str(NEW_TOKENS),
+        "--json",
+    ]
     for turn in range(rounds):
         targets = {IN_PROCESS: loaded(model), OVER_HTTP: ["--url", url]}
         for name, target in targets.items():

@@ -1,9 +1,9 @@
-"""Ours and llama.cpp on a model of a billion random weights, in bf16, 8 and 4 bits: whether the gain of
-bench/serve_rows.py is one of small models. Part of `make bench-serve`.
+"""Ours and llama.cpp on a model of a billion random weights, in bf16, 8 and 4 bits: whether the
+gain of bench/serve_rows.py is one of small models. Part of `make bench-serve`.
 
-The shape is that of Llama 3.2 1B with SmolLM2's vocabulary. Both read the same GGUF files of 8 and 4 bits; in bf16 ours
-reads the folder that they are made of, and llama.cpp the numbers of the file of 8 bits. Each figure is taken once, in
-turns: a round takes about ten minutes.
+The shape is that of Llama 3.2 1B with SmolLM2's vocabulary. Both read the same GGUF files of 8 and
+4 bits; in bf16 ours reads the folder that they are made of, and llama.cpp the numbers of the file
+of 8 bits. Each figure is taken once, in turns: a round takes about ten minutes.
 
     python bench/serve_large.py [--rounds 1] [--peers-env DIR] [--results DIR] [--json]
 """
@@ -17,17 +17,25 @@ from typing import Any
 
 import torch
 from serve import read_arguments, run, tell, turns_parser, write_results
-from serve_rows import LLAMA_CPP, OURS, THEIR_PACKAGES, Limits, llama_cpp, measure_limits, with_peers
+from serve_rows import (
+    LLAMA_CPP,
+    OURS,
+    THEIR_PACKAGES,
+    Limits,
+    llama_cpp,
+    measure_limits,
+    with_peers,
+)
 from train import machine, make_peers_environment, say
 
-from shardwise.catalogue import llama
+from shardwise.formats.catalogue import llama
+from shardwise.formats.huggingface.folder import write_folder
+from shardwise.formats.tokenizers.tokenizer import load_tokenizer
 from shardwise.layout import Layout
-from shardwise.model.folder import write_folder
+from shardwise.measure.offline import measure_speed
 from shardwise.model.init import init_weights
-from shardwise.model.tokenizer import load_tokenizer
 from shardwise.params import model_specs
 from shardwise.serve.settings import EngineSettings
-from shardwise.serve.speed import measure_speed
 
 SHAPE = llama(16, 2048, 8192, 32, 8, vocab=49152, tied=True)
 ROWS = ("prefill_512", "decode_1", "decode_8", "decode_32")
@@ -55,7 +63,15 @@ class Report:
         return ours, theirs
 
     def lines(self) -> Iterator[tuple[str, ...]]:
-        yield "weights", "", f"{OURS}, tokens/s", f"{LLAMA_CPP}, tokens/s", "ratio", "machine allows", "reached"
+        yield (
+            "weights",
+            "",
+            f"{OURS}, tokens/s",
+            f"{LLAMA_CPP}, tokens/s",
+            "ratio",
+            "machine allows",
+            "reached",
+        )
         for kind, limits in self.limits.items():
             for row in ROWS:
                 ours, theirs = self.best(kind, row)
@@ -64,7 +80,8 @@ class Report:
                 yield kind, row, *rates, f"{limit:,.1f}", f"{ours / limit:.0%}"
 
     def to_json(self) -> dict[str, Any]:
-        rows, ratios = [], {}
+        rows = []
+        ratios = {}
         for kind in self.limits:
             for row in ROWS:
                 ours, theirs = self.best(kind, row)
@@ -100,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_files(vocabulary: Path, folder: Path, python: Path) -> dict[str, Kind]:
     """The random model as a folder in bf16, and what is made of it."""
     plain = folder / "bf16"
-    specs, layout = model_specs(SHAPE), Layout()
+    specs = model_specs(SHAPE)
+    layout = Layout()
     say(f"drawing {sum(spec.numel for spec in specs if spec.tied_to is None):,} weights")
     tensors = (
         (spec.name, init_weights(spec, layout, layout.coord(0), 0, torch.bfloat16))
@@ -112,8 +130,21 @@ def make_files(vocabulary: Path, folder: Path, python: Path) -> dict[str, Kind]:
     for kind in ("q8_0", "q4_0"):
         say(f"writing them as {kind}")
         files[kind] = folder / f"{kind}.gguf"
-        run([sys.executable, "-m", "shardwise", "convert", str(plain), str(files[kind]), "--quant", f"gguf:{kind}"])
-    (written,) = run([*llama_cpp(python), "requantize", str(files["q8_0"]), str(folder), "BF16"]).values()
+        run(
+            [
+                sys.executable,
+                "-m",
+                "shardwise",
+                "convert",
+                str(plain),
+                str(files[kind]),
+                "--quant",
+                f"gguf:{kind}",
+            ]
+        )
+    (written,) = run(
+        [*llama_cpp(python), "requantize", str(files["q8_0"]), str(folder), "BF16"]
+    ).values()
     return {
         "bf16": Kind(plain, None, Path(written)),
         "8 bits": Kind(files["q8_0"], "as-stored", files["q8_0"]),

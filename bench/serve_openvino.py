@@ -1,5 +1,6 @@
-"""What OpenVINO GenAI does with a GGUF file: prints the rows `generate_N` of `shardwise bench serve MODEL --json` as a
-line of JSON: N requests begun together in its continuous batching, the same prompts and lengths.
+"""What OpenVINO GenAI does with a GGUF file: prints the rows `generate_N` of `shardwise bench serve
+MODEL --json` as a line of JSON: N requests begun together in its continuous batching, the same
+prompts and lengths.
 
     python bench/serve_openvino.py FILE.gguf THREADS
 
@@ -14,13 +15,19 @@ import numpy as np
 import openvino
 import openvino_genai
 
-PROMPT_TOKENS, ANSWER_TOKENS, TRIES, SIZES, COMMON_IDS = 128, 128, 3, (1, 8, 32), 49152
-CACHE_GB, STEP_TOKENS = 2, 512
+PROMPT_TOKENS = 128
+ANSWER_TOKENS = 128
+TRIES = 3
+SIZES = (1, 8, 32)
+COMMON_IDS = 49152
+CACHE_GB = 2
+STEP_TOKENS = 512
 
 
 def speed(path: str, threads: int) -> dict[str, float]:
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.max_num_batched_tokens = CACHE_GB, STEP_TOKENS
+    scheduler.cache_size = CACHE_GB
+    scheduler.max_num_batched_tokens = STEP_TOKENS
     scheduler.enable_prefix_caching = False
     settings = {"INFERENCE_NUM_THREADS": threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", settings, {})
@@ -30,7 +37,11 @@ def speed(path: str, threads: int) -> dict[str, float]:
 
     def generate_s(size: int) -> float:
         prompts = [
-            openvino.Tensor(np.array([[(number * 7919 + place * 31) % COMMON_IDS for place in range(PROMPT_TOKENS)]]))
+            openvino.Tensor(
+                np.array(
+                    [[(number * 7919 + place * 31) % COMMON_IDS for place in range(PROMPT_TOKENS)]]
+                )
+            )
             for number in range(size)
         ]
         began = time.perf_counter()
@@ -40,7 +51,10 @@ def speed(path: str, threads: int) -> dict[str, float]:
             sys.exit("an answer has not the length that was asked for")
         return seconds
 
-    return {f"generate_{size}": size * ANSWER_TOKENS / min(generate_s(size) for _ in range(TRIES)) for size in SIZES}
+    return {
+        f"generate_{size}": size * ANSWER_TOKENS / min(generate_s(size) for _ in range(TRIES))
+        for size in SIZES
+    }
 
 
 if __name__ == "__main__":

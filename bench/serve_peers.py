@@ -1,11 +1,11 @@
-"""Transformers' `generate` on what `shardwise bench serve` asks: prints output tokens/s as a line of JSON.
+"""Transformers' `generate` on what `shardwise bench serve` asks: prints output tokens/s as a line
+of JSON.
 
     python bench/serve_peers.py FOLDER SEQUENCES PROMPT_TOKENS NEW_TOKENS REPEATS
 
-Runs in an environment of its own with torch and transformers, without Shardwise. SEQUENCES prompts of the same length
-are one batch (padding on the left would have nothing to do), greedy, and run to their full length. The cache that grows
-and the one of fixed size take turns; the faster counts.
-"""
+Runs in an environment of its own with torch and transformers, without Shardwise. SEQUENCES prompts
+of the same length are one batch (padding on the left would have nothing to do), greedy, and run to
+their full length. The cache that grows and the one of fixed size take turns; the faster counts."""
 
 import json
 import sys
@@ -28,9 +28,14 @@ def main(folder: str, sequences: int, prompt_tokens: int, new_tokens: int, repea
         prompts = torch.randint(*ids, (sequences, prompt_tokens))
         began = time.perf_counter()
         made = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, min_new_tokens=num_new,
-            max_new_tokens=num_new, cache_implementation=cache, pad_token_id=0,
-        )  # fmt: skip
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            min_new_tokens=num_new,
+            max_new_tokens=num_new,
+            cache_implementation=cache,
+            pad_token_id=0,
+        )
         took_s = time.perf_counter() - began
         assert made.shape == (sequences, prompt_tokens + num_new)
         return took_s
@@ -43,7 +48,11 @@ def main(folder: str, sequences: int, prompt_tokens: int, new_tokens: int, repea
             for name, cache in CACHES.items():
                 seconds[name].append(generate(cache, new_tokens))
     rates = {name: sequences * new_tokens * len(each) / sum(each) for name, each in seconds.items()}
-    print(json.dumps({"output_tokens_per_s": max(rates.values()), "threads": torch.get_num_threads()} | rates))
+    print(
+        json.dumps(
+            {"output_tokens_per_s": max(rates.values()), "threads": torch.get_num_threads()} | rates
+        )
+    )
 
 
 if __name__ == "__main__":

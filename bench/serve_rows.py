@@ -1,10 +1,11 @@
-"""Ours against llama.cpp's prefill and decode and OpenVINO GenAI's whole requests on the same GGUF file, all in one
-run: part of `make bench-serve`.
+"""Ours against llama.cpp's prefill and decode and OpenVINO GenAI's whole requests on the same GGUF
+file, all in one run: part of `make bench-serve`.
 
-Contenders take turns, the best of each counts, and only ratios do. Ours keeps the file as it is stored; the others have
-it as it comes and in the kinds that they like better. Beside each row stands what the machine allows: the weights read
-once a step at the rate at which memory is read here, and the operations at twice the rate of a large product in bf16,
-since instructions for 8 bits do twice as many.
+Contenders take turns, the best of each counts, and only ratios do. Ours keeps the file as it is
+stored; the others have it as it comes and in the kinds that they like better. Beside each row
+stands what the machine allows: the weights read once a step at the rate at which memory is read
+here, and the operations at twice the rate of a large product in bf16, since instructions for 8 bits
+do twice as many.
 
     python bench/serve_rows.py [--rounds 3] [--model FILE.gguf] [--peers-env DIR] [--results DIR] [--json]
 """
@@ -21,31 +22,35 @@ from typing import Any
 
 import torch
 from plot import Bar, Panel, draw
+from profile_decode import stream_bytes_per_s
 from serve import read_arguments, run, tell, turns_parser, write_results
 from train import HERE, imports, machine, make_peers_environment, say
 
+from shardwise.formats.load import read_config
+from shardwise.formats.storage import quantized_forms
 from shardwise.layout import Layout
-from shardwise.model.forms import quantized_forms
-from shardwise.model.load import read_config
+from shardwise.measure.offline import ANSWER_TOKENS, PROMPT_TOKENS
 from shardwise.params import model_specs
 from shardwise.quant.scheme import held_bytes, quantizable
-from shardwise.serve.profile import stream_bytes_per_s
-from shardwise.serve.speed import ANSWER_TOKENS, PROMPT_TOKENS
 
 BARS = {
     "prefill_512": 2.0, "decode_1": 1.2, "decode_8": 1.8, "decode_32": 1.8,
     "generate_1": 1.5, "generate_8": 1.5, "generate_32": 1.5,
 }  # fmt: skip
-OURS, LLAMA_CPP, OPENVINO, OTHERS = "Shardwise", "llama.cpp", "OpenVINO", "the best other"
+OURS = "Shardwise"
+LLAMA_CPP = "llama.cpp"
+OPENVINO = "OpenVINO"
+OTHERS = "the best other"
 THEIR_PACKAGES = ("llama_cpp_python", "openvino-genai")
 PACKAGES = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "openvino-genai==2026.4.1.0")
-PRODUCT_SIZE, PRODUCT_TRIES = 2048, 8
+PRODUCT_SIZE = 2048
+PRODUCT_TRIES = 8
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine was measured to do, and what the model asks of it: bytes of weights, operations of the blocks
-    for a token, and of the head."""
+    """What the machine was measured to do, and what the model asks of it: bytes of weights,
+    operations of the blocks for a token, and of the head."""
 
     read_bytes_per_s: float
     operations_per_s: float
@@ -54,15 +59,17 @@ class Limits:
     head_operations: int
 
     def tokens_per_s(self, name: str) -> float:
-        """Of a row, `KIND_NUMBER`: the tokens of a prompt, which has logits after its last; or the sequences of a step,
-        or of whole requests begun together."""
+        """Of a row, `KIND_NUMBER`: the tokens of a prompt, which has logits after its last; or the
+        sequences of a step, or of whole requests begun together."""
         kind, number = name.split("_")
         num = int(number)
         if kind == "prefill":
             return num / self.step_s(num, 1)
         if kind == "decode":
             return num / self.step_s(num, num)
-        whole_s = self.step_s(num * PROMPT_TOKENS, num) + (ANSWER_TOKENS - 1) * self.step_s(num, num)
+        whole_s = self.step_s(num * PROMPT_TOKENS, num) + (ANSWER_TOKENS - 1) * self.step_s(
+            num, num
+        )
         return num * ANSWER_TOKENS / whole_s
 
     def step_s(self, num_tokens: int, num_logits: int) -> float:
@@ -77,7 +84,9 @@ class Report:
 
     about: dict[str, str | int]
     limits: Limits
-    runs: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {name: {} for name in BARS})
+    runs: dict[str, dict[str, list[float]]] = field(
+        default_factory=lambda: {name: {} for name in BARS}
+    )
 
     def best(self, row: str) -> dict[str, float]:
         return {contender: max(rates) for contender, rates in self.runs[row].items()}
@@ -98,24 +107,43 @@ class Report:
             best = self.best(row)
             ours = best.pop(OURS)
             name = max(best, key=lambda each: best[each])
-            ratio, limit = ours / best[name], self.limits.tokens_per_s(row)
+            ratio = ours / best[name]
+            limit = self.limits.tokens_per_s(row)
             rates = f"{ours:,.0f}", f"{best[name]:,.0f}", name, f"{ratio:.2f}", f"≥ {bar}"
-            yield row, *rates, "met" if ratio >= bar else "missed", f"{limit:,.0f}", f"{ours / limit:.0%}"
+            yield (
+                row,
+                *rates,
+                "met" if ratio >= bar else "missed",
+                f"{limit:,.0f}",
+                f"{ours / limit:.0%}",
+            )
 
     def to_json(self) -> dict[str, Any]:
-        rows, ratios = [], {}
+        rows = []
+        ratios = {}
         for row in BARS:
             best = self.best(row)
-            rows += [{"name": f"{row}, {who}", "value": rate, "unit": "tokens/s"} for who, rate in best.items()]
+            rows += [
+                {"name": f"{row}, {who}", "value": rate, "unit": "tokens/s"}
+                for who, rate in best.items()
+            ]
             ratios[row] = best.pop(OURS) / max(best.values())
         limits = {row: self.limits.tokens_per_s(row) for row in BARS}
-        return {"rows": rows, "ratios": ratios, "bars": BARS, "limits": limits, "runs": self.runs, "about": self.about}
+        return {
+            "rows": rows,
+            "ratios": ratios,
+            "bars": BARS,
+            "limits": limits,
+            "runs": self.runs,
+            "about": self.about,
+        }
 
     def to_svg(self) -> str:
         groups = {}
         for row in BARS:
             best = self.best(row)
-            ours, limit = best.pop(OURS), self.limits.tokens_per_s(row)
+            ours = best.pop(OURS)
+            limit = self.limits.tokens_per_s(row)
             named = (OURS, ours), (OTHERS, max(best.values())), ("the machine", limit)
             groups[row] = [Bar("", series, value) for series, value in named]
         panels = [Panel(row, "tokens/s", "", {row: bars}) for row, bars in groups.items()]
@@ -130,7 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(machine(python, args, THEIR_PACKAGES), measure_limits(args.model))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            files = {"as stored": str(args.model)} | run([*llama_cpp(python), "requantize", str(args.model), folder])
+            files = {"as stored": str(args.model)} | run(
+                [*llama_cpp(python), "requantize", str(args.model), folder]
+            )
             take_turns(report, args.model, python, files, args.rounds)
         except RuntimeError as error:
             print(error, file=sys.stderr)
@@ -145,7 +175,15 @@ def with_peers(python: Path) -> Path:
     """The environment with llama.cpp, compiled for this very processor, and OpenVINO."""
     if not imports(python, "llama_cpp, gguf, openvino_genai"):
         say("installing OpenVINO and compiling llama.cpp, about five minutes")
-        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES]
+        install = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            *PACKAGES,
+        ]
         settings = os.environ | {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
         if subprocess.run(install, env=settings, stdout=sys.stderr).returncode:
             sys.exit("llama.cpp could not be built; it needs a C++ compiler")
@@ -156,11 +194,26 @@ def llama_cpp(python: Path) -> list[str]:
     return [str(python), str(HERE / "serve_llama_cpp.py")]
 
 
-def take_turns(report: Report, model: Path, python: Path, files: dict[str, str], rounds: int) -> None:
+def take_turns(
+    report: Report, model: Path, python: Path, files: dict[str, str], rounds: int
+) -> None:
     """Commands that print the rows that they have."""
     threads = str(torch.get_num_threads())
-    ours = [sys.executable, "-m", "shardwise", "bench", "serve", str(model), "--quant", "as-stored", "--json"]
-    theirs = {f"{LLAMA_CPP} {kind}": [*llama_cpp(python), "speed", file, threads] for kind, file in files.items()}
+    ours = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "bench",
+        "serve",
+        str(model),
+        "--quant",
+        "as-stored",
+        "--json",
+    ]
+    theirs = {
+        f"{LLAMA_CPP} {kind}": [*llama_cpp(python), "speed", file, threads]
+        for kind, file in files.items()
+    }
     theirs |= {
         f"{OPENVINO} {kind}": [str(python), str(HERE / "serve_openvino.py"), file, threads]
         for kind, file in files.items()
@@ -182,7 +235,9 @@ def measure_limits(model: Path, quant: str | None = "as-stored") -> Limits:
     one = Layout()
     forms = quantized_forms(model, config, one, quant) if quant else {}
     specs = [spec for spec in model_specs(config) if spec.tied_to is None]
-    matrices = [spec for spec in specs if len(spec.shape) == 2 and (spec.name != "embed" or config.tied)]
+    matrices = [
+        spec for spec in specs if len(spec.shape) == 2 and (spec.name != "embed" or config.tied)
+    ]
     weight_bytes = sum(held_bytes(spec, one, one.coord(0), forms, 2) for spec in matrices)
     block_operations = 2 * sum(spec.numel for spec in matrices if quantizable(spec))
     head_operations = 2 * config.vocab_size * config.hidden_size

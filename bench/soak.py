@@ -1,11 +1,10 @@
-"""`shardwise serve` under random requests for minutes, of clients that stay, leave, read slowly or are killed: does its
-memory stay flat, do its pages come back?
+"""`shardwise serve` under random requests for minutes, of clients that stay, leave, read slowly or
+are killed: does its memory stay flat, do its pages come back?
 
     python bench/soak.py [--minutes 10] [--requests N] [--model MODEL] [--json]
 
-Exit 0 if memory was flat after the first third, all answers were whole, and at the end no page was in use, no request
-left behind, and the server gone after a SIGTERM.
-"""
+Exit 0 if memory was flat after the first third, all answers were whole, and at the end no page was
+in use, no request left behind, and the server gone after a SIGTERM."""
 
 import argparse
 import asyncio
@@ -21,9 +20,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from soak_clients import Served
+from soak_server import Soaked, children, soak
+
 from shardwise.commands.demo import installed_model
-from shardwise.serve.crowd import Served
-from shardwise.serve.soak import Soaked, children, soak
 
 KEY = "sesame"
 END_S = 60.0
@@ -33,7 +33,18 @@ SIZES = ("--max-len", "1024", "--kv-bytes", str(1 << 28), "--max-running", "32")
 @contextmanager
 def serving(model: Path, sizes: Sequence[str] = SIZES) -> Iterator[Served]:
     """A server of its own, which must end in good order."""
-    command = [sys.executable, "-m", "shardwise", "serve", str(model), "--port", "0", "--api-key", KEY, *sizes]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--api-key",
+        KEY,
+        *sizes,
+    ]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     try:
@@ -64,7 +75,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="of requests (default: 10)")
     parser.add_argument("--requests", type=int, help="end after so many")
-    parser.add_argument("--model", type=Path, default=installed_model(), help="a folder or .gguf file (SmolLM2-135M)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=installed_model(),
+        help="a folder or .gguf file (SmolLM2-135M)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
     if args.model is None:

@@ -1,7 +1,9 @@
-"""Ours and what a user would pick instead, on the same training steps, all in one run: `make bench-train`.
+"""Ours and what a user would pick instead, on the same training steps, all in one run: `make
+bench-train`.
 
-Machines differ and drift, so the contenders take turns and only ratios count. Each runs in an environment of its own:
-ours in the one this script runs in, the others in `.peers/`, which is made on the first run (a few GB, minutes).
+Machines differ and drift, so the contenders take turns and only ratios count. Each runs in an
+environment of its own: ours in the one this script runs in, the others in `.peers/`, which is made
+on the first run (a few GB, minutes).
 
     python bench/train.py [--rounds 3] [--steps 5] [--stage z1 ...] [--peers-env DIR] [--json]
     python bench/train.py --profile [--layout dp2.z1 ...] [--json]     # where the time of one of our steps goes
@@ -23,7 +25,17 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from report import DATA_WORK, SHARDWISE, STAGES, Contender, Figures, Report, Stage, full_name, profile_table
+from report import (
+    DATA_WORK,
+    SHARDWISE,
+    STAGES,
+    Contender,
+    Figures,
+    Report,
+    Stage,
+    full_name,
+    profile_table,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +46,9 @@ PEER_PACKAGES = ("transformers==5.24.0", "accelerate==1.15.0", "deepspeed==0.19.
 THEIR_PACKAGES = ("torch", "transformers", "deepspeed")
 PEERS_ENVIRONMENT = os.environ | {"DS_ACCELERATOR": "cpu"}
 RUN_LIMIT_S = 900
-ERROR = re.compile(r"(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Failed)\b.*|shardwise: .*)")
+ERROR = re.compile(
+    r"(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception|Failed)\b.*|shardwise: .*)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,13 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
-    parser.add_argument("--steps", type=int, default=5, help="timed in each turn, after 2 of warm-up (default: 5)")
-    parser.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES], help="only this one")
-    parser.add_argument("--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)")
-    parser.add_argument("--profile", action="store_true", help="say where the time of one of our steps goes")
-    parser.add_argument("--layout", action="append", metavar="L", help="to profile (default: dp2.z1 and dp2.z3)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each contender (default: 3)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, help="timed in each turn, after 2 of warm-up (default: 5)"
+    )
+    parser.add_argument(
+        "--stage", action="append", choices=[stage.name for stage in STAGES], help="only this one"
+    )
+    parser.add_argument(
+        "--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="say where the time of one of our steps goes"
+    )
+    parser.add_argument(
+        "--layout", action="append", metavar="L", help="to profile (default: dp2.z1 and dp2.z3)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser.parse_args(argv)
 
@@ -79,10 +107,17 @@ def make_peers_environment(folder: Path) -> Path:
     torch_version = version("torch").split("+")[0]
     try:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for packages in ((f"torch=={torch_version}", *PEER_PACKAGES[:2]), PEER_PACKAGES[2:]):  # deepspeed needs torch
-            subprocess.run([*install, *packages], check=True, env=PEERS_ENVIRONMENT, stdout=sys.stderr)
+        for packages in (
+            (f"torch=={torch_version}", *PEER_PACKAGES[:2]),
+            PEER_PACKAGES[2:],
+        ):  # deepspeed needs torch
+            subprocess.run(
+                [*install, *packages], check=True, env=PEERS_ENVIRONMENT, stdout=sys.stderr
+            )
     except subprocess.CalledProcessError as error:
-        sys.exit(f"the peers' environment could not be made: `{shlex.join(error.cmd)}` exited with {error.returncode}")
+        sys.exit(
+            f"the peers' environment could not be made: `{shlex.join(error.cmd)}` exited with {error.returncode}"
+        )
     return python
 
 
@@ -94,14 +129,17 @@ def imports(python: Path, modules: str) -> bool:
 def take_turns(
     stages: Sequence[Stage], rounds: int, steps: int, python: Path
 ) -> tuple[dict[str, list[Figures]], dict[str, str]]:
-    """Every contender once a round, back and forth, so that drift hits all alike. One that fails is left out from then
-    on, and the reason is kept."""
+    """Every contender once a round, back and forth, so that drift hits all alike. One that fails is
+    left out from then on, and the reason is kept."""
     contenders = {each.key: (each, stage) for stage in stages for each in stage.contenders}
     runs: dict[str, list[Figures]] = {}
     failed: dict[str, str] = {}
-    began, total = time.monotonic(), rounds * len(contenders)
+    began = time.monotonic()
+    total = rounds * len(contenders)
     for turn in range(rounds):
-        for at, (key, (contender, stage)) in enumerate(list(contenders.items())[:: 1 if turn % 2 == 0 else -1]):
+        for at, (key, (contender, stage)) in enumerate(
+            list(contenders.items())[:: 1 if turn % 2 == 0 else -1]
+        ):
             if key in failed:
                 continue
             done = turn * len(contenders) + at
@@ -124,7 +162,14 @@ def run(contender: Contender, stage: Stage, steps: int, python: Path) -> Figures
         command = [sys.executable, "-m", "shardwise", "bench", "train", *stage.work.words, "--json"]
         command += ["--layout", contender.key, "--steps", str(steps)]
     else:
-        command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [
+            str(python),
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
         command += [str(HERE / "train_peers.py"), contender.key, for_peers(stage), str(steps)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -139,18 +184,26 @@ def run(contender: Contender, stage: Stage, steps: int, python: Path) -> Figures
 
 
 def for_peers(stage: Stage) -> str:
-    """The same work, and the same pipeline if it is one, as JSON, which needs none of our code to read."""
-    from shardwise.config import to_hugging_face
+    """The same work, and the same pipeline if it is one, as JSON, which needs none of our code to
+    read."""
+    from shardwise.formats.huggingface.hf_config import to_hugging_face
     from shardwise.layout import Layout
-    from shardwise.parallel.schedule import stage_pieces
-    from shardwise.train.bench import LR, MAX_NORM, WARMUP_STEPS
+    from shardwise.measure.train_step import LR, MAX_NORM, WARMUP_STEPS
+    from shardwise.parallel.pipeline.actions import stage_pieces
 
-    workload, layout = stage.work.workload, Layout.parse(stage.layout)
-    told = {"shape": to_hugging_face(workload.config), "sequences": workload.sequences, "length": workload.length}
+    workload = stage.work.workload
+    layout = Layout.parse(stage.layout)
+    told = {
+        "shape": to_hugging_face(workload.config),
+        "sequences": workload.sequences,
+        "length": workload.length,
+    }
     pieces = stage_pieces(workload.config, layout)
     blocks = [sum(piece.name.startswith("blocks.") for piece in of_stage) for of_stage in pieces]
     pipeline = {"microbatches": layout.microbatches, "blocks": blocks}
-    return json.dumps(told | pipeline | {"warmup_steps": WARMUP_STEPS, "lr": LR, "max_norm": MAX_NORM})
+    return json.dumps(
+        told | pipeline | {"warmup_steps": WARMUP_STEPS, "lr": LR, "max_norm": MAX_NORM}
+    )
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -173,7 +226,11 @@ def read_figures(out: str) -> Figures:
 def last_error(errors: str) -> str:
     """The last line that names an error; launchers print much after it."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    named = [match[1] for line in lines if (match := ERROR.fullmatch(line)) and "ChildFailedError" not in line]
+    named = [
+        match[1]
+        for line in lines
+        if (match := ERROR.fullmatch(line)) and "ChildFailedError" not in line
+    ]
     return named[-1] if named else lines[-1] if lines else "no error was printed"
 
 
@@ -182,10 +239,17 @@ def machine(
 ) -> dict[str, str | int]:
     """What the figures depend on; `python` is that of the peers' environment."""
     about: dict[str, str | int] = {"date": date.today().isoformat(), "processor": processor()}
-    about |= {"cores": os.cpu_count() or 1, "rounds": args.rounds, "steps": args.steps, "torch": version("torch")}
+    about |= {
+        "cores": os.cpu_count() or 1,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "torch": version("torch"),
+    }
     if python is None:
         return about
-    listed = subprocess.run([str(python), "-m", "pip", "list", "--format", "json"], capture_output=True, text=True)
+    listed = subprocess.run(
+        [str(python), "-m", "pip", "list", "--format", "json"], capture_output=True, text=True
+    )
     packages = {each["name"]: each["version"] for each in json.loads(listed.stdout or "[]")}
     versions = {f"their {name}": packages.get(name, "?") for name in theirs}
     return about | versions
@@ -196,21 +260,28 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def write_results(report: Report, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.json").write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / "train.json").write_text(
+        json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8"
+    )
     (folder / "train.md").write_text(report.to_markdown(), encoding="utf-8")
     (folder / "train.svg").write_text(report.to_svg(), encoding="utf-8")
     say(f"wrote {folder}/train.json, train.md and train.svg")
 
 
 def profile(texts: Sequence[str], as_json: bool) -> int:
-    """Where the time of one step of each layout goes, next to what the machine allows, on the work of its stage."""
+    """Where the time of one step of each layout goes, next to what the machine allows, on the work
+    of its stage."""
+    from profile_train import Breakdown, profile_layout
+
     from shardwise.layout import Layout
-    from shardwise.train.profile import Breakdown, profile_layout
 
     breakdowns: list[Breakdown] = []
     for text in texts:

@@ -1,11 +1,11 @@
-"""Training steps with what a user would pick instead, on gloo: prints tokens/s and peak memory as a line of JSON.
+"""Training steps with what a user would pick instead, on gloo: prints tokens/s and peak memory as a
+line of JSON.
 
     torchrun --standalone --nproc-per-node 2 bench/train_peers.py PEER WORK [STEPS]
 
-Runs in an environment of its own with torch, transformers, accelerate and deepspeed, without Shardwise. WORK is JSON
-that `bench/train.py` writes, and what `shardwise bench train` does too: the same shape, tokens, optimizer and clipping,
-bf16 over fp32 master weights.
-"""
+Runs in an environment of its own with torch, transformers, accelerate and deepspeed, without
+Shardwise. WORK is JSON that `bench/train.py` writes, and what `shardwise bench train` does too: the
+same shape, tokens, optimizer and clipping, bf16 over fp32 master weights."""
 
 import contextlib
 import json
@@ -35,8 +35,8 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Work:
-    """`shape` is a config.json; `sequences` of `length` tokens go into each micro-batch of each data rank. `blocks` has
-    the number of every pipeline stage, in order."""
+    """`shape` is a config.json; `sequences` of `length` tokens go into each micro-batch of each
+    data rank. `blocks` has the number of every pipeline stage, in order."""
 
     shape: dict[str, Any]
     sequences: int
@@ -61,7 +61,9 @@ def zero_optimizer(model: LlamaForCausalLM, work: Work) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrapped = data_parallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=work.lr, fused=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, lr=work.lr, fused=True
+    )
     return torch_step(wrapped, optimizer, work, autocast)
 
 
@@ -78,10 +80,17 @@ def fsdp2_keep(model: LlamaForCausalLM, work: Work) -> Step:
 def deepspeed(model: LlamaForCausalLM, work: Work, stage: int) -> Step:
     import deepspeed
 
-    engine, *_ = deepspeed.initialize(model=model, config=dict(
-        train_micro_batch_size_per_gpu=work.sequences, gradient_accumulation_steps=1, bf16=dict(enabled=True),
-        zero_optimization=dict(stage=stage), gradient_clipping=work.max_norm,
-        optimizer=dict(type="AdamW", params=dict(lr=work.lr, torch_adam=True))))  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config=dict(
+            train_micro_batch_size_per_gpu=work.sequences,
+            gradient_accumulation_steps=1,
+            bf16=dict(enabled=True),
+            zero_optimization=dict(stage=stage),
+            gradient_clipping=work.max_norm,
+            optimizer=dict(type="AdamW", params=dict(lr=work.lr, torch_adam=True)),
+        ),
+    )
 
     def step(tokens: Tensor) -> Tensor:
         loss = loss_of(engine, *cut_tokens(tokens))
@@ -106,17 +115,23 @@ def dtensor_sp(model: LlamaForCausalLM, work: Work) -> Step:
 def context_ddp(model: LlamaForCausalLM, work: Work) -> Step:
     """context_parallel on replicas under autocast."""
     wrapped = data_parallel(model)
-    return context_step(model, torch_step(wrapped, adamw(work, model.parameters()), work, autocast, context()))
+    return context_step(
+        model, torch_step(wrapped, adamw(work, model.parameters()), work, autocast, context())
+    )
 
 
 def context_fsdp2(model: LlamaForCausalLM, work: Work) -> Step:
-    """context_parallel with parameters cut over the same ranks, as accelerate and torchtitan run it."""
+    """context_parallel with parameters cut over the same ranks, as accelerate and torchtitan run
+    it."""
     shard(model, keep=True)
-    return context_step(model, torch_step(model, adamw(work, model.parameters()), work, around=context()))
+    return context_step(
+        model, torch_step(model, adamw(work, model.parameters()), work, around=context())
+    )
 
 
 def context_step(model: LlamaForCausalLM, step: Step) -> Step:
-    """Steps whose loss is the mean of every rank's. The model leaves the mask to `context_parallel`."""
+    """Steps whose loss is the mean of every rank's. The model leaves the mask to
+    `context_parallel`."""
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     know_cpus()
@@ -151,16 +166,21 @@ def context() -> Around:
 
     def around(*buffers: Tensor) -> contextlib.AbstractContextManager:
         dims = [1] * len(buffers)
-        return context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=dims, no_restore_buffers=set(buffers))
+        return context_parallel(
+            mesh, buffers=list(buffers), buffer_seq_dims=dims, no_restore_buffers=set(buffers)
+        )
 
     return around
 
 
 def torch_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    work: Work,
     precision: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    around: Around = lambda *_: contextlib.nullcontext(), clip: Callable = torch.nn.utils.clip_grad_norm_,
-) -> Step:  # fmt: skip
+    around: Around = lambda *_: contextlib.nullcontext(),
+    clip: Callable = torch.nn.utils.clip_grad_norm_,
+) -> Step:
     def step(tokens: Tensor) -> Tensor:
         buffers = cut_tokens(tokens)
         with around(*buffers):
@@ -177,7 +197,8 @@ def torch_step(
 
 def cut_tokens(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, T + 1] -> ids, targets and positions, [B, T] each."""
-    ids, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    ids = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].contiguous()
     return ids, targets, torch.arange(ids.shape[1]).repeat(len(ids), 1)
 
 
@@ -236,7 +257,8 @@ def peak_resident_mb() -> float:
 
 
 def main(peer: str, work: Work, steps: int) -> None:
-    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     if peer.startswith("deepspeed"):
         from deepspeed import init_distributed
@@ -254,14 +276,21 @@ def main(peer: str, work: Work, steps: int) -> None:
         if taken == work.warmup_steps:
             dist.barrier()
             began = time.perf_counter()
-        loss = step(torch.randint(work.shape["vocab_size"], (sequences, work.length + 1), generator=random))
+        loss = step(
+            torch.randint(work.shape["vocab_size"], (sequences, work.length + 1), generator=random)
+        )
     dist.barrier()
     step_s = (time.perf_counter() - began) / steps
     peak = torch.tensor(peak_resident_mb())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
         tokens = sequences * work.length * data_size
-        row = dict(step_s=step_s, tokens_per_s=tokens / step_s, peak_resident_mb=peak.item(), loss=number(loss))
+        row = dict(
+            step_s=step_s,
+            tokens_per_s=tokens / step_s,
+            peak_resident_mb=peak.item(),
+            loss=number(loss),
+        )
         print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
@@ -271,4 +300,8 @@ def number(loss: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Work(**json.loads(sys.argv[2])), int(sys.argv[3]) if len(sys.argv) > 3 else STEPS)
+    main(
+        sys.argv[1],
+        Work(**json.loads(sys.argv[2])),
+        int(sys.argv[3]) if len(sys.argv) > 3 else STEPS,
+    )

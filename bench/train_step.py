@@ -1,5 +1,6 @@
-"""One training step of a 70.8 M Llama shape: ours whole (forward, backward, clipping, AdamW on fp32 masters), or the
-forward and backward alone of transformers' model in plain bf16. Prints seconds a step, best of a few, as JSON.
+"""One training step of a 70.8 M Llama shape: ours whole (forward, backward, clipping, AdamW on fp32
+masters), or the forward and backward alone of transformers' model in plain bf16. Prints seconds a
+step, best of a few, as JSON.
 
     python bench/train_step.py ours|transformers [STEPS]
 """
@@ -11,10 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.config import to_hugging_face
-from shardwise.train.bench import LR, MAX_NORM, WARMUP_STEPS, WORKLOAD, make_program
+from shardwise.formats.huggingface.hf_config import to_hugging_face
+from shardwise.measure.train_step import LR, MAX_NORM, WARMUP_STEPS, WORKLOAD, make_program
 
-SEQUENCES, LENGTH, VOCAB = WORKLOAD.sequences, WORKLOAD.length, WORKLOAD.config.vocab_size
+SEQUENCES = WORKLOAD.sequences
+LENGTH = WORKLOAD.length
+VOCAB = WORKLOAD.config.vocab_size
 
 
 def ours() -> Callable[[torch.Tensor], float]:
@@ -28,7 +31,9 @@ def ours() -> Callable[[torch.Tensor], float]:
     positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
 
     def step(tokens: torch.Tensor) -> float:
-        microbatch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, None)
+        microbatch = MicroBatch(
+            tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, None
+        )
         return take_step(program, mesh, Batch((microbatch,), SEQUENCES * LENGTH), LR, MAX_NORM)[0]
 
     return step
@@ -38,7 +43,9 @@ def transformers() -> Callable[[torch.Tensor], float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**to_hugging_face(WORKLOAD.config), attn_implementation="sdpa")).bfloat16()
+    model = LlamaForCausalLM(
+        LlamaConfig(**to_hugging_face(WORKLOAD.config), attn_implementation="sdpa")
+    ).bfloat16()
 
     def step(tokens: torch.Tensor) -> float:
         loss = model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss

@@ -1,10 +1,11 @@
-"""Compiles the kernels as they are launched, for GPUs of which there is none here, and prints what came of each.
+"""Compiles the kernels as they are launched, for GPUs of which there is none here, and prints what
+came of each.
 
     python tests/compiled.py 80 90
 
-A line of JSON for each: its name, the GPU's compute capability, the bytes that a program has in shared memory and those
-that its registers did not hold, the fused multiplications in its code, and whether it uses tensor cores.
-"""
+A line of JSON for each: its name, the GPU's compute capability, the bytes that a program has in
+shared memory and those that its registers did not hold, the fused multiplications in its code, and
+whether it uses tensor cores."""
 
 import json
 import re
@@ -20,14 +21,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from shardwise.kernels.kv import KVPages
-from shardwise.kernels.paged import Span
-from shardwise.kernels.tables import table_batch
-from shardwise.kernels.triton_paged import paged_attention
-from shardwise.kernels.triton_quantized import TritonQuantized, pack, product
-from shardwise.kernels.triton_small import gated, rms_norm, turn_and_write
-from shardwise.quant.cache import KvDtype
+from shardwise.kernels.kv_cache import KVPages
+from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.triton.attention import paged_attention
+from shardwise.kernels.triton.batch import table_batch
+from shardwise.kernels.triton.linear import TritonQuantized, pack, product
+from shardwise.kernels.triton.pointwise import gated, rms_norm, turn_and_write
 from shardwise.quant.format import quantize
+from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -66,16 +67,26 @@ def compile_all(compiled: list[Any]) -> None:
         for rows, kv_dtype in ((16, "int8"), (64, "fp8")):
             launch_attention(torch.bfloat16, 128, rows, None, 0, kv_dtype)
         launch_small(torch.bfloat16)
-        for scheme, rows, split in (("int8", 16, True), ("int4-g128", 64, False), ("int4z-g32", 128, False)):
+        for scheme, rows, split in (
+            ("int8", 16, True),
+            ("int4-g128", 64, False),
+            ("int4z-g32", 128, False),
+        ):
             launch_product(torch.bfloat16, scheme, rows, split)
     finally:
         triton.JITFunction.run = run
 
 
 def launch_attention(
-    dtype: torch.dtype, size: int, rows: int, window: int | None, wanted_programs: int, kv_dtype: KvDtype = "auto"
+    dtype: torch.dtype,
+    size: int,
+    rows: int,
+    window: int | None,
+    wanted_programs: int,
+    kv_dtype: KvDtype = "auto",
 ) -> None:
-    q, pages = torch.empty(41, 8, size, dtype=dtype), KVPages.empty((2, 64, 16, size), kv_dtype, dtype)
+    q = torch.empty(41, 8, size, dtype=dtype)
+    pages = KVPages.empty((2, 64, 16, size), kv_dtype, dtype)
     batch = table_batch(SPANS, 4, 16, (rows,), torch.device("cpu"))
     paged_attention(q, pages, batch, window, wanted_programs)
 
@@ -86,7 +97,8 @@ def launch_small(dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu", "gelu_tanh"):
         gated(inner, activation)
     q, k, v = torch.empty(5, 15, 64, dtype=dtype).split((9, 3, 3), 1)
-    turns, slots = (torch.empty(5, 1, 32, dtype=dtype),) * 2, torch.zeros(5, dtype=torch.int32)
+    turns = (torch.empty(5, 1, 32, dtype=dtype),) * 2
+    slots = torch.zeros(5, dtype=torch.int32)
     for kv_dtype in get_args(KvDtype):
         turn_and_write(q, k, v, turns, KVPages.empty((3, 4, 16, 64), kv_dtype, dtype), slots)
     turn_and_write(q, k, v, None, KVPages.empty((3, 4, 16, 64), "auto", dtype), slots)
@@ -105,13 +117,17 @@ def told(kernel: Any, capability: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return {
-        "name": kernel.metadata.name, "capability": capability, "shared_bytes": kernel.metadata.shared,
+        "name": kernel.metadata.name,
+        "capability": capability,
+        "shared_bytes": kernel.metadata.shared,
         "spilled_bytes": sum(map(int, re.findall(r"STACK:(\d+)", usage))),
         "fused": sorted(set(re.findall(r"fma\.\S+", kernel.asm["ptx"]))),
         "tensor_cores": bool(re.search(r"mma\.sync|wgmma", kernel.asm["ptx"])),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Iterator
 
-os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on CPUs; Triton reads it when it is first imported
+os.environ["TRITON_INTERPRET"] = (
+    "1"  # kernels for GPUs run on CPUs; Triton reads it when it is first imported
+)
 
 import hypothesis
 import pytest
@@ -17,6 +19,7 @@ hypothesis.settings.load_profile("shardwise")
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Up to 8 rank processes, started on first use: `ranks.run(world_size, function, *args)`, see `ranks.py`."""
+    """Up to 8 rank processes, started on first use: `ranks.run(world_size, function, *args)`, see
+    `ranks.py`."""
     with Ranks() as pool:
         yield pool

@@ -7,21 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.config import ModelConfig, from_hugging_face
-from shardwise.kernels.choice import Kernels
-from shardwise.kernels.kv import KVPages
+from shardwise.config import ModelConfig
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, byte_tokenizer
+from shardwise.kernels.interface import Kernels
+from shardwise.kernels.kv_cache import KVPages
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.layout import Layout
 from shardwise.model.layers import Causal
-from shardwise.model.tokenizer import Tokenizer, byte_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import make_mesh
-from shardwise.quant.cache import KvDtype
-from shardwise.serve.engine import Engine, Runs
+from shardwise.quant.kv_dtype import KvDtype
+from shardwise.serve.engine.engine import Engine, Runs
+from shardwise.serve.engine.pages import Pages
+from shardwise.serve.engine.runner import Runner
+from shardwise.serve.engine.scheduler import Limits, Scheduler
 from shardwise.serve.generate import LoadedModel
-from shardwise.serve.pages import Pages
 from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams
-from shardwise.serve.runner import Runner
-from shardwise.serve.scheduler import Limits, Scheduler
 from tiny_models import our_weights, tiny_model
 
 BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
@@ -36,7 +38,9 @@ def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: obj
     return LoadedModel(config, our_weights(theirs), tokenizer, dtype, torch.device("cpu"))
 
 
-def runner_of(model: LoadedModel, kv_dtype: KvDtype = "auto", kernels: Kernels | None = None) -> Runner:
+def runner_of(
+    model: LoadedModel, kv_dtype: KvDtype = "auto", kernels: Kernels | None = None
+) -> Runner:
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
     return Runner(model.config, dict(model.weights), mesh, model.dtype, 16, kernels, kv_dtype)
 
@@ -48,17 +52,26 @@ def fill_with_anything(pages: KVPages) -> None:
 
 
 def engine_of(
-    runner: Runner, tokenizer: Tokenizer, num_pages: int = 128, limits: Limits = LIMITS, runs: Runs | None = None,
+    runner: Runner,
+    tokenizer: Tokenizer,
+    num_pages: int = 128,
+    limits: Limits = LIMITS,
+    runs: Runs | None = None,
     max_len: int | None = None,
-) -> Engine:  # fmt: skip
-    """An engine whose pages hold NaN until they are written. `runs` stands between it and the runner."""
+) -> Engine:
+    """An engine whose pages hold NaN until they are written. `runs` stands between it and the
+    runner."""
     runner.make_pages(num_pages)
     for pages in runner.pages:
         fill_with_anything(pages)
     scheduler = Scheduler(Pages(num_pages, runner.page_tokens), limits)
     config: ModelConfig = runner.config
     return Engine(
-        config, tokenizer, AsLeader(runner) if runs is None else runs, scheduler, max_len or config.max_positions
+        config,
+        tokenizer,
+        AsLeader(runner) if runs is None else runs,
+        scheduler,
+        max_len or config.max_positions,
     )
 
 
@@ -148,8 +161,17 @@ def assert_empty(engine: Engine) -> None:
     """Nothing is left of anybody."""
     audit(engine)
     counters = engine.scheduler.counters()
-    assert (counters.num_waiting, counters.num_running, engine.scheduler.pages.counts().used) == (0, 0, 0)
-    assert not engine.jobs and not engine.job_of and not engine.compiling and not engine.scheduler.requests
+    assert (counters.num_waiting, counters.num_running, engine.scheduler.pages.counts().used) == (
+        0,
+        0,
+        0,
+    )
+    assert (
+        not engine.jobs
+        and not engine.job_of
+        and not engine.compiling
+        and not engine.scheduler.requests
+    )
 
 
 def answers(engine: Engine, asks: Iterable[Ask]) -> list[list[Got]]:
@@ -175,6 +197,8 @@ def plain_logprobs(model: LoadedModel, tokens: Sequence[int]) -> Tensor:
     """log_softmax [T, V] of a plain forward of the model over a text, with logits in fp32."""
 
     ids = torch.tensor([list(tokens)])
-    plain = Transformer(model.config)
-    hidden = plain.hidden(model.weights, ids, torch.arange(len(tokens))[None], Causal(model.config))[0]
+    plain = Transformer(model.config, TORCH)
+    hidden = plain.hidden(
+        model.weights, ids, torch.arange(len(tokens))[None], Causal(model.config)
+    )[0]
     return (hidden.float() @ model.weights[plain.head_name].float().T).log_softmax(-1)

@@ -1,5 +1,6 @@
-"""Folders and blocks as others quantize them, written from the public descriptions of their formats, bit by bit: words
-are made of Python's own integers, and what they mean is worked out beside them."""
+"""Folders and blocks as others quantize them, written from the public descriptions of their
+formats, bit by bit: words are made of Python's own integers, and what they mean is worked out
+beside them."""
 
 import json
 import shutil
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.gguf import BLOCKS
+from shardwise.quant.ggml import BLOCKS
 
 FP8 = torch.float8_e4m3fn
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -50,7 +51,8 @@ def awq_packed(codes: Tensor) -> Tensor:
 
 @dataclass
 class Drawn:
-    """A matrix [N, K] of drawn codes: unsigned ones of `bits`, zero points, scales, and the weights that they mean."""
+    """A matrix [N, K] of drawn codes: unsigned ones of `bits`, zero points, scales, and the weights
+    that they mean."""
 
     codes: Tensor
     scales: Tensor
@@ -59,31 +61,45 @@ class Drawn:
 
     @property
     def weight(self) -> Tensor:
-        codes, zeros = self.codes.double(), self.zeros.double().repeat_interleave(self.group, 1)
+        codes = self.codes.double()
+        zeros = self.zeros.double().repeat_interleave(self.group, 1)
         return ((codes - zeros) * self.scales.double().repeat_interleave(self.group, 1)).float()
 
 
 def draw(
-    shape: tuple[int, int], bits: int, group: int | None, symmetric: bool, random: torch.Generator, dtype: torch.dtype
+    shape: tuple[int, int],
+    bits: int,
+    group: int | None,
+    symmetric: bool,
+    random: torch.Generator,
+    dtype: torch.dtype,
 ) -> Drawn:
-    (num_rows, num_columns), levels = shape, 1 << bits
+    num_rows, num_columns = shape
+    levels = 1 << bits
     size = group or num_columns
     groups = (num_rows, num_columns // size)
     codes = torch.randint(levels, shape, generator=random)
-    zeros = torch.full(groups, levels // 2) if symmetric else torch.randint(levels, groups, generator=random)
+    zeros = (
+        torch.full(groups, levels // 2)
+        if symmetric
+        else torch.randint(levels, groups, generator=random)
+    )
     scales = ((0.5 + torch.rand(groups, generator=random)) * 0.2 / levels).to(dtype)
     return Drawn(codes, scales, zeros, size)
 
 
 @dataclass
 class Writer:
-    """Writes a matrix of a shape as the tensors that its format has, and says what plain matrix they are."""
+    """Writes a matrix of a shape as the tensors that its format has, and says what plain matrix
+    they are."""
 
     config: dict[str, Any]
     write: Callable[[tuple[int, int], torch.Generator], tuple[Tensors, Tensor]]
 
 
-def gptq(bits: int, group: int | None, symmetric: bool, version: int = 1, g_idx: bool = True) -> Writer:
+def gptq(
+    bits: int, group: int | None, symmetric: bool, version: int = 1, g_idx: bool = True
+) -> Writer:
     def write(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, Tensor]:
         drawn = draw(shape, bits, group, symmetric, random, torch.float16)
         stored_zeros = (drawn.zeros - int(version == 1)) % (1 << bits)
@@ -96,8 +112,14 @@ def gptq(bits: int, group: int | None, symmetric: bool, version: int = 1, g_idx:
             tensors["g_idx"] = (torch.arange(shape[1]) // drawn.group).to(torch.int32)
         return tensors, drawn.weight
 
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": False, "sym": symmetric,
-              "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}  # fmt: skip
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group or -1,
+        "desc_act": False,
+        "sym": symmetric,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }
     return Writer(config, write)
 
 
@@ -110,17 +132,29 @@ def awq(group: int) -> Writer:
             "scales": drawn.scales.t().contiguous(),
         }, drawn.weight
 
-    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+    }
     return Writer(config, write)
 
 
-def compressed(bits: int, group: int | None, symmetric: bool, dtype: torch.dtype = torch.bfloat16) -> Writer:
-    """pack-quantized: codes and zero points as unsigned ones, as signed ones are with half the range added."""
+def compressed(
+    bits: int, group: int | None, symmetric: bool, dtype: torch.dtype = torch.bfloat16
+) -> Writer:
+    """pack-quantized: codes and zero points as unsigned ones, as signed ones are with half the
+    range added."""
 
     def write(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, Tensor]:
         drawn = draw(shape, bits, group, symmetric, random, dtype)
-        tensors = {"weight_packed": packed(drawn.codes, bits), "weight_scale": drawn.scales,
-                   "weight_shape": torch.tensor(shape)}  # fmt: skip
+        tensors = {
+            "weight_packed": packed(drawn.codes, bits),
+            "weight_scale": drawn.scales,
+            "weight_shape": torch.tensor(shape),
+        }
         if not symmetric:
             tensors["weight_zero_point"] = packed(drawn.zeros.t(), bits).t().contiguous()
         return tensors, drawn.weight
@@ -139,22 +173,40 @@ def compressed_int8(symmetric: bool) -> Writer:
     return Writer(compressed_config("int-quantized", 8, None, symmetric), write)
 
 
-def compressed_config(form: str, bits: int, group: int | None, symmetric: bool, kind: str = "int") -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": "group" if group else "channel",
-               "group_size": group, "dynamic": False, "actorder": None}  # fmt: skip
+def compressed_config(
+    form: str, bits: int, group: int | None, symmetric: bool, kind: str = "int"
+) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": symmetric,
+        "strategy": "group" if group else "channel",
+        "group_size": group,
+        "dynamic": False,
+        "actorder": None,
+    }
     return {
-        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-    }  # fmt: skip
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}
+        },
+    }
 
 
 def fp8(rows: int | None, columns: int | None, method: str = "fp8") -> Writer:
-    """A scale for each block of rows and columns; without, one for the matrix (fp8) or a row (compressed-tensors)."""
+    """A scale for each block of rows and columns; without, one for the matrix (fp8) or a row
+    (compressed-tensors)."""
 
     def write(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, Tensor]:
         num_rows, num_columns = shape
-        per = (num_rows if method == "fp8" else 1, num_columns) if rows is None or columns is None else (rows, columns)
+        per = (
+            (num_rows if method == "fp8" else 1, num_columns)
+            if rows is None or columns is None
+            else (rows, columns)
+        )
         grid = (-(-num_rows // per[0]), num_columns // per[1])
         codes = torch.randn(shape, generator=random).mul_(100).to(FP8)
         scales = (0.5 + torch.rand(grid, generator=random)) * 1e-3
@@ -162,14 +214,24 @@ def fp8(rows: int | None, columns: int | None, method: str = "fp8") -> Writer:
         if method == "fp8" and rows is not None:
             return {"weight": codes, "weight_scale_inv": scales}, codes.float() * whole
         stored = scales[0] if method == "fp8" else scales
-        return {"weight": codes, "weight_scale": stored, "input_scale": torch.ones(1)}, codes.float() * whole
+        return {
+            "weight": codes,
+            "weight_scale": stored,
+            "input_scale": torch.ones(1),
+        }, codes.float() * whole
 
     if method == "fp8":
         block = [rows, columns] if rows is not None else None
-        return Writer({"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}, write)
+        return Writer(
+            {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"},
+            write,
+        )
     config = compressed_config("float-quantized", 8, None, True, "float")
     if rows is not None:
-        config["config_groups"]["group_0"]["weights"] |= {"strategy": "block", "block_structure": [rows, columns]}
+        config["config_groups"]["group_0"]["weights"] |= {
+            "strategy": "block",
+            "block_structure": [rows, columns],
+        }
     return Writer(config, write)
 
 
@@ -188,10 +250,12 @@ WRITERS = {
 def quantize_folder(
     source: Path, target: Path, writer: Writer, keep: Callable[[str], bool] = lambda stem: False
 ) -> Tensors:
-    """A copy of a plain folder with the linears of its blocks written anew; the plain tensors that they mean. `keep`
-    says which stay plain."""
+    """A copy of a plain folder with the linears of its blocks written anew; the plain tensors that
+    they mean. `keep` says which stay plain."""
     shutil.copytree(source, target)
-    random, stored, meant = torch.Generator().manual_seed(1), {}, {}
+    random = torch.Generator().manual_seed(1)
+    stored = {}
+    meant = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         stem = name.removesuffix(".weight")
         meant[name] = tensor
@@ -218,8 +282,11 @@ def edit_tensors(folder: Path, edit: Callable[[Tensors], object]) -> None:
 
 def drawn_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> Tensor:
     """The bytes of a matrix of any codes at all, with scales that are numbers."""
-    block, random = BLOCKS[kind], torch.Generator().manual_seed(seed)
-    raw = torch.randint(256, (num_rows * num_columns // block.num_elements, block.num_bytes), generator=random)
+    block = BLOCKS[kind]
+    random = torch.Generator().manual_seed(seed)
+    raw = torch.randint(
+        256, (num_rows * num_columns // block.num_elements, block.num_bytes), generator=random
+    )
     raw = raw.to(torch.uint8)
     for at in HALVES.get(kind, (0,)):
         scales = 0.01 * torch.randn(len(raw), generator=random)

@@ -1,11 +1,13 @@
-"""Rank processes for multi-rank tests: started once a session, used by every test, replaced where one is lost.
+"""Rank processes for multi-rank tests: started once a session, used by every test, replaced where
+one is lost.
 
-Each call runs one function on the first `world_size` processes, inside a process group of its own (gloo, met at
-a fresh file, so no port is chosen). What travels is plain pickle: tensors go as bytes, never as shared memory.
+Each call runs one function on the first `world_size` processes, inside a process group of its own
+(gloo, met at a fresh file, so no port is chosen). What travels is plain pickle: tensors go as
+bytes, never as shared memory.
 
-A rank stays in its group until every rank has answered, since leaving early breaks a peer's last collective.
-Once one has failed the others are told to leave as they answer, which wakes those that wait for it.
-"""
+A rank stays in its group until every rank has answered, since leaving early breaks a peer's last
+collective. Once one has failed the others are told to leave as they answer, which wakes those that
+wait for it."""
 
 import contextlib
 import gc
@@ -29,13 +31,16 @@ import torch
 import torch.distributed as dist
 
 MAX_RANKS = 8
-START_S = END_S = 120.0  # eight processes import torch, or write down their coverage, on a busy machine
+START_S = END_S = (
+    120.0  # eight processes import torch, or write down their coverage, on a busy machine
+)
 GRACE_S = 6.0  # for a rank to notice that a peer has failed, and to leave its group
 LEAVE = LEFT = pickle.dumps(None)
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or never answered; holds the first failure whole and the others a line each."""
+    """A rank raised, died or never answered; holds the first failure whole and the others a line
+    each."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -88,7 +93,10 @@ class Ranks:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for rank in self._pool.values():
             rank.pipe.close()  # an idle rank takes the end of its pipe for the end of its work
@@ -98,13 +106,17 @@ class Ranks:
         self._pool.clear()
         self._meetings.cleanup()
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Run `function(rank, world_size, *args)` on every rank of a fresh group; return the values by rank.
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    ) -> list[Any]:
+        """Run `function(rank, world_size, *args)` on every rank of a fresh group; return the values
+        by rank.
 
-        `function` must be importable, so of module level. `timeout_s` limits each collective and the whole call.
-        Raises `RankFailed` with the traceback of the rank that failed first.
-        """
-        assert 1 <= world_size <= MAX_RANKS, f"the pool has 1 to {MAX_RANKS} ranks, not {world_size}"
+        `function` must be importable, so of module level. `timeout_s` limits each collective and
+        the whole call. Raises `RankFailed` with the traceback of the rank that failed first."""
+        assert 1 <= world_size <= MAX_RANKS, (
+            f"the pool has 1 to {MAX_RANKS} ranks, not {world_size}"
+        )
         self._start_missing(world_size)
         self._num_calls += 1
         meeting_file = Path(self._meetings.name, str(self._num_calls))
@@ -112,7 +124,10 @@ class Ranks:
         left: set[int] = set()
         try:
             for rank, member in members.items():
-                send(member, pickle.dumps(Call(function, args, rank, world_size, meeting_file, timeout_s)))
+                send(
+                    member,
+                    pickle.dumps(Call(function, args, rank, world_size, meeting_file, timeout_s)),
+                )
             outcomes = converse(members, left, timeout_s)
         finally:
             for rank in members.keys() - left:
@@ -137,7 +152,8 @@ class Ranks:
 
 
 def converse(members: dict[int, Rank], left: set[int], timeout_s: float) -> dict[int, Outcome]:
-    """Collect an outcome of every rank; `left` gathers those that are out of their group, fit for another call."""
+    """Collect an outcome of every rank; `left` gathers those that are out of their group, fit for
+    another call."""
     outcomes: dict[int, Outcome] = {}
     told_to_leave: set[int] = set()
     rank_at = {member.pipe: rank for rank, member in members.items()}
@@ -173,20 +189,29 @@ def send(member: Rank, message: bytes) -> None:
 
 def died(process: BaseProcess) -> Outcome:
     process.join(GRACE_S)
-    return Outcome(failure=f"the process ended with code {process.exitcode}", failed_at_s=time.monotonic())
+    return Outcome(
+        failure=f"the process ended with code {process.exitcode}", failed_at_s=time.monotonic()
+    )
 
 
 def raise_first_failure(outcomes: dict[int, Outcome]) -> None:
-    failed = sorted((rank for rank in outcomes if outcomes[rank].failure), key=lambda rank: outcomes[rank].failed_at_s)
+    failed = sorted(
+        (rank for rank in outcomes if outcomes[rank].failure),
+        key=lambda rank: outcomes[rank].failed_at_s,
+    )
     if failed:
         first, *others = failed
         lines = [f"rank {first} of {len(outcomes)} failed:", outcomes[first].failure.rstrip()]
-        lines += [f"then rank {rank}: {outcomes[rank].failure.rstrip().splitlines()[-1]}" for rank in others]
+        lines += [
+            f"then rank {rank}: {outcomes[rank].failure.rstrip().splitlines()[-1]}"
+            for rank in others
+        ]
         raise RankFailed(first, "\n".join(lines))
 
 
 def serve(pipe: Connection) -> None:
-    """The life of a rank process: answer calls until the pipe ends, whatever Ctrl-C does to the parent."""
+    """The life of a rank process: answer calls until the pipe ends, whatever Ctrl-C does to the
+    parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module="shardwise")

@@ -1,9 +1,10 @@
-"""The order of the literature, on a small model trained here: methods that look at a text are no worse than rounding to
-nearest, 3 bits are worse than 4 and those than 8, and larger groups are worse than smaller ones.
+"""The order of the literature, on a small model trained here: methods that look at a text are no
+worse than rounding to nearest, 3 bits are worse than 4 and those than 8, and larger groups are
+worse than smaller ones.
 
-What is compared is KL to the unquantized model on text that neither training nor calibration has seen. It is worked out
-from whole distributions, so it tells ways apart whose perplexities differ by chance. Tolerances are for that chance.
-"""
+What is compared is KL to the unquantized model on text that neither training nor calibration has
+seen. It is worked out from whole distributions, so it tells ways apart whose perplexities differ by
+chance. Tolerances are for that chance."""
 
 import math
 import sys
@@ -15,13 +16,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwise.measure.perplexity import likeness, perplexity
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
-from shardwise.serve.evaluate import likeness, perplexity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 from accuracy import GROUPS, Row, Task, measure, measure_cache, schemes, small, train_small
+
+from shardwise.kernels.reference.bundle import TORCH
 
 BITS = ("int3", "int4")
 Rows = dict[tuple[str, str | None], Row]
@@ -59,19 +62,28 @@ def test_looking_at_a_text_is_no_worse_than_not(rows: Rows) -> None:
             assert kl(rows, bits, group, "awq") <= 1.05 * rounded
             assert kl(rows, bits, group, "gptq") <= 0.8 * rounded
             for method in ("gptq", "awq"):
-                mine, nearest = (rows[f"int{bits}-g{group}", each].likeness for each in (method, "rtn"))
+                mine, nearest = (
+                    rows[f"int{bits}-g{group}", each].likeness for each in (method, "rtn")
+                )
                 assert mine.perplexity <= 1.005 * nearest.perplexity
                 assert mine.top1 >= nearest.top1 - 0.01
 
 
 def test_fewer_bits_are_worse(rows: Rows) -> None:
-    """A bit less is a step twice as large, and an error of four times the square: at least twice the KL."""
+    """A bit less is a step twice as large, and an error of four times the square: at least twice
+    the KL."""
     for method in ("rtn", "gptq", "awq"):
         for group in GROUPS:
             assert kl(rows, 3, group, method) > 2 * kl(rows, 4, group, method)
             assert kl(rows, 4, group, method) > 5 * rows["int8", "rtn"].likeness.kl
-            assert rows[f"int3-g{group}", method].likeness.top1 < rows[f"int4-g{group}", method].likeness.top1
-    three, four = (mean(each.likeness.perplexity for each in rows.values() if name in each.scheme) for name in BITS)
+            assert (
+                rows[f"int3-g{group}", method].likeness.top1
+                < rows[f"int4-g{group}", method].likeness.top1
+            )
+    three, four = (
+        mean(each.likeness.perplexity for each in rows.values() if name in each.scheme)
+        for name in BITS
+    )
     assert three > four > rows["none", None].likeness.perplexity
 
 
@@ -85,8 +97,8 @@ def test_larger_groups_are_worse(rows: Rows) -> None:
 
 
 def test_a_cache_in_8_bits_costs_less_than_weights_in_4(task: Task, rows: Rows) -> None:
-    """Integers a tenth of it, and less than floats of as many bits, whose steps are coarse where numbers are large. All
-    through the attention over pages that a server runs."""
+    """Integers a tenth of it, and less than floats of as many bits, whose steps are coarse where
+    numbers are large. All through the attention over pages that a server runs."""
     integers, floats = (row.likeness for row in measure_cache(task))
     least = min(row.likeness.kl for row in rows.values() if row.scheme.startswith("int4"))
     assert 0 < 10 * integers.kl < least and integers.kl < floats.kl < least
@@ -95,23 +107,39 @@ def test_a_cache_in_8_bits_costs_less_than_weights_in_4(task: Task, rows: Rows) 
 
 def test_what_a_weight_takes(rows: Rows) -> None:
     """Its bits, and 16 of a scale for its group."""
-    assert all(rows[f"int{bits}-g{group}", "awq"].bits == bits + 16 / group for bits in (3, 4) for group in GROUPS)
+    assert all(
+        rows[f"int{bits}-g{group}", "awq"].bits == bits + 16 / group
+        for bits in (3, 4)
+        for group in GROUPS
+    )
 
 
 def test_likeness_is_its_formulas(task: Task) -> None:
     """Over whole logits in doubles, and perplexity as `shardwise eval` has it."""
-    tokens, model = task.held_out[:301], task.model
-    other = {name: weight * 1.05 if name == "blocks.1.down" else weight for name, weight in model.weights.items()}
+    tokens = task.held_out[:301]
+    model = task.model
+    other = {
+        name: weight * 1.05 if name == "blocks.1.down" else weight
+        for name, weight in model.weights.items()
+    }
     changed = type(model)(model.config, other, model.tokenizer, model.dtype, model.device)
     found = likeness(changed, model, tokens, 100)
     assert found.tokens == 300
-    assert found.perplexity == pytest.approx(perplexity(changed, tokens, 100, 100, lambda _: None).perplexity, rel=1e-6)
+    assert found.perplexity == pytest.approx(
+        perplexity(changed, tokens, 100, 100, lambda _: None).perplexity, rel=1e-6
+    )
     ids = torch.tensor(tokens)
-    inputs, positions = ids[:300].view(3, 100), torch.arange(100)[None]
+    inputs = ids[:300].view(3, 100)
+    positions = torch.arange(100)[None]
     q, p = (
-        Transformer(model.config).forward(weights, inputs, positions, Causal(model.config)).double().log_softmax(-1)
+        Transformer(model.config, TORCH)
+        .forward(weights, inputs, positions, Causal(model.config))
+        .double()
+        .log_softmax(-1)
         for weights in (other, model.weights)
     )
-    assert found.kl == pytest.approx(float(F.kl_div(q, p, reduction="sum", log_target=True)) / 300, rel=1e-3)
+    assert found.kl == pytest.approx(
+        float(F.kl_div(q, p, reduction="sum", log_target=True)) / 300, rel=1e-3
+    )
     assert found.top1 == pytest.approx(float((q.argmax(-1) == p.argmax(-1)).double().mean()))
     assert found.kl > 0 and math.isfinite(found.kl)

@@ -1,5 +1,5 @@
-"""What is kept for the backward: the planner's formula against the published one, and against the tensors that a block
-really saves."""
+"""What is kept for the backward: the planner's formula against the published one, and against the
+tensors that a block really saves."""
 
 import weakref
 from collections import Counter
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from memory import peak_bytes
 from ranks import Ranks
-from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import CATALOGUE
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.layout import Layout
 from shardwise.model.chunks import chunks as chunks_of_loss
 from shardwise.model.chunks import longest_chunk
@@ -28,7 +29,7 @@ from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.apply import seams_of
 from shardwise.parallel.context import make_attend
 from shardwise.parallel.mesh import make_mesh
-from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.pipeline.executor import Pipeline
 from shardwise.parallel.zero import Store
 from shardwise.params import boxes, model_specs, units
 from shardwise.plan.activations import (
@@ -43,21 +44,46 @@ from shardwise.plan.activations import (
 )
 from shardwise.plan.exchange import chunks
 from shardwise.train.loop import DTYPES, take_step
-from tiny_training import FAMILIES, LLAMA, SEQ_LEN, filled_program, global_batch, part_of, seeded, tiny_weights
+from tiny_training import (
+    FAMILIES,
+    LLAMA,
+    SEQ_LEN,
+    filled_program,
+    global_batch,
+    part_of,
+    seeded,
+    tiny_weights,
+)
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
 def gpt(heads: int, hidden: int, layers: int) -> ModelConfig:
-    return ModelConfig("gpt2", layers, hidden, 4 * hidden, heads, heads, hidden // heads, 51_200, 2048, tied=True,
-                       norm="layer", activation="gelu_tanh", gated=False, positions="learned")  # fmt: skip
+    return ModelConfig(
+        "gpt2",
+        layers,
+        hidden,
+        4 * hidden,
+        heads,
+        heads,
+        hidden // heads,
+        51_200,
+        2048,
+        tied=True,
+        norm="layer",
+        activation="gelu_tanh",
+        gated=False,
+        positions="learned",
+    )
 
 
-# -- what is published --------------------------------------------------------------------------------------
+# -- what is published
+# --------------------------------------------------------------------------------------
 
-# Korthikanti et al. 2022 (arXiv 2205.05198), table 2 for the models of table 3 at a sequence of 2048: MiB a layer of
-# none, tensor, tensor + sequence, tensor + selective, tensor + sequence + selective, and full, with 8 tensor ranks
+# Korthikanti et al. 2022 (arXiv 2205.05198), table 2 for the models of table 3 at a sequence of
+# 2048: MiB a layer of none, tensor, tensor + sequence, tensor + selective, tensor + sequence +
+# selective, and full, with 8 tensor ranks
 PUBLISHED = [
     (gpt(64, 6144, 48), MicroBatchShape(4, 2048), (6752, 1264, 844, 624, 204, 96)),
     (gpt(96, 12_288, 96), MicroBatchShape(1, 2048), (2736, 552, 342, 312, 102, 48)),
@@ -65,14 +91,20 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("config", "microbatch", "mib"), PUBLISHED, ids=["22B", "175B"])
-def test_the_published_table(config: ModelConfig, microbatch: MicroBatchShape, mib: tuple[int, ...]) -> None:
-    """Full recompute as it stands. The others less what is not here (masks of dropout, scores), and with what is not
-    there: statistics of norms, and under sp the two inputs that stay gathered."""
-    n, d, heads, scores = 2048 * microbatch.num_sequences, config.hidden_size, config.num_heads, 5 * 2048
+def test_the_published_table(
+    config: ModelConfig, microbatch: MicroBatchShape, mib: tuple[int, ...]
+) -> None:
+    """Full recompute as it stands. The others less what is not here (masks of dropout, scores), and
+    with what is not there: statistics of norms, and under sp the two inputs that stay gathered."""
+    n = 2048 * microbatch.num_sequences
+    d = config.hidden_size
+    heads = config.num_heads
+    scores = 5 * 2048
 
     def theirs(short: str, *, with_scores: bool) -> Fraction:
         layout = Layout.parse(short)
-        t, s = layout.tp, layout.tp if layout.sequence_parallel else 1
+        t = layout.tp
+        s = layout.tp if layout.sequence_parallel else 1
         ours = block_bytes(config, share_of(config, layout, microbatch), 2, layout.recompute)
         there = Fraction(2 * n * d, s) + (Fraction(n * heads * scores, t) if with_scores else 0)
         here = Fraction(8 * n, s) + 4 * n * d * (1 - Fraction(1, s))
@@ -86,7 +118,10 @@ def test_the_published_table(config: ModelConfig, microbatch: MicroBatchShape, m
     assert theirs("tp8.sp", with_scores=False) == sequence_selective
     for short, part in (("dp1.rc-full", 1), ("tp8.rc-full", 1), ("tp8.sp.rc-full", 8)):
         layout = Layout.parse(short)
-        assert block_bytes(config, share_of(config, layout, microbatch), 2, "full") == full * MIB // part
+        assert (
+            block_bytes(config, share_of(config, layout, microbatch), 2, "full")
+            == full * MIB // part
+        )
 
 
 @given(st.integers(1, 8), st.booleans(), st.integers(1, 4), st.integers(1, 16), st.integers(1, 3))
@@ -94,8 +129,11 @@ def test_the_table_of_the_docstring(t: int, sp: bool, each: int, head_dim: int, 
     """Its column `here`, over n D, for a GPT of any size."""
     heads = t * each
     config = gpt(heads, heads * 2 * head_dim, 1)
-    layout, microbatch = Layout(tp=t, sequence_parallel=sp and t > 1), MicroBatchShape(3, 5 * t * parts)
-    s, d, n = t if layout.sequence_parallel else 1, config.hidden_size, 3 * 5 * t * parts
+    layout = Layout(tp=t, sequence_parallel=sp and t > 1)
+    microbatch = MicroBatchShape(3, 5 * t * parts)
+    s = t if layout.sequence_parallel else 1
+    d = config.hidden_size
+    n = 3 * 5 * t * parts
     small = Fraction(8, s)
     inputs = Fraction(4 + 4 * s, s) if s > 1 else 8
     expected = {
@@ -110,9 +148,11 @@ def test_the_table_of_the_docstring(t: int, sp: bool, each: int, head_dim: int, 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 def test_the_first_stage_of_a_pipeline_keeps_what_one_rank_would(p: int) -> None:
-    """p micro-batches of L / p layers (section 4.2.3), with 1f1b; later stages one less each, with gpipe all do.
-    Besides, what goes to other stages: up for as long, down until the end of the step, of all before the last peak."""
-    config, microbatch = gpt(96, 12_288, 96), MicroBatchShape(1, 2048)
+    """p micro-batches of L / p layers (section 4.2.3), with 1f1b; later stages one less each, with
+    gpipe all do. Besides, what goes to other stages: up for as long, down until the end of the
+    step, of all before the last peak."""
+    config = gpt(96, 12_288, 96)
+    microbatch = MicroBatchShape(1, 2048)
     block = block_bytes(config, share_of(config, Layout(), microbatch), 2)
 
     def kept(short: str, stage: int) -> int:
@@ -135,8 +175,11 @@ def test_the_first_stage_of_a_pipeline_keeps_what_one_rank_would(p: int) -> None
 
 
 def test_llama_by_hand() -> None:
-    """Llama-3.1-8B, 8192 tokens, 8 tensor ranks with sp: 4 heads and 1 kv head of 128, 1792 of 14336, bf16."""
-    config, layout, microbatch = CATALOGUE["llama-3.1-8b"], Layout.parse("tp8.sp"), MicroBatchShape(1, 8192)
+    """Llama-3.1-8B, 8192 tokens, 8 tensor ranks with sp: 4 heads and 1 kv head of 128, 1792 of
+    14336, bf16."""
+    config = CATALOGUE["llama-3.1-8b"]
+    layout = Layout.parse("tp8.sp")
+    microbatch = MicroBatchShape(1, 8192)
     inner = 2 * 4096 + 2 * (512 + 256) + 2 * 512 + 2 * 4096 + 2 * 2 * 1792 + 2 * 1792
     outer = 2 * (2 * 4096 + 4)
     block = 8192 * inner + 1024 * outer
@@ -155,18 +198,31 @@ def test_llama_by_hand() -> None:
 @pytest.mark.parametrize(
     ("short", "length", "padded"),
     [
-        ("dp1", 13, 13), ("tp2", 13, 13), ("tp3.sp", 13, 15), ("cp2", 13, 16), ("cp2", 16, 16), ("cp2.a2a", 13, 14),
-        ("tp2.cp2.sp", 13, 16), ("tp4.cp2.sp", 13, 16), ("tp3.cp2.sp", 13, 24), ("tp3.cp2.sp.a2a", 13, 18),
+        ("dp1", 13, 13),
+        ("tp2", 13, 13),
+        ("tp3.sp", 13, 15),
+        ("cp2", 13, 16),
+        ("cp2", 16, 16),
+        ("cp2.a2a", 13, 14),
+        ("tp2.cp2.sp", 13, 16),
+        ("tp4.cp2.sp", 13, 16),
+        ("tp3.cp2.sp", 13, 24),
+        ("tp3.cp2.sp.a2a", 13, 18),
     ],
-)  # fmt: skip
+)
 def test_sequences_are_padded_to_equal_parts(short: str, length: int, padded: int) -> None:
     layout = Layout.parse(short)
     assert layout.padded_tokens(length) == padded
-    share = share_of(LLAMA, replace(layout, tp=1, sequence_parallel=False), MicroBatchShape(2, length))
-    assert share.tokens * layout.cp == 2 * replace(layout, tp=1, sequence_parallel=False).padded_tokens(length)
+    share = share_of(
+        LLAMA, replace(layout, tp=1, sequence_parallel=False), MicroBatchShape(2, length)
+    )
+    assert share.tokens * layout.cp == 2 * replace(
+        layout, tp=1, sequence_parallel=False
+    ).padded_tokens(length)
 
 
-# -- what is measured ---------------------------------------------------------------------------------------
+# -- what is measured
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -176,12 +232,16 @@ class Case:
     precision: str = "fp32"
 
 
-MODELS = FAMILIES | {"one-kv": replace(LLAMA, num_kv_heads=1, qkv_bias=True, out_bias=True, mlp_bias=True)}
-SEQUENCES, TOKENS = 3, 8
+MODELS = FAMILIES | {
+    "one-kv": replace(LLAMA, num_kv_heads=1, qkv_bias=True, out_bias=True, mlp_bias=True)
+}
+SEQUENCES = 3
+TOKENS = 8
 
 
 def saved_bytes(run: Callable[[], object], apart: list[Tensor]) -> int:
-    """The storages that autograd keeps alive after `run`, each whole and once, apart from those of `apart`."""
+    """The storages that autograd keeps alive after `run`, each whole and once, apart from those of
+    `apart`."""
     saved: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -202,32 +262,45 @@ def block_on(rank: int, world: int, cases: list[Case]) -> list[int]:
 
 
 def measured_block(case: Case, rank: int) -> int:
-    config, layout, dtype = MODELS[case.model], Layout.parse(case.layout), DTYPES[case.precision]
+    config = MODELS[case.model]
+    layout = Layout.parse(case.layout)
+    dtype = DTYPES[case.precision]
     mesh = make_mesh(layout, rank, CPU, config.num_kv_heads)
-    model = Transformer(config, seams_of(mesh), layout.recompute == "selective")
+    model = Transformer(config, TORCH, seams_of(mesh), layout.recompute == "selective")
     share = share_of(config, layout, MicroBatchShape(SEQUENCES, TOKENS))
-    whole, weights = tiny_weights(config), {}
+    whole = tiny_weights(config)
+    weights = {}
     for spec in units(model_specs(config))["blocks.0"]:
         held = [whole[spec.name][box.slices] for box in boxes(spec, layout, mesh.coord)]
         weights[spec.name] = torch.cat(held).to(dtype).requires_grad_()
-    x = torch.randn(SEQUENCES, share.outer_tokens // SEQUENCES, config.hidden_size, generator=seeded(1))
+    x = torch.randn(
+        SEQUENCES, share.outer_tokens // SEQUENCES, config.hidden_size, generator=seeded(1)
+    )
     x = x.to(dtype).requires_grad_()
     turned = model.rotation(torch.arange(share.tokens // SEQUENCES).expand(SEQUENCES, -1), dtype)
-    block, attend = BlockWeights.of(weights, 0), make_attend(config, layout, mesh.cp, None)
-    return saved_bytes(lambda: model.block(x, 0, block, turned, attend), [*weights.values(), *(turned or ())])
+    block = BlockWeights.of(weights, 0)
+    attend = make_attend(config, layout, mesh.cp, None)
+    return saved_bytes(
+        lambda: model.block(x, 0, block, turned, attend), [*weights.values(), *(turned or ())]
+    )
 
 
 def planned_block(case: Case) -> int:
-    config, layout = MODELS[case.model], Layout.parse(case.layout)
+    config = MODELS[case.model]
+    layout = Layout.parse(case.layout)
     share = share_of(config, layout, MicroBatchShape(SEQUENCES, TOKENS))
     return block_bytes(config, share, 4 if case.precision == "fp32" else 2, layout.recompute)
 
 
 def test_the_measure_counts_each_storage_once() -> None:
     """Of gelu(x w) and what it is added to: x, and the product; twice the same product is one."""
-    x, w = torch.randn(5, 7, requires_grad=True), torch.randn(3, 7, requires_grad=True)
+    x = torch.randn(5, 7, requires_grad=True)
+    w = torch.randn(3, 7, requires_grad=True)
     assert saved_bytes(lambda: F.gelu(F.linear(x, w)) + 1, [w]) == x.nbytes + 5 * 3 * 4
-    assert saved_bytes(lambda: F.linear(x, w).square() + F.linear(x, w).relu(), [w, x]) == 2 * 5 * 3 * 4
+    assert (
+        saved_bytes(lambda: F.linear(x, w).square() + F.linear(x, w).relu(), [w, x])
+        == 2 * 5 * 3 * 4
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -241,25 +314,44 @@ def test_a_block_saves_what_is_planned(model: str, precision: str) -> None:
 @pytest.mark.parametrize(
     "short",
     [
-        *("tp2", "tp2.sp", "tp2.sp.rc-selective", "tp4", "tp4.sp", "tp4.rc-selective", "cp2", "cp2.rc-selective"),
+        *(
+            "tp2",
+            "tp2.sp",
+            "tp2.sp.rc-selective",
+            "tp4",
+            "tp4.sp",
+            "tp4.rc-selective",
+            "cp2",
+            "cp2.rc-selective",
+        ),
         "tp2.cp2.sp",
     ],
 )
 def test_so_does_a_part_of_a_block(ranks: Ranks, short: str) -> None:
     """On every rank; of `one-kv` several hold the same kv head."""
-    cases = [Case(short, model, precision) for model in ("one-kv", "gpt2", "qwen3") for precision in ("fp32", "bf16")]
-    expected, world = [planned_block(case) for case in cases], Layout.parse(short).world_size
+    cases = [
+        Case(short, model, precision)
+        for model in ("one-kv", "gpt2", "qwen3")
+        for precision in ("fp32", "bf16")
+    ]
+    expected = [planned_block(case) for case in cases]
+    world = Layout.parse(short).world_size
     assert ranks.run(world, block_on, cases) == [expected] * world
 
 
 def test_an_all_to_all_keeps_outputs_instead_of_sums(ranks: Ranks) -> None:
     """Those of its heads, before they are traded for those of its tokens."""
-    cases = [Case(short, "gpt2", precision) for short in ("cp2", "cp2.a2a") for precision in ("fp32", "bf16")]
+    cases = [
+        Case(short, "gpt2", precision)
+        for short in ("cp2", "cp2.a2a")
+        for precision in ("fp32", "bf16")
+    ]
     expected = [planned_block(case) for case in cases]
     assert ranks.run(2, block_on, cases) == [expected] * 2
 
 
-# -- what a pipeline keeps of the micro-batches in flight ---------------------------------------------------
+# -- what a pipeline keeps of the micro-batches in flight
+# ---------------------------------------------------
 
 
 DEEP = {name: replace(FAMILIES[name], num_layers=5) for name in ("llama", "qwen3", "gpt2")}
@@ -273,15 +365,21 @@ class Kept:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.is_floating_point()}
+    return {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in tensors
+        if x.is_floating_point()
+    }
 
 
 class Keeping:
-    """Follows what a pipeline keeps in a step: what its graphs have saved, inputs of pieces, tapes, and what it has
-    sent; apart from weights, and from angles, of which there is one for all blocks."""
+    """Follows what a pipeline keeps in a step: what its graphs have saved, inputs of pieces, tapes,
+    and what it has sent; apart from weights, and from angles, of which there is one for all
+    blocks."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self.most = pipeline, Counter[str]()
+        self.pipeline = pipeline
+        self.most = Counter[str]()
         self.alive: weakref.WeakSet[Kept] = weakref.WeakSet()
         self.genuine_run: Callable[..., Tensor] = pipeline.run
         self.genuine_execute: Callable[..., None] = pipeline.execute
@@ -292,21 +390,31 @@ class Keeping:
         return kept
 
     def look(self) -> None:
-        pipeline, store = self.pipeline, self.pipeline.store
+        pipeline = self.pipeline
+        store = self.pipeline.store
         saved = pipeline._saved.values()
         inputs = [each.x for each in saved if each.x is not None]
         owed = [x for each in saved for left in each.tape for x in (left.x, left.dy)]
         heads = [unit for name, unit in store.units.items() if name in ("final", "embed")]
-        shapes = {tuple(leaf.shape) for unit in heads for leaf in unit.leaves.values() if leaf.dim() == 2}
+        shapes = {
+            tuple(leaf.shape) for unit in heads for leaf in unit.leaves.values() if leaf.dim() == 2
+        }
         small = [grad for each in saved for _, grad in each.small if tuple(grad.shape) in shapes]
-        of_head = storages(x for x in (*(kept.tensor for kept in self.alive), *small)
-                           if tuple(x.shape) in shapes and not x.is_sparse)  # fmt: skip
+        of_head = storages(
+            x
+            for x in (*(kept.tensor for kept in self.alive), *small)
+            if tuple(x.shape) in shapes and not x.is_sparse
+        )
         weights = storages(unit.weights for unit in store.units.values())
-        apart = weights | storages(x for context in pipeline._contexts.values() for x in context.turned or ())
+        apart = weights | storages(
+            x for context in pipeline._contexts.values() for x in context.turned or ()
+        )
         sent = [*(x for x, _ in pipeline._leaving.values()), *pipeline._activations.values()]
         kept = storages([*(each.tensor for each in self.alive), *inputs, *owed, *sent])
         sizes = {
-            "activations": sum(size for at, size in kept.items() if at not in apart and at not in of_head),
+            "activations": sum(
+                size for at, size in kept.items() if at not in apart and at not in of_head
+            ),
             "gradient of the head": sum(size for at, size in of_head.items() if at not in apart),
         }
         self.most |= Counter(sizes)
@@ -322,51 +430,84 @@ class Keeping:
         self.look()
 
 
-def kept_on(rank: int, world: int, short: str, model: str, precision: str) -> tuple[Counter[str], Counter[str]]:
+def kept_on(
+    rank: int, world: int, short: str, model: str, precision: str
+) -> tuple[Counter[str], Counter[str]]:
     """What is kept at most in a step, and what is planned of it."""
-    config, layout, dtype = DEEP[model], Layout.parse(short), DTYPES[precision]
+    config = DEEP[model]
+    layout = Layout.parse(short)
+    dtype = DTYPES[precision]
     program, mesh = filled_program(config, layout, rank, dtype)
-    pipeline, store = program.pipeline, program.store
+    pipeline = program.pipeline
+    store = program.store
     assert isinstance(pipeline, Pipeline) and isinstance(store, Store)
     keeping = Keeping(pipeline)
-    pipeline.run, pipeline.execute = keeping.run, keeping.execute  # type: ignore[method-assign, assignment]
+    pipeline.run = keeping.run
+    pipeline.execute = keeping.execute  # type: ignore[method-assign, assignment]
     batch = part_of(*global_batch(0, 2 * layout.dp * layout.microbatches), layout, mesh.dp.rank)
     with torch.autograd.graph.saved_tensors_hooks(keeping.pack, lambda kept: kept.tensor):
         take_step(program, mesh, batch, 0.0, 0.0)
-    microbatch, stage = MicroBatchShape(2, SEQ_LEN), mesh.pp.rank
+    microbatch = MicroBatchShape(2, SEQ_LEN)
+    stage = mesh.pp.rank
     share = share_of(config, layout, microbatch)
     planned = {
         "activations": activation_bytes(config, layout, stage, microbatch, dtype.itemsize),
-        "gradient of the head": head_gradient_bytes(layout, stage, share.vocab * share.hidden * dtype.itemsize),
+        "gradient of the head": head_gradient_bytes(
+            layout, stage, share.vocab * share.hidden * dtype.itemsize
+        ),
     }
     return +keeping.most, +Counter(planned)
 
 
 PIPELINES = [
-    *("pp2.gpipe.m3", "pp2.1f1b.m4", "pp3.1f1b.m4", "pp2.interleaved.v2.m4", "pp3.zb-h1.m4", "pp2.zb-h2.m4"),
-    *("pp2.zb-auto@2.m4", "pp2.1f1b.m3.rc-selective", "pp2.zb-h1.m3.rc-selective", "pp2.1f1b.m3.rc-full"),
-    *("pp3.zb-h1.m4.rc-full", "pp2.interleaved.v2.m4.rc-full", "tp2.pp2.zb-h1.m3.sp", "dp2.pp2.z3.zb-h1.m3"),
+    *(
+        "pp2.gpipe.m3",
+        "pp2.1f1b.m4",
+        "pp3.1f1b.m4",
+        "pp2.interleaved.v2.m4",
+        "pp3.zb-h1.m4",
+        "pp2.zb-h2.m4",
+    ),
+    *(
+        "pp2.zb-auto@2.m4",
+        "pp2.1f1b.m3.rc-selective",
+        "pp2.zb-h1.m3.rc-selective",
+        "pp2.1f1b.m3.rc-full",
+    ),
+    *(
+        "pp3.zb-h1.m4.rc-full",
+        "pp2.interleaved.v2.m4.rc-full",
+        "tp2.pp2.zb-h1.m3.sp",
+        "dp2.pp2.z3.zb-h1.m3",
+    ),
     *("pp2.cp2.1f1b.m3", "pp1.m3", "pp1.m3.rc-full"),
 ]
 
 
 @pytest.mark.parametrize("short", PIPELINES)
 def test_a_pipeline_keeps_what_is_planned(ranks: Ranks, short: str) -> None:
-    """Of all micro-batches in flight, and of those whose weights' gradients wait for W, on every rank, byte for byte:
-    with more blocks on one rank than on another, with q and k norms, and with layer norms in bf16."""
+    """Of all micro-batches in flight, and of those whose weights' gradients wait for W, on every
+    rank, byte for byte: with more blocks on one rank than on another, with q and k norms, and with
+    layer norms in bf16."""
     cases = [("llama", "fp32"), ("qwen3", "fp32"), ("gpt2", "bf16")]
     for model, precision in cases:
-        for kept, planned in ranks.run(Layout.parse(short).world_size, kept_on, short, model, precision):
+        for kept, planned in ranks.run(
+            Layout.parse(short).world_size, kept_on, short, model, precision
+        ):
             assert kept == planned, (model, precision)
 
 
-# -- what the loss takes ------------------------------------------------------------------------------------
+# -- what the loss takes
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_loss_keeps_two_gradients(dtype: torch.dtype) -> None:
-    """Of its input, which the row of activations has, and of the head's weight, in that of logits."""
-    config, microbatch, element_bytes = LLAMA, MicroBatchShape(2, 9), dtype.itemsize
+    """Of its input, which the row of activations has, and of the head's weight, in that of
+    logits."""
+    config = LLAMA
+    microbatch = MicroBatchShape(2, 9)
+    element_bytes = dtype.itemsize
     x = torch.randn(2, 9, config.hidden_size, dtype=dtype, requires_grad=True)
     weight = torch.randn(config.vocab_size, config.hidden_size, dtype=dtype, requires_grad=True)
     targets = torch.randint(config.vocab_size, (2, 9))
@@ -380,9 +521,11 @@ def test_the_loss_keeps_two_gradients(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [17, 3000])
-def test_the_row_of_logits_is_what_the_loss_takes(dtype: torch.dtype, tokens: int, tmp_path: Path) -> None:
-    """Besides the gradient of its input; all of 17 rows of 32,000 logits, and one chunk of three or six of 3,000.
-    Columns of one number a row, some 40 bytes together, are not counted."""
+def test_the_row_of_logits_is_what_the_loss_takes(
+    dtype: torch.dtype, tokens: int, tmp_path: Path
+) -> None:
+    """Besides the gradient of its input; all of 17 rows of 32,000 logits, and one chunk of three or
+    six of 3,000. Columns of one number a row, some 40 bytes together, are not counted."""
     config = replace(LLAMA, hidden_size=8, vocab_size=32_000)
     x = torch.randn(1, tokens, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(32_000, 8, dtype=dtype, requires_grad=True)

@@ -1,4 +1,5 @@
-"""When an answer ends and what is shown of it, against the definition on text whose every letter is a token."""
+"""When an answer ends and what is shown of it, against the definition on text whose every letter is
+a token."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.model.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from shardwise.serve.answer import Answer, end_ids
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from shardwise.serve.request import FinishReason, Logprob, Piece, SamplingParams
+from shardwise.serve.sampling.stopping import Answer, end_ids
 from smollm2 import smollm2_gguf
 
 BYTES = byte_tokenizer()
@@ -33,7 +34,8 @@ class Ended:
 
 
 def by_definition(tokens: list[int], params: SamplingParams, room: int) -> Ended:
-    """The rules one after another at every token; an end token that is not one here is special and has no text."""
+    """The rules one after another at every token; an end token that is not one here is special and
+    has no text."""
     text = ""
     for num, token in enumerate(tokens, 1):
         may_stop = num > params.min_tokens
@@ -66,9 +68,13 @@ def text_of(pieces: list[Piece]) -> str:
 
 
 @given(
-    tokens=st.lists(st.sampled_from([*b"aabbc", EOS]), min_size=1, max_size=12), params=PARAMS, room=st.integers(1, 12)
+    tokens=st.lists(st.sampled_from([*b"aabbc", EOS]), min_size=1, max_size=12),
+    params=PARAMS,
+    room=st.integers(1, 12),
 )
-@example([*b"ab"], SamplingParams(stop=("ab",), min_tokens=1), 9)  # begins before min_tokens, ends after: it counts
+@example(
+    [*b"ab"], SamplingParams(stop=("ab",), min_tokens=1), 9
+)  # begins before min_tokens, ends after: it counts
 @example([*b"abb"], SamplingParams(stop=("ab", "abb", "bb"), min_tokens=2), 9)
 @example([*b"aaa"], SamplingParams(stop=("aa",), min_tokens=2), 9)
 @example([*b"ab"], SamplingParams(stop=("ab",), min_tokens=2, max_tokens=2), 9)
@@ -80,7 +86,10 @@ def test_an_answer_by_definition(tokens: list[int], params: SamplingParams, room
     assert (answer.num_tokens, answer.finish_reason) == (expected.num_tokens, expected.reason)
     assert [token for piece in pieces for token in piece.tokens] == tokens[: expected.num_tokens]
     assert [each.id for piece in pieces for each in piece.logprobs] == tokens[: expected.num_tokens]
-    assert (pieces[-1].finish_reason, pieces[-1].stopped_by) == (expected.reason, expected.stopped_by)
+    assert (pieces[-1].finish_reason, pieces[-1].stopped_by) == (
+        expected.reason,
+        expected.stopped_by,
+    )
     assert all(piece.finish_reason is None and piece.stopped_by is None for piece in pieces[:-1])
     if expected.reason is None:
         assert expected.text.startswith(text_of(pieces))
@@ -91,7 +100,11 @@ def test_an_answer_by_definition(tokens: list[int], params: SamplingParams, room
 
 def test_what_can_end_an_answer() -> None:
     params = SamplingParams(stop_token_ids=(7, 9))
-    assert end_ids(params, {1, 7}) == {1, 7, 9} == Answer(replace(BYTES, eos_ids=frozenset({1, 7})), params, 5).end_ids
+    assert (
+        end_ids(params, {1, 7})
+        == {1, 7, 9}
+        == Answer(replace(BYTES, eos_ids=frozenset({1, 7})), params, 5).end_ids
+    )
     assert end_ids(replace(params, ignore_eos=True), {1, 2}) == {7, 9}
 
 
@@ -112,12 +125,17 @@ def test_real_tokens_reach_over_the_borders_of_stop_strings() -> None:
     end = next(iter(tokenizer.eos_ids))
     answer = Answer(tokenizer, SamplingParams(stop=("capitals",)), 100)
     pieces = take(answer, [*tokens[:2], end])
-    assert [piece.text for piece in pieces] == ["The", " ", "capital"] and pieces[-1].finish_reason == "stop"
+    assert [piece.text for piece in pieces] == ["The", " ", "capital"] and pieces[
+        -1
+    ].finish_reason == "stop"
 
 
 def test_a_special_token_that_ends_nothing_is_shown_if_wanted() -> None:
     params = SamplingParams(ignore_eos=True, max_tokens=2)
-    shown = [text_of(take(Answer(BYTES, params, 9, skip_special=skip), [65, EOS])) for skip in (True, False)]
+    shown = [
+        text_of(take(Answer(BYTES, params, 9, skip_special=skip), [65, EOS]))
+        for skip in (True, False)
+    ]
     assert shown == ["A", "A<|endoftext|>"]
 
 
@@ -125,7 +143,10 @@ def test_a_special_token_that_ends_nothing_is_shown_if_wanted() -> None:
 def test_what_waited_is_shown_when_a_request_ends_early(reason: FinishReason) -> None:
     answer = Answer(BYTES, SamplingParams(stop=("ABC",)), 9)
     assert text_of(take(answer, [*b"xAB", 0xE2])) == "x"
-    assert answer.end(reason) == Piece(0, "AB�", finish_reason=reason) and answer.finish_reason == reason
+    assert (
+        answer.end(reason) == Piece(0, "AB�", finish_reason=reason)
+        and answer.finish_reason == reason
+    )
     with pytest.raises(AssertionError, match="has ended"):
         answer.add(65)
 

@@ -1,4 +1,5 @@
-"""Attention by blocks of rows against its definition, value and gradients, with fp64 as the judge."""
+"""Attention by blocks of rows against its definition, value and gradients, with fp64 as the
+judge."""
 
 from pathlib import Path
 
@@ -9,19 +10,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memory import peak_bytes
-from shardwise.kernels import attention
-from shardwise.kernels.attention import attention_naive, causal_attention
+from shardwise.kernels.reference import attention
+from shardwise.kernels.reference.attention import attention_naive, causal_attention
 
 
 def drawn(
-    batch: int, tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0
+    batch: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    seed: int = 0,
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, tokens, heads, dim), *[(batch, tokens, kv_heads, dim)] * 2]
-    return [(torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
-def with_gradients(attend: object, inputs: list[Tensor], dy: Tensor, *options: object) -> list[Tensor]:
+def with_gradients(
+    attend: object, inputs: list[Tensor], dy: Tensor, *options: object
+) -> list[Tensor]:
     y = attend(*inputs, *options)  # type: ignore[operator]
     return [y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
 
@@ -32,25 +45,37 @@ def error(x: Tensor, expected: Tensor) -> float:
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, int | None]:
-    kv_heads, batch, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 40))
+    kv_heads = draw(st.integers(1, 3))
+    batch = draw(st.integers(1, 3))
+    tokens = draw(st.integers(1, 40))
     return {
-        "batch": batch, "tokens": tokens, "kv_heads": kv_heads, "heads": kv_heads * draw(st.integers(1, 3)),
-        "dim": 2 * draw(st.integers(1, 5)), "window": draw(st.none() | st.integers(1, tokens + 2)),
-        "documents": draw(st.none() | st.integers(1, 5)), "rows": draw(st.integers(1, 16)),
-        "bytes": draw(st.integers(1, 1 << 14)), "seed": draw(st.integers(0, 99)),
-    }  # fmt: skip
+        "batch": batch,
+        "tokens": tokens,
+        "kv_heads": kv_heads,
+        "heads": kv_heads * draw(st.integers(1, 3)),
+        "dim": 2 * draw(st.integers(1, 5)),
+        "window": draw(st.none() | st.integers(1, tokens + 2)),
+        "documents": draw(st.none() | st.integers(1, 5)),
+        "rows": draw(st.integers(1, 16)),
+        "bytes": draw(st.integers(1, 1 << 14)),
+        "seed": draw(st.integers(0, 99)),
+    }
 
 
 @settings(max_examples=60)
 @given(cases())
 def test_any_shape_window_and_documents_in_blocks_of_any_size(case: dict[str, int]) -> None:
     inputs = drawn(
-        *(case[k] for k in ("batch", "tokens", "heads", "kv_heads", "dim")), torch.float64, seed=case["seed"]
+        *(case[k] for k in ("batch", "tokens", "heads", "kv_heads", "dim")),
+        torch.float64,
+        seed=case["seed"],
     )  # type: ignore[arg-type]
     dy = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(case["seed"]))
     documents = None
     if case["documents"]:
-        documents = torch.randint(case["documents"], (case["batch"], case["tokens"])).sort(-1).values
+        documents = (
+            torch.randint(case["documents"], (case["batch"], case["tokens"])).sort(-1).values
+        )
     expected = with_gradients(attention_naive, inputs, dy, case["window"], documents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "BLOCK_ROWS", case["rows"])
@@ -62,10 +87,18 @@ def test_any_shape_window_and_documents_in_blocks_of_any_size(case: dict[str, in
 
 @pytest.mark.parametrize(
     ("dtype", "scale", "bound"),
-    [(torch.float32, 1.0, 2e-6), (torch.float32, 4.0, 5e-6), (torch.bfloat16, 1.0, 8e-3), (torch.bfloat16, 4.0, 2e-2)],
+    [
+        (torch.float32, 1.0, 2e-6),
+        (torch.float32, 4.0, 5e-6),
+        (torch.bfloat16, 1.0, 8e-3),
+        (torch.bfloat16, 4.0, 2e-2),
+    ],
 )
-def test_rounding_is_that_of_inputs_and_outputs_not_of_scores(dtype: torch.dtype, scale: float, bound: float) -> None:
-    """Scores of scale 4 reach 60; rounded to bf16 they would miss the last bound more than twice (0.045 was seen)."""
+def test_rounding_is_that_of_inputs_and_outputs_not_of_scores(
+    dtype: torch.dtype, scale: float, bound: float
+) -> None:
+    """Scores of scale 4 reach 60; rounded to bf16 they would miss the last bound more than twice
+    (0.045 was seen)."""
     inputs = drawn(2, 200, 6, 2, 64, dtype, scale)
     dy = torch.randn(2, 200, 6, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -82,15 +115,18 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_no_score_matrix_is_held(tmp_path: Path) -> None:
-    """Forward and backward hold a few blocks of scores and copies of what they are given, at four times the length
-    four times as much; the score matrix of these heads alone has 256 MiB."""
+    """Forward and backward hold a few blocks of scores and copies of what they are given, at four
+    times the length four times as much; the score matrix of these heads alone has 256 MiB."""
 
     def run(tokens: int) -> int:
         inputs = drawn(1, tokens, 4, 2, 8, torch.float32)
-        peak, _ = peak_bytes(lambda: torch.autograd.grad(causal_attention(*inputs).sum(), inputs), tmp_path / "trace")
+        peak, _ = peak_bytes(
+            lambda: torch.autograd.grad(causal_attention(*inputs).sum(), inputs), tmp_path / "trace"
+        )
         return peak
 
-    short, long = run(1024), run(4096)
+    short = run(1024)
+    long = run(4096)
     assert 4 * attention.BLOCK_BYTES < 256 << 20
     assert long < 4 * attention.BLOCK_BYTES + 16 * 4096 * 4 * 8 * 4
     assert short < long < 5 * short

@@ -1,5 +1,6 @@
-"""`shardwise bench train`: what it prints and how it ends; where a step's time goes; and what `bench/train.py` makes of
-figures. The figures themselves belong to the machine, and are not tested."""
+"""`shardwise bench train`: what it prints and how it ends; where a step's time goes; and what
+`bench/train.py` makes of figures. The figures themselves belong to the machine, and are not
+tested."""
 
 import json
 import math
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from profile_train import group_of, profile_layout
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -27,15 +29,15 @@ from ranks import Ranks
 from shardwise import cli
 from shardwise.cli import main
 from shardwise.commands.bench import add_bench
-from shardwise.config import ModelConfig, from_hugging_face, to_hugging_face
+from shardwise.config import ModelConfig
+from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
 from shardwise.layout import Layout, Schedule
-from shardwise.parallel.memory import peak_resident_bytes, reset_peaks
-from shardwise.parallel.schedules import pipeline_table
+from shardwise.measure import train_step as bench
+from shardwise.measure.train_step import WORKLOAD, Measured, Workload, bench_layout
+from shardwise.parallel.peak_memory import peak_resident_bytes, reset_peaks
+from shardwise.parallel.pipeline.schedules import pipeline_table
 from shardwise.params import model_specs
 from shardwise.plan.traffic import comm_bytes
-from shardwise.train import bench
-from shardwise.train.bench import WORKLOAD, Measured, Workload, bench_layout
-from shardwise.train.profile import group_of, profile_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
@@ -64,7 +66,9 @@ from report import (
 )
 
 VOCAB = 97
-TINY = Workload(ModelConfig("llama", 2, 32, 40, 4, 2, 8, VOCAB, 32, tied=True), sequences=2, length=16)
+TINY = Workload(
+    ModelConfig("llama", 2, 32, 40, 4, 2, 8, VOCAB, 32, tied=True), sequences=2, length=16
+)
 BROKEN = Workload(TINY.config, sequences=-1, length=16)
 NUM_WEIGHTS = sum(spec.numel for spec in model_specs(TINY.config) if not spec.tied_to)
 
@@ -74,12 +78,13 @@ def with_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "COMMANDS", (add_bench,))
 
 
-# -- the workload ---------------------------------------------------------------------------------------------
+# -- the workload
+# ---------------------------------------------------------------------------------------------
 
 
 def test_the_workload_is_the_one_that_is_compared() -> None:
-    """70.8 M stored weights, as 12 blocks of 576 x 576 attention with a third of kv heads, an MLP of 1536, and a tied
-    vocabulary of 49152 have."""
+    """70.8 M stored weights, as 12 blocks of 576 x 576 attention with a third of kv heads, an MLP
+    of 1536, and a tied vocabulary of 49152 have."""
     assert sum(spec.numel for spec in model_specs(WORKLOAD.config) if not spec.tied_to) == (
         12 * (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536 + 2 * 576) + 576 + 49152 * 576
     )
@@ -91,31 +96,48 @@ def test_the_workload_is_the_one_that_is_compared() -> None:
 def test_others_are_told_the_same_work(work: Work) -> None:
     told = json.loads(bench_train.for_peers(next(stage for stage in STAGES if stage.work == work)))
     assert from_hugging_face(told.pop("shape")) == work.workload.config
-    microbatches, blocks = told.pop("microbatches"), told.pop("blocks")
-    assert sum(blocks) == 12 and (microbatches, len(blocks)) == ((8, 2) if work == PIPELINE_WORK else (1, 1))
-    assert told == {"sequences": work.workload.sequences, "length": work.workload.length, "lr": bench.LR,
-                    "max_norm": bench.MAX_NORM, "warmup_steps": bench.WARMUP_STEPS}  # fmt: skip
+    microbatches = told.pop("microbatches")
+    blocks = told.pop("blocks")
+    assert sum(blocks) == 12 and (microbatches, len(blocks)) == (
+        (8, 2) if work == PIPELINE_WORK else (1, 1)
+    )
+    assert told == {
+        "sequences": work.workload.sequences,
+        "length": work.workload.length,
+        "lr": bench.LR,
+        "max_norm": bench.MAX_NORM,
+        "warmup_steps": bench.WARMUP_STEPS,
+    }
 
 
 def test_every_stage_has_work_that_its_layout_can_do() -> None:
     for stage in STAGES:
         assert str(Layout.parse(stage.layout)) == stage.layout
         assert Layout.parse(stage.layout).problems(stage.work.workload.config) == []
-    works = {(each.key, bench_train.for_peers(stage)) for stage in STAGES for each in stage.contenders}
-    assert len(works) == len(dict(works))  # a contender that is in two stages does the same work in both
+    works = {
+        (each.key, bench_train.for_peers(stage)) for stage in STAGES for each in stage.contenders
+    }
+    assert len(works) == len(
+        dict(works)
+    )  # a contender that is in two stages does the same work in both
 
 
 def test_one_rank_is_measured() -> None:
     measured = bench_layout(Layout(microbatches=2), 2, TINY)
     assert measured.tokens_per_s == pytest.approx(2 * 2 * 16 / measured.step_s)
     assert (measured.comm_bytes, measured.peak_gpu_bytes, measured.stopped) == (0, None, None)
-    assert measured.loss == pytest.approx(math.log(VOCAB), abs=0.2)  # of tokens drawn evenly, whatever was learnt
+    assert measured.loss == pytest.approx(
+        math.log(VOCAB), abs=0.2
+    )  # of tokens drawn evenly, whatever was learnt
     assert measured.peak_resident_bytes > 50 << 20
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are reset where Linux lets one")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peaks are reset where Linux lets one"
+)
 def test_a_peak_does_not_count_what_was_held_before() -> None:
-    """Memory of its own mapping: what malloc gives may come of what it had kept, and go back there."""
+    """Memory of its own mapping: what malloc gives may come of what it had kept, and go back
+    there."""
     with mmap(-1, 200_000_000) as big:
         big.write(bytes(len(big)))
         before = peak_resident_bytes()
@@ -124,26 +146,40 @@ def test_a_peak_does_not_count_what_was_held_before() -> None:
 
 
 def test_a_length_that_cannot_be_trained_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequences of 33 tokens are longer than the model's 32 positions"):
+    with pytest.raises(
+        ValueError, match="sequences of 33 tokens are longer than the model's 32 positions"
+    ):
         bench_layout(Layout(), 1, replace(TINY, length=33))
 
 
-# -- the command ----------------------------------------------------------------------------------------------
+# -- the command
+# ----------------------------------------------------------------------------------------------
 
 
-def test_json_holds_rows_and_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_rows_and_ratios(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(bench, "WORKLOAD", TINY)
-    assert main(["bench", "train", "--layout", "dp2", "--layout", "dp1", "--steps", "2", "--json"]) == 0
+    assert (
+        main(["bench", "train", "--layout", "dp2", "--layout", "dp1", "--steps", "2", "--json"])
+        == 0
+    )
     captured = capsys.readouterr()
     told = json.loads(captured.out)
     assert told.keys() == {"rows", "ratios"}
     rows = {(row["layout"], row["name"]): row for row in told["rows"]}
-    units = {("tokens_per_s", "tokens/s"), ("peak_resident_mb", "MiB"), ("step_s", "s"), ("comm_bytes", "bytes"),
-             ("loss", "nats")}  # fmt: skip
+    units = {
+        ("tokens_per_s", "tokens/s"),
+        ("peak_resident_mb", "MiB"),
+        ("step_s", "s"),
+        ("comm_bytes", "bytes"),
+        ("loss", "nats"),
+    }
     assert {(*key, row["unit"]) for key, row in rows.items()} == {
         (layout, *named) for layout in ("dp2", "dp1") for named in units
     }
-    two, one = rows["dp2", "tokens_per_s"]["value"], rows["dp1", "tokens_per_s"]["value"]
+    two = rows["dp2", "tokens_per_s"]["value"]
+    one = rows["dp1", "tokens_per_s"]["value"]
     assert two == pytest.approx(2 * 2 * 16 / rows["dp2", "step_s"]["value"])
     assert told["ratios"]["tokens_per_s dp1/dp2"] == pytest.approx(one / two)
     assert told["ratios"].keys() == {"tokens_per_s dp1/dp2", "peak_resident_mb dp1/dp2"}
@@ -151,7 +187,9 @@ def test_json_holds_rows_and_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "dp2, 1 of 2" in captured.err
 
 
-def test_without_json_it_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_it_is_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(bench, "WORKLOAD", TINY)
     assert main(["bench", "train", "--steps", "1"]) == 0
     out = capsys.readouterr().out
@@ -161,7 +199,8 @@ def test_without_json_it_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_the_work_is_what_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder's shape, its length and its sequences: what is sent and how many tokens are trained say so."""
+    """A folder's shape, its length and its sequences: what is sent and how many tokens are trained
+    say so."""
     monkeypatch.setattr(bench, "WORKLOAD", TINY)
     wide = replace(TINY.config, ffn_size=64)
     (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(wide)))
@@ -182,20 +221,27 @@ def test_the_work_is_what_is_named(
         (["train", "--steps", "0"], "--steps must be at least 1, not 0"),
         (["train", "--length", "0"], "--length must be at least 1, not 0"),
         (["train", "--sequences", "-1"], "--sequences must be at least 1, not -1"),
-        (["train", "--length", "9000"], "sequences of 9000 tokens are longer than the model's 8192 positions"),
+        (
+            ["train", "--length", "9000"],
+            "sequences of 9000 tokens are longer than the model's 8192 positions",
+        ),
         (["train", "gtp2"], "gpt2"),
         (["draw"], "invalid choice: 'draw'"),
         (["train", "--layuot", "dp2"], "did you mean --layout?"),
     ],
 )
-def test_a_mistake_is_one_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_sentence(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *args, "--json"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1 and said in captured.err
 
 
-def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(bench, "WORKLOAD", BROKEN)
     assert main(["bench", "train", "--layout", "dp2", "--json"]) == 1
     captured = capsys.readouterr()
@@ -204,8 +250,12 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "failed first, with exit code 1" in captured.err and "RuntimeError: " in captured.err
 
 
-def test_a_signal_ends_it_with_its_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench, "bench_layout", lambda *_: Measured(0.0, 0.0, 0, None, 0, 0.0, stopped=15))
+def test_a_signal_ends_it_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        bench, "bench_layout", lambda *_: Measured(0.0, 0.0, 0, None, 0, 0.0, stopped=15)
+    )
     assert main(["bench", "train", "--json"]) == 128 + 15
     assert capsys.readouterr().out == ""
 
@@ -217,16 +267,27 @@ def test_under_torchrun_the_layout_must_be_for_its_ranks(monkeypatch: pytest.Mon
         bench_layout(Layout(dp=2), 1, TINY)
 
 
-# -- where the time goes --------------------------------------------------------------------------------------
+# -- where the time goes
+# --------------------------------------------------------------------------------------
 
 
 def test_a_step_is_told_apart() -> None:
     breakdown = profile_layout(Layout(), TINY)
     seconds = breakdown.seconds
-    assert seconds.keys() == {"products", "attention", "logits", "communication", "optimizer", "rest"}
+    assert seconds.keys() == {
+        "products",
+        "attention",
+        "logits",
+        "communication",
+        "optimizer",
+        "rest",
+    }
     assert all(seconds[group] > 0 for group in seconds)
-    assert sum(seconds.values()) < 100 * breakdown.step_s  # the profiler is slow on tiny operations, not so slow
-    needed, limits = breakdown.needed, breakdown.limits
+    assert (
+        sum(seconds.values()) < 100 * breakdown.step_s
+    )  # the profiler is slow on tiny operations, not so slow
+    needed = breakdown.needed
+    limits = breakdown.limits
     assert needed.keys() == {"products", "attention", "logits", "optimizer"}
     per_block = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 40 + 2 * 32
     operations = 6 * (2 * per_block + 32 + VOCAB * 32) * 2 * 16
@@ -257,7 +318,8 @@ def test_fsdp_has_no_profile() -> None:
         profile_layout(Layout(dp=2, shard="fsdp"), TINY)
 
 
-# -- the comparison -------------------------------------------------------------------------------------------
+# -- the comparison
+# -------------------------------------------------------------------------------------------
 
 RUNS = {
     "dp2": [Figures(500.0, 1900.0), Figures(550.0, 2000.0), Figures(540.0, 1950.0)],
@@ -287,13 +349,23 @@ def made_up() -> Report:
 
 
 def test_ratios_are_to_the_best_peer_of_the_stage(made_up: Report) -> None:
-    """The best speed of the runs and the median peak; the fastest and the smallest peer need not be the same."""
+    """The best speed of the runs and the median peak; the fastest and the smallest peer need not be
+    the same."""
     dp, z1, fsdp, tp, sp = made_up.ratios
     assert (dp.stage, dp.speed, dp.peak, dp.verdict) == ("dp", 550 / 440, 1950 / 2500, "met")
     assert (z1.speed, z1.fastest) == (480 / 450, "DeepSpeed ZeRO-1")
-    assert (z1.peak, z1.smallest, z1.verdict) == (1700 / 2000, "PyTorch DDP + Zero", "missed")  # not fast enough
+    assert (z1.peak, z1.smallest, z1.verdict) == (
+        1700 / 2000,
+        "PyTorch DDP + Zero",
+        "missed",
+    )  # not fast enough
     assert (fsdp.stage, fsdp.verdict) == ("fsdp", "not judged")
-    assert (tp.speed, tp.fastest, tp.peak, tp.smallest) == (1.25, "PyTorch DTensor", 1.2, "PyTorch DTensor SP")
+    assert (tp.speed, tp.fastest, tp.peak, tp.smallest) == (
+        1.25,
+        "PyTorch DTensor",
+        1.2,
+        "PyTorch DTensor SP",
+    )
     assert (tp.verdict, sp.verdict) == ("met", "missed")  # no more is asked than speed
 
 
@@ -322,7 +394,9 @@ def test_json_of_a_comparison(made_up: Report) -> None:
     assert {"name": "peak_resident_mb", "value": 2500.0, "unit": "MiB", "of": "ddp"} in told["rows"]
     assert told["ratios"]["tokens_per_s dp"] == 1.25
     assert told["ratios"].keys() == {
-        f"{name} {stage}" for name in ("tokens_per_s", "peak_resident_mb") for stage in ("dp", "z1", "fsdp", "tp", "sp")
+        f"{name} {stage}"
+        for name in ("tokens_per_s", "peak_resident_mb")
+        for stage in ("dp", "z1", "fsdp", "tp", "sp")
     }
     assert told["failed"] == FAILED and told["machine"] == MACHINE
     assert told["runs"]["ddp"][2] == {"tokens_per_s": 410.0, "peak_resident_mb": 2400.0}
@@ -342,9 +416,14 @@ def test_tables_name_every_contender(made_up: Report) -> None:
     table = [line for line in markdown.splitlines() if line.startswith("| ")]
     assert len(table) == 2 + len(lines)
     assert {line.count("|") for line in table} == {len(made_up.columns) + 1}
-    assert "- dp, z1, z2, z3, fsdp: 70.8 M, 2 x 512 tokens a data rank and micro-batch\n" in markdown
+    assert (
+        "- dp, z1, z2, z3, fsdp: 70.8 M, 2 x 512 tokens a data rank and micro-batch\n" in markdown
+    )
     assert "- cp, a2a: 62.9 M, 1 x 4096 tokens a data rank and micro-batch\n" in markdown
-    assert "processor Made & Up, cores 2." in markdown and "deepspeed2 failed: ImportError: no <module>" in markdown
+    assert (
+        "processor Made & Up, cores 2." in markdown
+        and "deepspeed2 failed: ImportError: no <module>" in markdown
+    )
 
 
 def test_the_plot_is_drawn_to_scale(made_up: Report) -> None:
@@ -354,11 +433,16 @@ def test_the_plot_is_drawn_to_scale(made_up: Report) -> None:
     panels = ElementTree.fromstring(svg).findall("s:g", names)
     speed, speed_tp, _, _, memory, memory_tp, _, _ = panels
     for panel, label, ours, theirs in (
-        (speed, "tokens/s", "dp2: 550", "DDP: 440"), (memory, "MiB a rank", "dp2: 1,950", "DDP: 2,500"),
-        (speed_tp, "tokens/s", "tp2: 500", "DTensor: 400"), (memory_tp, "MiB a rank", "tp2: 1,200", "DTensor: 1,300"),
-    ):  # fmt: skip
+        (speed, "tokens/s", "dp2: 550", "DDP: 440"),
+        (memory, "MiB a rank", "dp2: 1,950", "DDP: 2,500"),
+        (speed_tp, "tokens/s", "tp2: 500", "DTensor: 400"),
+        (memory_tp, "MiB a rank", "tp2: 1,200", "DTensor: 1,300"),
+    ):
         bars = {bar[0].text: bar for bar in panel.findall("s:rect", names)}
-        heights = [float(bars[name].get("height", 0)) for name in (f"Shardwise, {ours}", f"PyTorch, {theirs}")]
+        heights = [
+            float(bars[name].get("height", 0))
+            for name in (f"Shardwise, {ours}", f"PyTorch, {theirs}")
+        ]
         values = [float(name.split()[-1].replace(",", "")) for name in (ours, theirs)]
         assert heights[0] / heights[1] == pytest.approx(values[0] / values[1], rel=0.01)
         words = [text.text for text in panel.iter("{http://www.w3.org/2000/svg}text")]
@@ -372,11 +456,15 @@ def test_panels_stand_side_by_side_where_they_fit(made_up: Report) -> None:
     """None overlaps another or leaves the picture."""
     places = re.findall(r'<g transform="translate\(([\d.]+) (\d+)\)">', made_up.to_svg())
     assert [top for _, top in places] == ["34", "294", "294", "554", "814", "1074", "1074", "1334"]
-    assert [float(left) for left, _ in places][::4] == [0, 0] and float(places[1][0]) == 0 < float(places[2][0])
+    assert [float(left) for left, _ in places][::4] == [0, 0] and float(places[1][0]) == 0 < float(
+        places[2][0]
+    )
     svg = ElementTree.fromstring(made_up.to_svg())
     for panel in svg.findall("{http://www.w3.org/2000/svg}g"):
         left = float(re.findall(r"[\d.]+", panel.get("transform", ""))[0])
-        ends = [float(line.get("x2", 0)) for line in panel.findall("{http://www.w3.org/2000/svg}line")]
+        ends = [
+            float(line.get("x2", 0)) for line in panel.findall("{http://www.w3.org/2000/svg}line")
+        ]
         assert left + max(ends) <= plot.WIDTH - plot.RIGHT + 0.2
 
 
@@ -388,17 +476,22 @@ def test_ticks_are_few_even_and_reach_the_highest(highest: float) -> None:
     assert [b - a for a, b in pairwise(ticks)] == pytest.approx([ticks[1]] * (len(ticks) - 1))
 
 
-# -- the others compute the right thing -----------------------------------------------------------------------
+# -- the others compute the right thing
+# -----------------------------------------------------------------------
 
 
 def context_parallel_differences(rank: int, world: int) -> list[float]:
-    """Of the output and the gradients of q, k, v to those of one process, in fp32: the largest by element."""
+    """Of the output and the gradients of q, k, v to those of one process, in fp32: the largest by
+    element."""
     know_cpus()
-    mesh, random = init_device_mesh("cpu", (world,)), torch.Generator().manual_seed(0)
+    mesh = init_device_mesh("cpu", (world,))
+    random = torch.Generator().manual_seed(0)
     q, k, v, weight = (torch.randn(2, heads, 64, 8, generator=random) for heads in (4, 2, 2, 4))
     whole = attention_and_gradients(q.clone(), k.clone(), v.clone(), weight)
     buffers = [q, k, v, weight]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)):
+    with context_parallel(
+        mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)
+    ):
         mine = attention_and_gradients(*buffers)
     together = context_parallel_unshard(mesh, mine, [2] * 4)
     return [float((a - b).abs().max()) for a, b in zip(together, whole, strict=True)]
@@ -428,30 +521,42 @@ def tensor_parallel_losses(rank: int, world: int, sequence: bool) -> list[tuple[
             cut(model, init_device_mesh("cpu", (world,)), sequence)
         ids = torch.randint(VOCAB - 1, (2, 16), generator=torch.Generator().manual_seed(1))
         with loss_parallel() if is_cut else nullcontext():
-            loss = model(input_ids=ids, position_ids=torch.arange(16)[None], labels=ids, shift_labels=ids).loss
+            loss = model(
+                input_ids=ids, position_ids=torch.arange(16)[None], labels=ids, shift_labels=ids
+            ).loss
             loss.backward()
         told.append((float(whole(loss)), float(clip_cut(list(model.parameters()), 1.0))))
     return told
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_their_tensor_parallel_computes_what_one_process_computes(sequence: bool, ranks: Ranks) -> None:
+def test_their_tensor_parallel_computes_what_one_process_computes(
+    sequence: bool, ranks: Ranks
+) -> None:
     for one, both in ranks.run(2, tensor_parallel_losses, sequence):
         assert both == pytest.approx(one, rel=1e-5)
 
 
-def pipeline_steps(rank: int, world: int, schedule: str, blocks: list[int]) -> tuple[Any, list[tuple[float, float]]]:
-    """What PyTorch has each rank do in which order, and loss and gradient norm of three steps in fp32."""
-    model, batches = tiny_llama(), tiny_batches()
+def pipeline_steps(
+    rank: int, world: int, schedule: str, blocks: list[int]
+) -> tuple[Any, list[tuple[float, float]]]:
+    """What PyTorch has each rank do in which order, and loss and gradient norm of three steps in
+    fp32."""
+    model = tiny_llama()
+    batches = tiny_batches()
     pipeline = Pipeline(model, schedule, Cut(blocks, 4), lr=0.01, max_norm=0.5, dtype=torch.float32)
     steps = [pipeline.step(ids, targets) for ids, targets in batches]
     theirs = pipeline.schedule.pipeline_order.values()
-    order = [[(each[0], each[1].value) for each in actions if each and each[2] is not None] for actions in theirs]
+    order = [
+        [(each[0], each[1].value) for each in actions if each and each[2] is not None]
+        for actions in theirs
+    ]
     return order, [(loss.item(), norm.item()) for loss, norm in steps]
 
 
 def whole_steps() -> list[tuple[float, float]]:
-    model, told = tiny_llama(), []
+    model = tiny_llama()
+    told = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for ids, targets in tiny_batches():
         loss = model(input_ids=ids, labels=targets, shift_labels=targets).loss
@@ -488,31 +593,53 @@ def tiny_batches() -> list[tuple[Tensor, Tensor]]:
 def test_their_pipelines_compute_what_one_process_computes(
     theirs: str, ours: Schedule, blocks: list[int], ranks: Ranks
 ) -> None:
-    """In the order of our tables (micro-batches of a stage come in order in both), with a tied embedding on both ends,
-    and a stage without blocks."""
+    """In the order of our tables (micro-batches of a stage come in order in both), with a tied
+    embedding on both ends, and a stage without blocks."""
     table = pipeline_table(ours, 2, 4, len(blocks) // 2)
     for order, steps in ranks.run(2, pipeline_steps, theirs, blocks):
-        assert order == [[(action.stage, action.kind) for action in actions] for actions in table.ranks]
+        assert order == [
+            [(action.stage, action.kind) for action in actions] for actions in table.ranks
+        ]
         assert steps == [pytest.approx(each, rel=1e-4) for each in whole_steps()]
 
 
-# -- turns, errors and results --------------------------------------------------------------------------------
+# -- turns, errors and results
+# --------------------------------------------------------------------------------
 
 
-def test_contenders_take_turns_and_a_failing_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_take_turns_and_a_failing_one_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
 
     def run(contender: Any, stage: Stage, steps: int, python: Path) -> Figures | str:
         asked.append(contender.key)
-        return "ImportError: gone" if contender.key == "zero_optimizer" else Figures(float(len(asked)), 1.0)
+        return (
+            "ImportError: gone"
+            if contender.key == "zero_optimizer"
+            else Figures(float(len(asked)), 1.0)
+        )
 
     monkeypatch.setattr(bench_train, "run", run)
     runs, failed = bench_train.take_turns(STAGES[:2], rounds=2, steps=1, python=Path("python"))
-    assert asked == ["dp2", "ddp", "dp2.z1", "zero_optimizer", "deepspeed1", "deepspeed1", "dp2.z1", "ddp", "dp2"]
+    assert asked == [
+        "dp2",
+        "ddp",
+        "dp2.z1",
+        "zero_optimizer",
+        "deepspeed1",
+        "deepspeed1",
+        "dp2.z1",
+        "ddp",
+        "dp2",
+    ]
     assert failed == {"zero_optimizer": "ImportError: gone"}
     assert {key: [each.tokens_per_s for each in figures] for key, figures in runs.items()} == {
-        "dp2": [1, 9], "ddp": [2, 8], "dp2.z1": [3, 7], "deepspeed1": [5, 6]
-    }  # fmt: skip
+        "dp2": [1, 9],
+        "ddp": [2, 8],
+        "dp2.z1": [3, 7],
+        "deepspeed1": [5, 6],
+    }
 
 
 TORCHRUN_ERROR = """W1129 torch/distributed/run.py:851] Setting OMP_NUM_THREADS
@@ -542,14 +669,25 @@ def test_an_error_is_told_by_its_last_line(errors: str, said: str) -> None:
 
 
 def test_figures_are_read_from_ours_and_theirs() -> None:
-    ours = {"rows": [{"name": "tokens_per_s", "value": 5.0}, {"name": "peak_resident_mb", "value": 7.0}], "ratios": {}}
+    ours = {
+        "rows": [
+            {"name": "tokens_per_s", "value": 5.0},
+            {"name": "peak_resident_mb", "value": 7.0},
+        ],
+        "ratios": {},
+    }
     theirs = {"step_s": 1.0, "tokens_per_s": 5.0, "peak_resident_mb": 7.0, "loss": 3.0}
     for told in (ours, theirs):
-        assert bench_train.read_figures(f"[INFO] begin\n{json.dumps(told)}\nbye\n") == Figures(5.0, 7.0)
+        assert bench_train.read_figures(f"[INFO] begin\n{json.dumps(told)}\nbye\n") == Figures(
+            5.0, 7.0
+        )
 
 
 def test_results_are_written(made_up: Report, tmp_path: Path) -> None:
     bench_train.write_results(made_up, tmp_path / "results")
-    assert json.loads((tmp_path / "results" / "train.json").read_text())["ratios"]["tokens_per_s dp"] == 1.25
+    assert (
+        json.loads((tmp_path / "results" / "train.json").read_text())["ratios"]["tokens_per_s dp"]
+        == 1.25
+    )
     assert "(train.svg)" in (tmp_path / "results" / "train.md").read_text()
     ElementTree.parse(tmp_path / "results" / "train.svg")

@@ -1,5 +1,5 @@
-"""`shardwise bench serve`: what is asked and when, what is made of the times, and servers that answer or do not. The
-figures themselves belong to the machine, and are not tested."""
+"""`shardwise bench serve`: what is asked and when, what is made of the times, and servers that
+answer or do not. The figures themselves belong to the machine, and are not tested."""
 
 import asyncio
 import json
@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profile_decode import Clock, profile_decode, timed_step
 
 from shardwise.cli import main
-from shardwise.model.tokenizer import byte_tokenizer
-from shardwise.serve import speed
-from shardwise.serve.bench import Failed, Goals, Outcome, Row, figures, measure, run_load
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.measure import offline as speed
+from shardwise.measure.http_client import UrlTarget, events, first_model
+from shardwise.measure.load_test import Failed, Goals, Outcome, Row, figures, measure, run_load
+from shardwise.measure.workload import COMMON_IDS, SHAREGPT, Drawn, Load, Sizes, draw_requests
 from shardwise.serve.llm import LLM
-from shardwise.serve.load import COMMON_IDS, SHAREGPT, Drawn, Load, Sizes, draw_requests
-from shardwise.serve.profile import Clock, profile_decode, timed_step
-from shardwise.serve.target import UrlTarget, events, first_model
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
@@ -43,21 +43,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# -- what is asked --------------------------------------------------------------------------------------------
+# -- what is asked
+# --------------------------------------------------------------------------------------------
 
 
 @given(
     load=st.one_of(
-        st.builds(Load, concurrency=st.integers(1, 9)), st.builds(Load, rates=st.tuples(*[st.floats(0.1, 90)] * 2))
+        st.builds(Load, concurrency=st.integers(1, 9)),
+        st.builds(Load, rates=st.tuples(*[st.floats(0.1, 90)] * 2)),
     ),
-    sizes=st.builds(Sizes, st.integers(1, 60), st.integers(1, 9), st.just("fixed"), st.floats(0, 1)),
-    num_requests=st.integers(1, 20), seed=st.integers(0, 9),
-)  # fmt: skip
-def test_requests_are_as_said_and_follow_from_the_seed(load: Load, sizes: Sizes, num_requests: int, seed: int) -> None:
+    sizes=st.builds(
+        Sizes, st.integers(1, 60), st.integers(1, 9), st.just("fixed"), st.floats(0, 1)
+    ),
+    num_requests=st.integers(1, 20),
+    seed=st.integers(0, 9),
+)
+def test_requests_are_as_said_and_follow_from_the_seed(
+    load: Load, sizes: Sizes, num_requests: int, seed: int
+) -> None:
     drawn = draw_requests(load, sizes, num_requests, seed)
     assert drawn == draw_requests(load, sizes, num_requests, seed)
     assert {len(each.tokens) for each in drawn} == {sizes.prompt_tokens}
-    assert all(each.max_tokens == sizes.max_tokens and set(each.tokens) <= set(COMMON_IDS) for each in drawn)
+    assert all(
+        each.max_tokens == sizes.max_tokens and set(each.tokens) <= set(COMMON_IDS)
+        for each in drawn
+    )
     assert len({each.tokens[: int(sizes.shared * sizes.prompt_tokens)] for each in drawn}) == 1
     times = [each.at_s for each in drawn]
     assert times[0] == 0 and times == sorted(times) and (load.rates is not None or times[-1] == 0)
@@ -71,13 +81,17 @@ def test_other_seeds_and_loads_ask_for_other_tokens() -> None:
 
 
 def test_requests_come_as_a_poisson_process_at_its_rate() -> None:
-    """Gaps have the mean 1 / rate and, being exponential, a standard deviation equal to it: within 8 %."""
+    """Gaps have the mean 1 / rate and, being exponential, a standard deviation equal to it: within
+    8 %."""
     times = [each.at_s for each in draw_requests(Load(rates=(5, 5)), Sizes(1, 1), 4000, 0)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.08)
     assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.08)
     ramp = [each.at_s for each in draw_requests(Load(rates=(2, 20)), Sizes(1, 1), 4000, 0)]
-    assert ramp[400] / 400 == pytest.approx(1 / 2.9, rel=0.15) and (ramp[-1] - ramp[-401]) / 400 < 1 / 18
+    assert (
+        ramp[400] / 400 == pytest.approx(1 / 2.9, rel=0.15)
+        and (ramp[-1] - ramp[-401]) / 400 < 1 / 18
+    )
 
 
 def test_lengths_of_sharegpt_have_its_means() -> None:
@@ -91,12 +105,15 @@ def test_lengths_of_sharegpt_have_its_means() -> None:
     assert max(len(each.tokens) for each in short) == max(each.max_tokens for each in short) == 64
 
 
-# -- what is made of it ---------------------------------------------------------------------------------------
+# -- what is made of it
+# ---------------------------------------------------------------------------------------
 
 
 def outcome(began_s: float, heard_s: list[float], error: str | None = None) -> Outcome:
     drawn = Drawn(began_s, (1, 2, 3), len(heard_s))
-    return Outcome(drawn, began_s, heard_s, heard_s[-1] if heard_s else began_s, len(heard_s), error)
+    return Outcome(
+        drawn, began_s, heard_s, heard_s[-1] if heard_s else began_s, len(heard_s), error
+    )
 
 
 def test_figures_are_those_of_the_times() -> None:
@@ -107,13 +124,16 @@ def test_figures_are_those_of_the_times() -> None:
     assert values["ttft_p50_s"] == 0.75 and values["ttft_p90_s"] == pytest.approx(0.95)
     assert values["itl_p50_s"] == 0.5 and values["itl_p99_s"] == pytest.approx(1.96)
     assert values["e2e_p50_s"] == 3.0
-    assert values["goodput_requests_per_s"] == 1 / 4 and values["good_share"] == pytest.approx(1 / 3)
+    assert values["goodput_requests_per_s"] == 1 / 4 and values["good_share"] == pytest.approx(
+        1 / 3
+    )
     assert Goals(1.0, 1.5).met(outcomes[0]) and not Goals(0.9, 1.5).met(outcomes[0])
     assert "good_share" not in {row.name for row in figures(outcomes, Goals(), "x")}
 
 
 class Recording:
-    """Takes a turn of the event loop for each token, and writes down who is there together and how long they waited."""
+    """Takes a turn of the event loop for each token, and writes down who is there together and how
+    long they waited."""
 
     vocab_size: int | None = 100
     max_len: int | None = 64
@@ -134,8 +154,11 @@ class Recording:
 
 
 @pytest.mark.parametrize(("concurrency", "num_requests"), [(1, 4), (3, 10), (8, 4)])
-def test_a_closed_loop_keeps_its_clients_busy_and_no_more(concurrency: int, num_requests: int) -> None:
-    target, done = Recording(), []
+def test_a_closed_loop_keeps_its_clients_busy_and_no_more(
+    concurrency: int, num_requests: int
+) -> None:
+    target = Recording()
+    done = []
     load = Load(concurrency=concurrency)
     drawn = draw_requests(load, Sizes(4, 5), num_requests, 0, 100)
     outcomes = asyncio.run(run_load(target, load, drawn, lambda: done.append(1)))
@@ -158,24 +181,33 @@ def test_a_ramp_is_told_in_parts() -> None:
         measure(Recording(), Load(rates=(1000, 4000)), Sizes(4, 3), 20, 0, Goals(), lambda: None)
     )
     loads = list(dict.fromkeys(row.load for row in rows))
-    assert len(loads) == 5 and loads[0] == "ramp 1000:4000" and loads[1].endswith("1e+03 to 1.63e+03")
+    assert (
+        len(loads) == 5 and loads[0] == "ramp 1000:4000" and loads[1].endswith("1e+03 to 1.63e+03")
+    )
     assert sum(row.value for row in rows if row.name == "errors" and row.load != loads[0]) == next(
         row.value for row in rows if row.name == "errors"
     )
     assert problems == ["odd"]
 
 
-# -- servers --------------------------------------------------------------------------------------------------
+# -- servers
+# --------------------------------------------------------------------------------------------------
 
 
 def event(**content: Any) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-STREAM = b"".join([
-    event(choices=[{"text": "a"}]), b": a comment\n\n", event(choices=[{"text": "é"}]), event(choices=[]),
-    event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 7}), b"data: [DONE]\n\n",
-])  # fmt: skip
+STREAM = b"".join(
+    [
+        event(choices=[{"text": "a"}]),
+        b": a comment\n\n",
+        event(choices=[{"text": "é"}]),
+        event(choices=[]),
+        event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 7}),
+        b"data: [DONE]\n\n",
+    ]
+)
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
 
@@ -194,7 +226,9 @@ def against(answer: bytes, ask: Callable[[str], Coroutine[Any, Any, Any]]) -> tu
             nonlocal sent
             head = await reader.readuntil(b"\r\n\r\n")
             length = next(
-                int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length")
+                int(line.split(b":")[1])
+                for line in head.split(b"\r\n")
+                if line.startswith(b"Content-Length")
             )
             sent = head + await reader.readexactly(length)
             writer.write(answer)
@@ -210,28 +244,51 @@ def against(answer: bytes, ask: Callable[[str], Coroutine[Any, Any, Any]]) -> tu
 @pytest.mark.parametrize(
     "answer",
     [
-        *(OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(STREAM, size) for size in (1, 7, 1000)),
+        *(
+            OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(STREAM, size)
+            for size in (1, 7, 1000)
+        ),
         OK + b"\r\n" + STREAM,
         OK + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM + b"more",
     ],
 )
 def test_a_stream_is_read_however_it_is_cut(answer: bytes) -> None:
     heard: list[int] = []
-    got, sent = against(answer, lambda url: UrlTarget(url, "m", "secret").answer([1, 2, 3], 7, lambda: heard.append(1)))
+    got, sent = against(
+        answer,
+        lambda url: UrlTarget(url, "m", "secret").answer([1, 2, 3], 7, lambda: heard.append(1)),
+    )
     assert (got, len(heard)) == (7, 2)
     head, body = sent.split(b"\r\n\r\n")
-    assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n") and b"Authorization: Bearer secret" in head
+    assert (
+        head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
+        and b"Authorization: Bearer secret" in head
+    )
     asked = json.loads(body)
-    assert asked["prompt"] == [1, 2, 3] and asked["stream"] and asked["max_tokens"] == 7 and asked["ignore_eos"]
+    assert (
+        asked["prompt"] == [1, 2, 3]
+        and asked["stream"]
+        and asked["max_tokens"] == 7
+        and asked["ignore_eos"]
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (b'HTTP/1.1 401 No\r\nContent-Length: 31\r\n\r\n{"error": {"message": "no key"}}'[:-1], "401: "),
-        (b'HTTP/1.1 429 Full\r\n\r\n{"error": {"message": "try again in 3 s"}}', "429: try again in 3 s"),
+        (
+            b'HTTP/1.1 401 No\r\nContent-Length: 31\r\n\r\n{"error": {"message": "no key"}}'[:-1],
+            "401: ",
+        ),
+        (
+            b'HTTP/1.1 429 Full\r\n\r\n{"error": {"message": "try again in 3 s"}}',
+            "429: try again in 3 s",
+        ),
         (b"HTTP/1.1 500 Oh\r\n\r\n<html>", "500: b'<html>'"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(STREAM, 50)[:120], "the connection broke"),
+        (
+            OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(STREAM, 50)[:120],
+            "the connection broke",
+        ),
         (b"220 mail.example ESMTP\r\n\r\n", "no HTTP"),
         (b"", "no HTTP"),
         (OK + b"\r\n" + event(error={"message": "it failed"}), "it failed"),
@@ -272,11 +329,23 @@ def test_who_leaves_a_stream_early_closes_its_connection() -> None:
     assert against(OK + b"\r\n" + STREAM, ask)[0] == {"choices": [{"text": "a"}]}
 
 
-# -- a model of ours ------------------------------------------------------------------------------------------
+# -- a model of ours
+# ------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_measured(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loads = ("--concurrency", "2", "--rate", "50", "--requests", "5", "--prompt-tokens", "20", "--max-tokens", "6")
+    loads = (
+        "--concurrency",
+        "2",
+        "--rate",
+        "50",
+        "--requests",
+        "5",
+        "--prompt-tokens",
+        "20",
+        "--max-tokens",
+        "6",
+    )
     assert main(["bench", "serve", str(model), *loads, "--ttft-ms", "60000", "--json"]) == 0
     told = capsys.readouterr()
     answer = json.loads(told.out)
@@ -284,8 +353,12 @@ def test_a_model_is_measured(model: Path, capsys: pytest.CaptureFixture[str]) ->
     values = {(row.load, row.name): row.value for row in rows}
     for load in ("concurrency 2", "rate 50"):
         assert values[load, "errors"] == 0 and values[load, "good_share"] == 1
-        assert values[load, "output_tokens_per_s"] == pytest.approx(6 * values[load, "requests_per_s"])
-        assert values[load, "prompt_tokens_per_s"] == pytest.approx(20 * values[load, "requests_per_s"])
+        assert values[load, "output_tokens_per_s"] == pytest.approx(
+            6 * values[load, "requests_per_s"]
+        )
+        assert values[load, "prompt_tokens_per_s"] == pytest.approx(
+            20 * values[load, "requests_per_s"]
+        )
         assert 0 < values[load, "ttft_p50_s"] <= values[load, "e2e_p99_s"]
     ratio = values["rate 50", "itl_p50_s"] / values["concurrency 2", "itl_p50_s"]
     assert answer["ratios"]["itl_p50_s rate 50/concurrency 2"] == pytest.approx(ratio)
@@ -294,7 +367,22 @@ def test_a_model_is_measured(model: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_requests_that_fail_are_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Too long for the model: refused one by one."""
-    assert main(["bench", "serve", str(model), "--requests", "2", "--prompt-tokens", "127", "--max-tokens", "9"]) == 1
+    assert (
+        main(
+            [
+                "bench",
+                "serve",
+                str(model),
+                "--requests",
+                "2",
+                "--prompt-tokens",
+                "127",
+                "--max-tokens",
+                "9",
+            ]
+        )
+        == 1
+    )
     told = capsys.readouterr()
     assert "are more than the 128 that a request may have" in told.err and "errors" in told.out
 
@@ -305,16 +393,30 @@ def test_requests_that_fail_are_told(model: Path, capsys: pytest.CaptureFixture[
         (["serve"], "say which model is to be served"),
         (["serve", "m", "--ramp", "4"], "--ramp 4 is not A:B"),
         (["serve", "m", "--rate", "0"], "must be positive"),
-        (["serve", "m", "--concurrency", "2", "--concurrency", "2"], "the load concurrency 2 is named twice"),
-        (["serve", "m", "--length", "3"], "--length is a flag of `bench train`, not of `bench serve`"),
-        (["train", "--max-tokens", "3"], "--max-tokens is a flag of `bench serve`, not of `bench train`"),
+        (
+            ["serve", "m", "--concurrency", "2", "--concurrency", "2"],
+            "the load concurrency 2 is named twice",
+        ),
+        (
+            ["serve", "m", "--length", "3"],
+            "--length is a flag of `bench train`, not of `bench serve`",
+        ),
+        (
+            ["train", "--max-tokens", "3"],
+            "--max-tokens is a flag of `bench serve`, not of `bench train`",
+        ),
         (["serve", "m", "--requests", "0"], "--requests must be at least 1"),
         (["serve", "m", "--shared-prefix", "2"], "a share from 0 to 1"),
-        (["serve", "m", "--url", "http://localhost:1/v1", "--quant", "int8"], "--quant says how MODEL is loaded"),
+        (
+            ["serve", "m", "--url", "http://localhost:1/v1", "--quant", "int8"],
+            "--quant says how MODEL is loaded",
+        ),
         (["train", "--quant", "int8"], "--quant is a flag of `bench serve`, not of `bench train`"),
     ],
 )
-def test_what_cannot_be_is_refused(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *argv]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -322,7 +424,10 @@ def test_what_cannot_be_is_refused(argv: list[str], sentence: str, capsys: pytes
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--quant", "int4-g128"], "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do"),
+        (
+            ["--quant", "int4-g128"],
+            "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
+        ),
         (["--quant", "as-stored"], "which is not stored quantized"),
         (["--quant", "int5"], "'int5' is no way to quantize weights"),
         (["--layout", "tp3"], "layout tp3: "),
@@ -340,14 +445,29 @@ def test_where_the_time_of_a_step_goes(model: Path) -> None:
     """Parts are there and add up to a step; the engine goes on as it was."""
     llm = LLM(str(model), dtype="fp32", kv_bytes=1 << 20)
     found = profile_decode(llm, 3, 20, 2)
-    named = {"scheduler", "products", "attention", "head", "norms", "activation", "sampler", "answers", "link"}
+    named = {
+        "scheduler",
+        "products",
+        "attention",
+        "head",
+        "norms",
+        "activation",
+        "sampler",
+        "answers",
+        "link",
+    }
     assert named < found.parts.keys() and min(found.parts.values()) > 0
-    assert 0 < found.overhead_s < found.step_s and 0 < found.run_s < found.step_s and found.weights_s > 0
+    assert (
+        0 < found.overhead_s < found.step_s
+        and 0 < found.run_s < found.step_s
+        and found.weights_s > 0
+    )
     assert timed_step(llm.engine, Clock(), 3).keys() >= {"scheduler", "sampler", "answers", "link"}
     assert "pick" not in vars(llm.engine)
 
 
-# -- bench/serve.py -------------------------------------------------------------------------------------------
+# -- bench/serve.py
+# -------------------------------------------------------------------------------------------
 
 
 def test_the_best_of_each_counts() -> None:
@@ -357,22 +477,35 @@ def test_the_best_of_each_counts() -> None:
     }
     report = bench_serve.Report({"cores": 2}, runs)
     told = report.to_json()
-    assert told["ratios"] == {"1 sequence": 1.5, "32 sequences": 2.4} and told["bars"]["32 sequences"] == 2.5
+    assert (
+        told["ratios"] == {"1 sequence": 1.5, "32 sequences": 2.4}
+        and told["bars"]["32 sequences"] == 2.5
+    )
     assert {row["value"] for row in told["rows"]} == {33.0, 22.0, 240.0, 100.0}
     assert bench_serve.markdown(report.lines(), report.about).splitlines()[2:4] == [
-        "| 1 | 33.0 | 22.0 | 1.50 | ≥ 1.5 | met |", "| 32 | 240.0 | 100.0 | 2.40 | ≥ 2.5 | missed |",
-    ]  # fmt: skip
+        "| 1 | 33.0 | 22.0 | 1.50 | ≥ 1.5 | met |",
+        "| 32 | 240.0 | 100.0 | 2.40 | ≥ 2.5 | missed |",
+    ]
 
 
 def test_transformers_runs_the_same_work(model: Path) -> None:
     """In this environment, with the tiny model: as many tokens as asked for, with both caches."""
-    told = bench_serve.run([
-        sys.executable, str(Path(bench_serve.HERE) / "serve_peers.py"), str(model), "2", "8", "4", "1",
-    ])  # fmt: skip
+    told = bench_serve.run(
+        [
+            sys.executable,
+            str(Path(bench_serve.HERE) / "serve_peers.py"),
+            str(model),
+            "2",
+            "8",
+            "4",
+            "1",
+        ]
+    )
     assert told["output_tokens_per_s"] == max(told["dynamic"], told["static"]) > 0
 
 
-# -- how fast a model is with nothing in between ----------------------------------------------------------------
+# -- how fast a model is with nothing in between
+# ----------------------------------------------------------------
 
 
 def test_speed_has_the_rows_that_engines_are_compared_by(
@@ -385,7 +518,10 @@ def test_speed_has_the_rows_that_engines_are_compared_by(
     monkeypatch.setattr(speed, "TRIES", 1)
     assert main(["bench", "serve", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    named = ["prefill_512", *(f"{what}_{size}" for what in ("decode", "generate") for size in (1, 8, 32))]
+    named = [
+        "prefill_512",
+        *(f"{what}_{size}" for what in ("decode", "generate") for size in (1, 8, 32)),
+    ]
     assert [row["name"] for row in rows] == named
     assert all(row["value"] > 0 and row["unit"] == "tokens/s" for row in rows)
 
@@ -400,7 +536,9 @@ def test_speed_is_that_of_one_device_and_of_long_enough_sequences(
 
 
 def limits(rate: float = 800e9) -> serve_rows.Limits:
-    return serve_rows.Limits(30e9, rate, weight_bytes=100_000_000, block_operations=10**8, head_operations=10**8)
+    return serve_rows.Limits(
+        30e9, rate, weight_bytes=100_000_000, block_operations=10**8, head_operations=10**8
+    )
 
 
 def test_what_the_machine_allows() -> None:
@@ -414,7 +552,11 @@ def test_what_the_machine_allows() -> None:
 def test_rows_are_held_against_the_best_of_others_and_the_machine() -> None:
     report = serve_rows.Report({"cores": 2}, limits())
     for row in serve_rows.BARS:
-        report.runs[row] = {"Shardwise": [100.0, 120.0], "llama.cpp Q4_0": [90.0, 100.0], "OpenVINO Q8_0": [50.0]}
+        report.runs[row] = {
+            "Shardwise": [100.0, 120.0],
+            "llama.cpp Q4_0": [90.0, 100.0],
+            "OpenVINO Q8_0": [50.0],
+        }
     told = report.to_json()
     assert told["ratios"] == dict.fromkeys(serve_rows.BARS, 1.2) and told["bars"] == serve_rows.BARS
     assert (
@@ -427,17 +569,29 @@ def test_rows_are_held_against_the_best_of_others_and_the_machine() -> None:
 def test_a_large_model_is_told_by_kind() -> None:
     report = serve_large.Report({"cores": 2}, {"bf16": limits(400e9), "4 bits": limits()})
     for kind, ours in (("bf16", 20.0), ("4 bits", 60.0)):
-        report.runs[kind] = {row: {"Shardwise": [ours, 10.0], "llama.cpp": [15.0]} for row in serve_large.ROWS}
+        report.runs[kind] = {
+            row: {"Shardwise": [ours, 10.0], "llama.cpp": [15.0]} for row in serve_large.ROWS
+        }
     told = report.to_json()
-    assert told["ratios"]["decode_8, 4 bits"] == 4.0 and told["ratios"]["decode_8, bf16"] == pytest.approx(4 / 3)
-    assert [line[:2] for line in report.lines()][1:3] == [("bf16", "prefill_512"), ("bf16", "decode_1")]
+    assert told["ratios"]["decode_8, 4 bits"] == 4.0 and told["ratios"][
+        "decode_8, bf16"
+    ] == pytest.approx(4 / 3)
+    assert [line[:2] for line in report.lines()][1:3] == [
+        ("bf16", "prefill_512"),
+        ("bf16", "decode_1"),
+    ]
 
 
 def test_http_is_held_against_the_same_load_without_it() -> None:
-    report = serve_http.Report({"cores": 2}, {"in process": [90.0, 100.0], "over HTTP": [92.0, 80.0]})
+    report = serve_http.Report(
+        {"cores": 2}, {"in process": [90.0, 100.0], "over HTTP": [92.0, 80.0]}
+    )
     assert report.ratio == 0.92 and [line[-1] for line in report.lines()] == ["", "met"]
     report.runs["over HTTP"] = [89.0]
-    assert report.to_json()["ratios"] == {"over HTTP": 0.89} and [line[-1] for line in report.lines()][1] == "missed"
+    assert (
+        report.to_json()["ratios"] == {"over HTTP": 0.89}
+        and [line[-1] for line in report.lines()][1] == "missed"
+    )
 
 
 def test_the_machine_is_measured_for_the_model_at_hand() -> None:

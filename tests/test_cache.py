@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.config import ModelConfig, from_hugging_face
+from shardwise.config import ModelConfig
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.serve.cache import Cache
@@ -51,17 +53,21 @@ def new_cache(config: ModelConfig, max_tokens: int, dtype: torch.dtype = torch.f
 
 
 @torch.no_grad()
-def over_cache(config: ModelConfig, weights: dict[str, Tensor], cache: Cache, tokens: Tensor) -> Tensor:
+def over_cache(
+    config: ModelConfig, weights: dict[str, Tensor], cache: Cache, tokens: Tensor
+) -> Tensor:
     """Logits of the next tokens [T] of a sequence."""
     positions = torch.arange(cache.length, cache.length + len(tokens))[None]
-    logits = Transformer(config).forward(weights, tokens[None], positions, cache)
+    logits = Transformer(config, TORCH).forward(weights, tokens[None], positions, cache)
     cache.advance(len(tokens))
     return logits[0]
 
 
 @torch.no_grad()
 def at_once(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    return Transformer(config).forward(weights, tokens[None], torch.arange(len(tokens))[None], Causal(config))[0]
+    return Transformer(config, TORCH).forward(
+        weights, tokens[None], torch.arange(len(tokens))[None], Causal(config)
+    )[0]
 
 
 def assert_close(ours: Tensor, expected: Tensor) -> None:
@@ -71,7 +77,8 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_step_is_the_full_forward(case: str) -> None:
-    """Greedy from 3 tokens to 40: logits within the tolerance at every step, and the same tokens."""
+    """Greedy from 3 tokens to 40: logits within the tolerance at every step, and the same
+    tokens."""
     config, weights = tiny(case)
     cache = new_cache(config, 40)
     sequence = torch.tensor([7, 100, 42])
@@ -117,12 +124,17 @@ def test_a_token_too_many_is_a_fault_of_ours() -> None:
 
 
 def test_nothing_is_kept_until_it_is_advanced() -> None:
-    """A run that is not followed by `advance`, such as a rejected guess, is overwritten by the next."""
+    """A run that is not followed by `advance`, such as a rejected guess, is overwritten by the
+    next."""
     config, weights = tiny("qwen3")
     tokens = torch.arange(12)
     cache = new_cache(config, 12)
     over_cache(config, weights, cache, tokens[:8])
     with torch.no_grad():
-        Transformer(config).forward(weights, tokens[None, :4] + 50, torch.arange(8, 12)[None], cache)
+        Transformer(config, TORCH).forward(
+            weights, tokens[None, :4] + 50, torch.arange(8, 12)[None], cache
+        )
     assert cache.length == 8
-    assert_close(over_cache(config, weights, cache, tokens[8:]), at_once(config, weights, tokens)[8:])
+    assert_close(
+        over_cache(config, weights, cache, tokens[8:]), at_once(config, weights, tokens)[8:]
+    )

@@ -1,5 +1,6 @@
-"""GPTQ and AWQ against their definitions worked out the long way; scales taken in without changing a block; and a model
-quantized block by block, each seeing the errors of those before it, with one of them in memory."""
+"""GPTQ and AWQ against their definitions worked out the long way; scales taken in without changing
+a block; and a model quantized block by block, each seeing the errors of those before it, with one
+of them in memory."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -12,21 +13,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.config import ModelConfig, from_hugging_face
-from shardwise.model.fold import folds
+from shardwise.config import ModelConfig
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.model.layers import Causal, Light, linear
-from shardwise.model.quantize import MATRICES, Quantizer
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.params import model_specs
-from shardwise.quant.awq import NARROWER, clipped, input_scales, within_groups
 from shardwise.quant.format import Quantized, choose_scales, codes_of, dequantize, encode, quantize
-from shardwise.quant.gptq import DAMPING, gptq
-from shardwise.quant.recipe import Recipe
 from shardwise.quant.scheme import Scheme
-from shardwise.quant.statistics import InputStatistics, WatchedWeight
+from shardwise.quantize.awq import NARROWER, clipped, input_scales, within_groups
+from shardwise.quantize.fold import folds
+from shardwise.quantize.gptq import DAMPING, gptq
+from shardwise.quantize.quantizer import MATRICES, Quantizer
+from shardwise.quantize.recipe import Recipe
+from shardwise.quantize.statistics import InputStatistics, WatchedWeight
 from tiny_models import MODELS, our_weights, tiny_model
 
-SCHEMES = ("int4-g32", "int4z-g32", "int3-g32", "int8", "int4", "int3z-g64", "int8z-g16", "int4-g256")
+SCHEMES = (
+    "int4-g32",
+    "int4z-g32",
+    "int3-g32",
+    "int8",
+    "int4",
+    "int3z-g64",
+    "int8z-g16",
+    "int4-g256",
+)
 
 
 def drawn(num_rows: int, num_columns: int, seed: int = 0) -> Tensor:
@@ -43,11 +55,13 @@ def statistics_of(x: Tensor) -> InputStatistics:
     return InputStatistics(x.t() @ x / len(x), x.abs().mean(0))
 
 
-# -- what is known of the inputs ----------------------------------------------------------------------------
+# -- what is known of the inputs
+# ----------------------------------------------------------------------------
 
 
 def test_statistics_are_means_over_all_that_went_through() -> None:
-    weight, x = drawn(6, 16), inputs(16)
+    weight = drawn(6, 16)
+    x = inputs(16)
     watched = WatchedWeight(weight)
     for piece in x.view(2, 50, 6, 16):
         assert torch.equal(linear(piece, watched), F.linear(piece, weight))
@@ -55,7 +69,9 @@ def test_statistics_are_means_over_all_that_went_through() -> None:
     assert torch.equal(linear(light, watched), F.linear(2 * x, weight))
     found = watched.statistics()
     whole = torch.cat([x, 2 * x]).double()
-    torch.testing.assert_close(found.second_moment.double(), whole.t() @ whole / 1200, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.second_moment.double(), whole.t() @ whole / 1200, rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(found.magnitude.double(), whole.abs().mean(0), rtol=1e-5, atol=1e-5)
     change = drawn(6, 16, 9)
     wanted = (whole @ change.double().t()).pow(2).sum(-1).mean()
@@ -71,16 +87,21 @@ def test_activations_that_are_no_numbers_are_told_of() -> None:
         watched.statistics()
 
 
-# -- GPTQ ---------------------------------------------------------------------------------------------------
+# -- GPTQ
+# ---------------------------------------------------------------------------------------------------
 
 
 def surgeon(weight: Tensor, scheme: Scheme, second_moment: Tensor) -> tuple[Tensor, Tensor]:
-    """The optimal brain surgeon, column by column in doubles: after each, the rest of the inverse is what it would be
-    without that column. GPTQ has the same from one Cholesky factor. Codes and scales."""
-    weight, hessian = weight.double().clone(), second_moment.double().clone()
+    """The optimal brain surgeon, column by column in doubles: after each, the rest of the inverse
+    is what it would be without that column. GPTQ has the same from one Cholesky factor. Codes and
+    scales."""
+    weight = weight.double().clone()
+    hessian = second_moment.double().clone()
     hessian += DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian))
-    inverse, group = torch.linalg.inv(hessian), scheme.group or weight.shape[1]
-    codes, scales = [], []
+    inverse = torch.linalg.inv(hessian)
+    group = scheme.group or weight.shape[1]
+    codes = []
+    scales = []
     one = replace(scheme, group=None)
     for column in range(weight.shape[1]):
         if column % group == 0:
@@ -88,17 +109,23 @@ def surgeon(weight: Tensor, scheme: Scheme, second_moment: Tensor) -> tuple[Tens
             scales.append(chosen[0])
         rounded = encode(weight[:, column : column + 1].float(), one, *chosen)
         codes.append(codes_of(rounded)[:, 0])
-        error = (weight[:, column] - dequantize(rounded, torch.float64)[:, 0]) / inverse[column, column]
+        error = (weight[:, column] - dequantize(rounded, torch.float64)[:, 0]) / inverse[
+            column, column
+        ]
         weight -= error[:, None] * inverse[column]
-        inverse = inverse - inverse[:, column : column + 1] * inverse[column] / inverse[column, column]
+        inverse = (
+            inverse - inverse[:, column : column + 1] * inverse[column] / inverse[column, column]
+        )
     return torch.stack(codes, 1), torch.cat(scales, 1)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_gptq_is_the_surgeon(name: str) -> None:
-    """In fp32, so a weight right between two codes may fall to the other side, and then a few after it: 0.5 %."""
+    """In fp32, so a weight right between two codes may fall to the other side, and then a few after
+    it: 0.5 %."""
     scheme = Scheme.parse(name)
-    weight, second = drawn(12, 256), statistics_of(inputs(256)).second_moment
+    weight = drawn(12, 256)
+    second = statistics_of(inputs(256)).second_moment
     found = gptq(weight, scheme, second)
     codes, scales = surgeon(weight, scheme, second)
     assert (codes_of(found) != codes).float().mean() <= 0.005
@@ -110,25 +137,32 @@ def test_gptq_is_the_surgeon(name: str) -> None:
 def test_gptq_changes_outputs_less_than_rounding(name: str, seed: int) -> None:
     """Of many rows: a single one can have bad luck."""
     scheme = Scheme.parse(name)
-    weight, known = drawn(64, 256, seed), statistics_of(inputs(256, seed + 1))
+    weight = drawn(64, 256, seed)
+    known = statistics_of(inputs(256, seed + 1))
     kept = weight.clone()
-    error = known.output_error(dequantize(gptq(weight, scheme, known.second_moment), torch.float32) - weight)
+    error = known.output_error(
+        dequantize(gptq(weight, scheme, known.second_moment), torch.float32) - weight
+    )
     assert error < known.output_error(dequantize(quantize(weight, scheme), torch.float32) - weight)
     assert torch.equal(weight, kept)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_gptq_of_inputs_that_have_nothing_in_common_is_rounding(name: str) -> None:
-    scheme, weight = Scheme.parse(name), drawn(5, 256)
-    found, rounded = gptq(weight, scheme, torch.eye(256)), quantize(weight, scheme)
+    scheme = Scheme.parse(name)
+    weight = drawn(5, 256)
+    found = gptq(weight, scheme, torch.eye(256))
+    rounded = quantize(weight, scheme)
     assert torch.equal(found.codes, rounded.codes) and torch.equal(found.scales, rounded.scales)
 
 
 def test_gptq_of_a_column_that_sees_nothing() -> None:
-    """A dead input is no column of a singular matrix: its weights become 0, and all others are as without it."""
+    """A dead input is no column of a singular matrix: its weights become 0, and all others are as
+    without it."""
     x = inputs(64)
     x[:, 40] = 0
-    weight, scheme = drawn(5, 64), Scheme.parse("int4-g32")
+    weight = drawn(5, 64)
+    scheme = Scheme.parse("int4-g32")
     found = gptq(weight, scheme, statistics_of(x).second_moment)
     assert (codes_of(found)[:, 40] == 0).all()
     nothing = gptq(weight, scheme, torch.zeros(64, 64))
@@ -137,18 +171,25 @@ def test_gptq_of_a_column_that_sees_nothing() -> None:
 
 def test_gptq_of_fewer_rows_than_columns() -> None:
     scheme = Scheme.parse("int4-g32")
-    weight, known = drawn(8, 128), statistics_of(inputs(128, num_rows=20))
-    error = known.output_error(dequantize(gptq(weight, scheme, known.second_moment), torch.float32) - weight)
-    assert error < 0.5 * known.output_error(dequantize(quantize(weight, scheme), torch.float32) - weight)
+    weight = drawn(8, 128)
+    known = statistics_of(inputs(128, num_rows=20))
+    error = known.output_error(
+        dequantize(gptq(weight, scheme, known.second_moment), torch.float32) - weight
+    )
+    assert error < 0.5 * known.output_error(
+        dequantize(quantize(weight, scheme), torch.float32) - weight
+    )
 
 
-# -- AWQ ----------------------------------------------------------------------------------------------------
+# -- AWQ
+# ----------------------------------------------------------------------------------------------------
 
 
 @given(name=st.sampled_from(SCHEMES), seed=st.integers(0, 10**6))
 def test_scales_of_inputs_never_do_harm_on_their_text(name: str, seed: int) -> None:
     scheme = Scheme.parse(name)
-    weight, known = drawn(6, 256, seed), statistics_of(inputs(256, seed + 1))
+    weight = drawn(6, 256, seed)
+    known = statistics_of(inputs(256, seed + 1))
     scales = input_scales(weight, scheme, known, lambda s: s)
     assert (scales > 0).all()
     scaled = dequantize(quantize(weight * scales, scheme), torch.float32) / scales
@@ -168,7 +209,8 @@ def test_scales_grow_with_the_inputs() -> None:
 @given(name=st.sampled_from(SCHEMES), seed=st.integers(0, 10**6))
 def test_clipping_finds_the_best_range_of_each_group(name: str, seed: int) -> None:
     scheme = Scheme.parse(name)
-    weight, second = drawn(4, 256, seed), statistics_of(inputs(256, seed + 1)).second_moment
+    weight = drawn(4, 256, seed)
+    second = statistics_of(inputs(256, seed + 1)).second_moment
     found = clipped(weight, scheme, second)
     size = scheme.group or 256
 
@@ -178,42 +220,55 @@ def test_clipping_finds_the_best_range_of_each_group(name: str, seed: int) -> No
         blocks = [second.double()[at : at + size, at : at + size] for at in range(0, 256, size)]
         return torch.stack([((e @ c) * e).sum(1) for e, c in zip(change, blocks, strict=True)], 1)
 
-    tried = [errors(encode(weight, scheme, *choose_scales(weight * share, scheme))) for share in NARROWER]
+    tried = [
+        errors(encode(weight, scheme, *choose_scales(weight * share, scheme))) for share in NARROWER
+    ]
     torch.testing.assert_close(errors(found), torch.stack(tried).amin(0), rtol=1e-3, atol=1e-6)
     assert torch.equal(within_groups(second, scheme)[-1], second[-size:, -size:])
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_block_computes_stays_when_scales_are_taken_in(name: str, dtype: torch.dtype) -> None:
-    """But for rounding in fp32, 1e-5 of the largest, although norms are stored in bf16; biases, which cannot be kept as
-    exact, are stored in fp32 here."""
+def test_what_a_block_computes_stays_when_scales_are_taken_in(
+    name: str, dtype: torch.dtype
+) -> None:
+    """But for rounding in fp32, 1e-5 of the largest, although norms are stored in bf16; biases,
+    which cannot be kept as exact, are stored in fp32 here."""
     model = tiny_model(name, dtype)
-    config, weights = from_hugging_face(model.config.to_dict()), our_weights(model)
+    config = from_hugging_face(model.config.to_dict())
+    weights = our_weights(model)
     block = {
-        key.removeprefix("blocks.0."): each.float() for key, each in weights.items() if key.startswith("blocks.0.")
+        key.removeprefix("blocks.0."): each.float()
+        for key, each in weights.items()
+        if key.startswith("blocks.0.")
     }
-    scaled, random = dict(block), torch.Generator().manual_seed(0)
-    plain_bias = dtype == torch.float32 or not any(key.startswith("norm") and "bias" in key for key in block)
+    scaled = dict(block)
+    random = torch.Generator().manual_seed(0)
+    plain_bias = dtype == torch.float32 or not any(
+        key.startswith("norm") and "bias" in key for key in block
+    )
     for fold in folds(config, dtype):
         asked = torch.rand(block[fold.matrix].shape[1], generator=random) * 4 + 0.1
         scales = fold.foldable(scaled, asked)
         assert (scales > 0).all() and scales.std() > 0.1
         scaled = fold.apply(scaled, scales)
-        assert all(torch.equal(scaled[norm], scaled[norm].to(dtype).float()) for norm in ("norm1", "norm2"))
+        assert all(
+            torch.equal(scaled[norm], scaled[norm].to(dtype).float()) for norm in ("norm1", "norm2")
+        )
     assert len(folds(config, dtype)) == (4 if config.gated else 3)
     wanted, again = (run_block(config, each) for each in (block, scaled))
     assert (wanted - again).abs().max() <= (1e-5 if plain_bias else 1e-2) * wanted.abs().max()
 
 
 def run_block(config: ModelConfig, block: Mapping[str, Tensor]) -> Tensor:
-    decoder = Transformer(config)
+    decoder = Transformer(config, TORCH)
     turned = decoder.rotation(torch.arange(20)[None], torch.float32)
     x = drawn(20, config.hidden_size)[None]
     return decoder.block(x, 0, BlockWeights(**block), turned, Causal(config))
 
 
-# -- a whole model ------------------------------------------------------------------------------------------
+# -- a whole model
+# ------------------------------------------------------------------------------------------
 
 
 class OnLoan(Mapping[str, Tensor]):
@@ -243,11 +298,19 @@ class OnLoan(Mapping[str, Tensor]):
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2"])
 def test_one_block_is_plain_at_a_time(name: str, method: str) -> None:
     model = tiny_model(name)
-    config, weights = from_hugging_face(model.config.to_dict()), OnLoan(our_weights(model))
+    config = from_hugging_face(model.config.to_dict())
+    weights = OnLoan(our_weights(model))
     recipe = Recipe.parse("int4-g32", method)
-    seen, progress = [], []
-    text = torch.randint(101, (9, 64), generator=torch.Generator().manual_seed(0)) if recipe.calibrated else None
-    parameters = Quantizer(config, recipe, torch.float32).parameters(weights, text, lambda *each: progress.append(each))
+    seen = []
+    progress = []
+    text = (
+        torch.randint(101, (9, 64), generator=torch.Generator().manual_seed(0))
+        if recipe.calibrated
+        else None
+    )
+    parameters = Quantizer(config, recipe, torch.float32).parameters(
+        weights, text, lambda *each: progress.append(each)
+    )
     for key, value in parameters:
         assert isinstance(value, Quantized) == (key.split(".")[-1] in MATRICES)
         seen.append(key)
@@ -261,7 +324,8 @@ def test_one_block_is_plain_at_a_time(name: str, method: str) -> None:
 def test_a_block_sees_the_errors_of_those_before_it() -> None:
     """GPTQ of the second block by hand: its inputs are what the first gives quantized."""
     model = tiny_model("qwen2")
-    config, weights = from_hugging_face(model.config.to_dict()), our_weights(model)
+    config = from_hugging_face(model.config.to_dict())
+    weights = our_weights(model)
     recipe = Recipe.parse("int3-g32", "gptq")
     text = torch.randint(101, (6, 50), generator=torch.Generator().manual_seed(0))
     made = dict(Quantizer(config, recipe, torch.float32).parameters(weights, text, lambda *_: None))
@@ -270,7 +334,8 @@ def test_a_block_sees_the_errors_of_those_before_it() -> None:
         for key, value in made.items()
         if not key.startswith("blocks.1.")
     }
-    decoder, positions = Transformer(config), torch.arange(50)[None]
+    decoder = Transformer(config, TORCH)
+    positions = torch.arange(50)[None]
     x = decoder.embed(first, text, positions)
     turned = decoder.rotation(positions, torch.float32)
     x = decoder.block(x, 0, BlockWeights.of(first, 0), turned, Causal(config))
@@ -285,9 +350,14 @@ def test_a_block_sees_the_errors_of_those_before_it() -> None:
 
 def test_rounding_a_model_is_rounding_its_matrices() -> None:
     model = tiny_model("llama-tied")
-    config, weights = from_hugging_face(model.config.to_dict()), our_weights(model)
+    config = from_hugging_face(model.config.to_dict())
+    weights = our_weights(model)
     for name in ("int8", "int4z-g32", "fp8"):
-        made = dict(Quantizer(config, Recipe.parse(name), torch.float32).parameters(weights, None, lambda *_: None))
+        made = dict(
+            Quantizer(config, Recipe.parse(name), torch.float32).parameters(
+                weights, None, lambda *_: None
+            )
+        )
         for key, value in made.items():
             if isinstance(value, Quantized):
                 wanted = quantize(weights[key], Scheme.parse(name))
@@ -298,10 +368,15 @@ def test_rounding_a_model_is_rounding_its_matrices() -> None:
 
 def test_weights_that_are_no_numbers_are_refused() -> None:
     model = tiny_model("llama")
-    config, weights = from_hugging_face(model.config.to_dict()), our_weights(model)
+    config = from_hugging_face(model.config.to_dict())
+    weights = our_weights(model)
     weights["blocks.1.down"][3, 3] = torch.nan
-    parameters = Quantizer(config, Recipe.parse("int8"), torch.float32).parameters(weights, None, lambda *_: None)
-    with pytest.raises(ValueError, match=r"blocks\.1\.down holds weights that are infinite or no numbers"):
+    parameters = Quantizer(config, Recipe.parse("int8"), torch.float32).parameters(
+        weights, None, lambda *_: None
+    )
+    with pytest.raises(
+        ValueError, match=r"blocks\.1\.down holds weights that are infinite or no numbers"
+    ):
         list(parameters)
 
 
@@ -309,7 +384,11 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
     ("name", "method", "sentence"),
     [
         ("int5", "rtn", "'int5' is no way to quantize weights; did you mean int"),
-        ("gguf:q5_0", "rtn", "'gguf:q5_0' is no way to quantize a file; gguf:q8_0, gguf:q4_0, gguf:q4_1 are"),
+        (
+            "gguf:q5_0",
+            "rtn",
+            "'gguf:q5_0' is no way to quantize a file; gguf:q8_0, gguf:q4_0, gguf:q4_1 are",
+        ),
         ("awq:int4", "rtn", "'awq:int4' is no way to quantize a file"),
         ("int4-g32", "gtpq", "'gtpq' is no method to quantize; known are rtn, gptq, awq"),
         ("fp8", "gptq", "fp8 is rounded to nearest: --method rtn"),

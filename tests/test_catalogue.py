@@ -1,4 +1,5 @@
-"""How a MODEL word is resolved. The hub is the real huggingface_hub over a cache that the test lays out, no network."""
+"""How a MODEL word is resolved. The hub is the real huggingface_hub over a cache that the test lays
+out, no network."""
 
 import json
 import struct
@@ -6,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.catalogue import CATALOGUE, find_model, model_path
-from shardwise.config import ModelConfig, to_hugging_face
+from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import CATALOGUE, find_model, model_path
+from shardwise.formats.hub import is_whole
+from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.hardware import DEVICES, device_for, find_device
-from shardwise.hub import is_whole
 
 HUB_ID = "shardwise-tests/tiny"
 TINY = ModelConfig("llama", 2, 64, 96, 4, 2, 16, 100, 128, tied=True, rope_theta=5e5)
@@ -22,7 +24,8 @@ def write_config(folder: Path, config: ModelConfig = TINY) -> Path:
 
 
 def write_weights(folder: Path) -> None:
-    """A safetensors file of one tensor, and a tokenizer's name: enough to be told apart from an unfinished download."""
+    """A safetensors file of one tensor, and a tokenizer's name: enough to be told apart from an
+    unfinished download."""
     header = json.dumps({"norm": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     (folder / "tokenizer.json").write_text("{}")
@@ -51,14 +54,18 @@ def test_catalogue_names(name: str) -> None:
 
 
 def test_published_choices_beside_the_shape() -> None:
-    llama31, llama3 = CATALOGUE["llama-3.1-8b"], CATALOGUE["llama-3-8b"]
+    llama31 = CATALOGUE["llama-3.1-8b"]
+    llama3 = CATALOGUE["llama-3-8b"]
     assert llama3.rope_scaling is None
     assert llama3.max_positions == 8192
     scaling = llama31.rope_scaling
     assert scaling is not None
-    assert (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions) == (
-        8, 1, 4, 8192,
-    )  # fmt: skip
+    assert (
+        scaling.factor,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_positions,
+    ) == (8, 1, 4, 8192)
     assert CATALOGUE["llama-3.2-1b"].rope_scaling.factor == 32  # type: ignore[union-attr]
     assert CATALOGUE["mistral-7b"].windowed_layers == frozenset(range(32))
     assert CATALOGUE["qwen3-0.6b"].qk_norm
@@ -81,7 +88,12 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
 def test_a_run_folder(tmp_path: Path) -> None:
     write_config(tmp_path / "run" / "model")
     found = find_model(str(tmp_path / "run"))
-    assert (found.kind, found.config, found.path, found.name) == ("run", TINY, tmp_path / "run", "run")
+    assert (found.kind, found.config, found.path, found.name) == (
+        "run",
+        TINY,
+        tmp_path / "run",
+        "run",
+    )
     assert model_path(found) == tmp_path / "run"
 
 
@@ -112,7 +124,11 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     found = find_model(str(path))
     assert (found.kind, found.path, found.name) == ("gguf", path, "tiny")
     assert found.config.norm_eps == pytest.approx(TINY.norm_eps)  # stored in 32 bits
-    assert (found.config.num_layers, found.config.num_kv_heads, found.config.rope_theta) == (2, 2, 5e5)
+    assert (found.config.num_layers, found.config.num_kv_heads, found.config.rope_theta) == (
+        2,
+        2,
+        5e5,
+    )
     assert model_path(found) == path
 
 
@@ -135,7 +151,12 @@ def test_an_unfinished_download_is_said_to_be_one(cache: Path) -> None:
 
 def test_every_shard_of_an_index_counts(snapshot: Path) -> None:
     write_weights(snapshot)
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        }
+    }
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     (snapshot / "model-00001-of-00002.safetensors").touch()
     assert not is_whole(snapshot)
@@ -177,7 +198,11 @@ def test_what_lies_there_but_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"x")
     (tmp_path / "bad.gguf").write_bytes(b"x" * 100)
     (tmp_path / "folder").mkdir()
-    for name, said in (("weights.bin", "not a .gguf file"), ("bad.gguf", "letters GGUF"), ("folder", "neither config")):
+    for name, said in (
+        ("weights.bin", "not a .gguf file"),
+        ("bad.gguf", "letters GGUF"),
+        ("folder", "neither config"),
+    ):
         with pytest.raises(ValueError, match=said):
             find_model(str(tmp_path / name))
     with pytest.raises(ValueError, match=r"name the file in it, .*bad\.gguf"):
@@ -205,10 +230,13 @@ def test_cuda_names_belong_to_one_device() -> None:
 
 
 def test_peaks_are_those_that_published_utilizations_use() -> None:
-    """A100 312e12 and H100 989e12 FLOP/s; 1555, 2039 and 3350 GB/s; the ZeRO paper's V100 has 32e9 bytes."""
+    """A100 312e12 and H100 989e12 FLOP/s; 1555, 2039 and 3350 GB/s; the ZeRO paper's V100 has 32e9
+    bytes."""
     assert DEVICES["a100-80gb"].bf16_flops == 312e12
     assert DEVICES["h100-80gb"].bf16_flops == 989e12
-    bandwidths = [DEVICES[name].memory_bandwidth for name in ("a100-40gb", "a100-80gb", "h100-80gb")]
+    bandwidths = [
+        DEVICES[name].memory_bandwidth for name in ("a100-40gb", "a100-80gb", "h100-80gb")
+    ]
     assert bandwidths == [1555e9, 2039e9, 3350e9]
     assert DEVICES["v100-32gb"].memory_bytes == 32 * 10**9
     assert DEVICES["h100-80gb"].memory_bytes == 80 * 10**9

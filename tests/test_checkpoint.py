@@ -1,4 +1,5 @@
-"""Checkpoints: a run goes on bit for bit, at any layout, and a damaged or unfinished one loses nothing but itself."""
+"""Checkpoints: a run goes on bit for bit, at any layout, and a damaged or unfinished one loses
+nothing but itself."""
 
 import errno
 import json
@@ -24,20 +25,26 @@ import shardwise.train.checkpoint as writing
 from memory import forget_peak, process_bytes
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
+from shardwise.formats.load import load_weights
+from shardwise.formats.run_checkpoint import (
+    STATES,
+    Checkpoint,
+    checkpoint_path,
+    list_checkpoints,
+    newest,
+)
+from shardwise.formats.safetensors import SLICE_BYTES, Shapes, write_safetensors
 from shardwise.layout import Layout
-from shardwise.model.checkpoint import STATES, Checkpoint, checkpoint_path, list_checkpoints, newest
-from shardwise.model.load import load_weights
-from shardwise.model.safetensors import SLICE_BYTES, Shapes, write_safetensors
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.zero import Store
 from shardwise.params import Init, ParamSpec, boxes, model_specs, units
-from shardwise.train.check import check_run
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.loop import Outcome, make_program, train
 from shardwise.train.optim import AdamW
 from shardwise.train.run import prepare_folder
 from shardwise.train.settings import Settings
+from shardwise.train.validate import check_run
 from tiny_training import build_data, seeded, tiny_settings, whole
 
 CPU = torch.device("cpu")
@@ -50,12 +57,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_data(tmp_path_factory.mktemp("data"))
 
 
-def train_on(rank: int, world: int, settings: Settings, config: ModelConfig, resumed: int) -> Outcome:
+def train_on(
+    rank: int, world: int, settings: Settings, config: ModelConfig, resumed: int
+) -> Outcome:
     return train(Place(rank, world, CPU), settings, config, None, resumed)
 
 
 def trained(ranks: Ranks, settings: Settings, resumed: int = 0) -> Outcome:
-    """Train from nothing, or go on, on the ranks of the layout; each call builds everything anew."""
+    """Train from nothing, or go on, on the ranks of the layout; each call builds everything
+    anew."""
     run = check_run(settings)
     Path(settings.run.folder).mkdir(exist_ok=True)
     world = Layout.parse(settings.run.layout).world_size
@@ -70,9 +80,12 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def whole_state(path: Path, config: ModelConfig) -> State:
-    checkpoint, one = Checkpoint(path), Layout()
+    checkpoint = Checkpoint(path)
+    one = Layout()
     return {
-        (spec.name, state): torch.cat([checkpoint.read(spec, state, box) for box in boxes(spec, one, one.coord(0))])
+        (spec.name, state): torch.cat(
+            [checkpoint.read(spec, state, box) for box in boxes(spec, one, one.coord(0))]
+        )
         for spec in model_specs(config)
         for state in STATES
         if spec.tied_to is None
@@ -80,13 +93,15 @@ def whole_state(path: Path, config: ModelConfig) -> State:
 
 
 def cut_off(whole: Path, into: Path, step: int) -> None:
-    """The folder as a kill some steps after the checkpoint of `step` leaves it: metrics go further than it does."""
+    """The folder as a kill some steps after the checkpoint of `step` leaves it: metrics go further
+    than it does."""
     checkpoints = into / "checkpoints"
     shutil.copytree(checkpoint_path(whole, step), checkpoints / checkpoint_path(whole, step).name)
     (into / "metrics.jsonl").write_text((whole / "metrics.jsonl").read_text() + '{"step": 7, "lo')
 
 
-# -- going on -----------------------------------------------------------------------------------------------
+# -- going on
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -95,15 +110,19 @@ def test_straight_and_resumed_are_equal_bit_for_bit(
     ranks: Ranks, data: Path, tmp_path: Path, layout: str, precision: str
 ) -> None:
     """Six steps at once, or three, an end and three more: the same files and the same numbers."""
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight = tmp_path / "straight"
+    resumed = tmp_path / "resumed"
     whole = trained(ranks, tiny_settings(data, straight, layout=layout, precision=precision))
     cut_off(straight, resumed, 3)
     again = trained(ranks, tiny_settings(data, resumed, layout=layout, precision=precision), 3)
     assert again == whole and whole.step == 6
     assert told(resumed) == told(straight)
     assert [row["step"] for row in told(straight) if "loss" in row] == [1, 2, 3, 4, 5, 6]
-    one, other = checkpoint_path(straight, 6), checkpoint_path(resumed, 6)
-    assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in other.iterdir())
+    one = checkpoint_path(straight, 6)
+    other = checkpoint_path(resumed, 6)
+    assert sorted(path.name for path in one.iterdir()) == sorted(
+        path.name for path in other.iterdir()
+    )
     for path in one.iterdir():
         assert path.read_bytes() == (other / path.name).read_bytes(), path.name
 
@@ -113,30 +132,48 @@ def test_a_run_that_is_done_stays_as_it_is(ranks: Ranks, data: Path, tmp_path: P
     trained(ranks, settings)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert trained(ranks, settings, 6) == Outcome(6, None, None)
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    } == before
 
 
 def state_on(rank: int, world: int, settings: Settings, config: ModelConfig, step: int) -> State:
     mesh = make_mesh(Layout.parse(settings.run.layout), rank, CPU)
     program = make_program(settings, config, mesh, None, step)
     store = program.store
-    found = {(name, kind): x for kind in STATES for name, x in whole(store, mesh, program.specs, kind).items()}
+    found = {
+        (name, kind): x
+        for kind in STATES
+        for name, x in whole(store, mesh, program.specs, kind).items()
+    }
     for name, unit in store.units.items():
         store.gather(name)
         store.need([name])
         for of, weight in store.weights(place.spec.name for place in unit.places).items():
-            assert torch.equal(weight, found[of, "master"].to(weight.dtype)), f"{of} was not brought in line"
+            assert torch.equal(weight, found[of, "master"].to(weight.dtype)), (
+                f"{of} was not brought in line"
+            )
     assert store.num_steps == step
     return found
 
 
 @pytest.mark.parametrize(
     ("writer", "layout"),
-    [("dp2", "dp1"), ("dp2", "dp4.z2"), ("dp4.z3", "dp2.m2"), ("dp2.z1", "dp4.z3.s2"), ("dp4.z2.s2", "dp1.z3")],
+    [
+        ("dp2", "dp1"),
+        ("dp2", "dp4.z2"),
+        ("dp4.z3", "dp2.m2"),
+        ("dp2.z1", "dp4.z3.s2"),
+        ("dp4.z2.s2", "dp1.z3"),
+    ],
 )
-def test_any_layout_goes_on_from_any(ranks: Ranks, data: Path, tmp_path: Path, writer: str, layout: str) -> None:
-    """What some ranks saved is loaded whole by more or fewer, and what they do next is the same to 1e-5."""
-    written, other = tmp_path / "written", tmp_path / "other"
+def test_any_layout_goes_on_from_any(
+    ranks: Ranks, data: Path, tmp_path: Path, writer: str, layout: str
+) -> None:
+    """What some ranks saved is loaded whole by more or fewer, and what they do next is the same to
+    1e-5."""
+    written = tmp_path / "written"
+    other = tmp_path / "other"
     settings = tiny_settings(data, written, layout=writer, precision="fp32")
     config = check_run(settings).config
     trained(ranks, settings)
@@ -159,13 +196,16 @@ def test_a_checkpoint_is_a_model_to_load(ranks: Ranks, data: Path, tmp_path: Pat
     prepare_folder(run, False, pytest.fail)
     trained(ranks, settings)
     one = Layout()
-    weights = load_weights(tmp_path / "run", run.config, model_specs(run.config), one, one.coord(0), torch.float32)
+    weights = load_weights(
+        tmp_path / "run", run.config, model_specs(run.config), one, one.coord(0), torch.float32
+    )
     expected = whole_state(checkpoint_path(tmp_path / "run", 6), run.config)
     assert weights.keys() == {name for name, _ in expected}
     assert all(torch.equal(weights[name], expected[name, "master"]) for name in weights)
 
 
-# -- damage -------------------------------------------------------------------------------------------------
+# -- damage
+# -------------------------------------------------------------------------------------------------
 
 
 def truncate(path: Path) -> None:
@@ -188,7 +228,8 @@ def drop_entry(path: Path) -> None:
     path.write_text(json.dumps(index))
 
 
-WEIGHTS, INDEX = "rank-00000.safetensors", "index.json"
+WEIGHTS = "rank-00000.safetensors"
+INDEX = "index.json"
 DAMAGES: list[tuple[Callable[[Path], Any], str, str]] = [
     (truncate, WEIGHTS, "bytes, not "),
     (flip, WEIGHTS, "does not match its checksum"),
@@ -204,7 +245,9 @@ DAMAGES: list[tuple[Callable[[Path], Any], str, str]] = [
 
 
 @pytest.fixture(scope="module")
-def whole_run(data: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelConfig]:
+def whole_run(
+    data: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, ModelConfig]:
     folder = tmp_path_factory.mktemp("whole") / "run"
     settings = tiny_settings(data, folder, eval_every=0)
     run = check_run(settings)
@@ -215,7 +258,11 @@ def whole_run(data: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize(("damage", "name", "said"), DAMAGES)
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(
-    whole_run: tuple[Path, ModelConfig], tmp_path: Path, damage: Callable[[Path], Any], name: str, said: str
+    whole_run: tuple[Path, ModelConfig],
+    tmp_path: Path,
+    damage: Callable[[Path], Any],
+    name: str,
+    said: str,
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole_run[0], folder)
@@ -223,7 +270,11 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(
     warnings: list[str] = []
     assert newest(folder, warnings.append).step == 3
     (warning,) = warnings
-    assert "step-00000006 is damaged" in warning and said in warning and "trying the one before" in warning
+    assert (
+        "step-00000006 is damaged" in warning
+        and said in warning
+        and "trying the one before" in warning
+    )
     assert "\n" not in warning
     damage(checkpoint_path(folder, 3) / name)
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
@@ -231,7 +282,9 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(
     assert len(warnings) == 3
 
 
-def test_a_checkpoint_of_another_version_is_named_as_such(whole_run: tuple[Path, ModelConfig], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_is_named_as_such(
+    whole_run: tuple[Path, ModelConfig], tmp_path: Path
+) -> None:
     path = tmp_path / "step-00000006"
     shutil.copytree(checkpoint_path(whole_run[0], 6), path)
     index = json.loads((path / INDEX).read_text()) | {"format_version": 99}
@@ -252,11 +305,19 @@ def load_on(rank: int, world: int, path: Path, settings: Settings, config: Model
     [
         ({"num_layers": 3}, "lacks exp_avg of blocks.2.down: it is of another model"),
         ({"num_layers": 1}, "has unknown exp_avg of blocks.1.down: it is of another model"),
-        ({"ffn_size": 32}, r"holds blocks.0.gate_up as \(\d+, \d+\), not \(64, \d+\): it is of another model"),
+        (
+            {"ffn_size": 32},
+            r"holds blocks.0.gate_up as \(\d+, \d+\), not \(64, \d+\): it is of another model",
+        ),
     ],
 )
 def test_a_missing_or_odd_tensor_is_named(
-    ranks: Ranks, data: Path, whole_run: tuple[Path, ModelConfig], tmp_path: Path, changes: dict[str, int], said: str
+    ranks: Ranks,
+    data: Path,
+    whole_run: tuple[Path, ModelConfig],
+    tmp_path: Path,
+    changes: dict[str, int],
+    said: str,
 ) -> None:
     settings = tiny_settings(data, tmp_path / "run", **changes)
     path = checkpoint_path(whole_run[0], 6)
@@ -264,7 +325,8 @@ def test_a_missing_or_odd_tensor_is_named(
         ranks.run(1, load_on, path, settings, check_run(settings).config)
 
 
-# -- saving that fails --------------------------------------------------------------------------------------
+# -- saving that fails
+# --------------------------------------------------------------------------------------
 
 
 class KilledWhenRenamed:
@@ -273,7 +335,9 @@ class KilledWhenRenamed:
     def __init__(self, publish: Callable[..., None]) -> None:
         self.publish = publish
 
-    def __call__(self, aside: Path, target: Path, layout: str, specs: tuple[ParamSpec, ...], step: int) -> None:
+    def __call__(
+        self, aside: Path, target: Path, layout: str, specs: tuple[ParamSpec, ...], step: int
+    ) -> None:
         if step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         self.publish(aside, target, layout, specs, step)
@@ -284,9 +348,13 @@ def train_until_killed(rank: int, world: int, settings: Settings, config: ModelC
     train_on(rank, world, settings, config, 0)
 
 
-def test_a_kill_while_saving_leaves_the_checkpoint_before(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """All is written but the name; the run then goes on, ends where it would have, and clears what was left."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
+def test_a_kill_while_saving_leaves_the_checkpoint_before(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """All is written but the name; the run then goes on, ends where it would have, and clears what
+    was left."""
+    straight = tmp_path / "straight"
+    killed = tmp_path / "killed"
     trained(ranks, tiny_settings(data, straight))
     settings = tiny_settings(data, killed, keep_checkpoints=2)
     run = check_run(settings)
@@ -300,7 +368,9 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(ranks: Ranks, data: Pa
     trained(ranks, settings, 3)
     assert told(killed) == told(straight)
     assert not partial.exists()
-    one, other = (whole_state(checkpoint_path(folder, 6), run.config) for folder in (straight, killed))
+    one, other = (
+        whole_state(checkpoint_path(folder, 6), run.config) for folder in (straight, killed)
+    )
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -325,7 +395,9 @@ BREAKERS = {
 }
 
 
-def save_on(rank: int, world: int, folder: Path, settings: Settings, config: ModelConfig, breaker: str) -> object:
+def save_on(
+    rank: int, world: int, folder: Path, settings: Settings, config: ModelConfig, breaker: str
+) -> object:
     """Save step 1, then fail to save step 2; what each rank then sees."""
     mesh = make_mesh(Layout.parse(settings.run.layout), rank, CPU)
     program = make_program(settings, config, mesh, None, 0)
@@ -354,11 +426,14 @@ def save_on(rank: int, world: int, folder: Path, settings: Settings, config: Mod
 def test_a_full_disk_is_an_error_on_every_rank(
     ranks: Ranks, data: Path, tmp_path: Path, layout: str, breaker: str
 ) -> None:
-    """None waits for the one that failed, the checkpoint before is whole, and a later save works."""
+    """None waits for the one that failed, the checkpoint before is whole, and a later save
+    works."""
     settings = tiny_settings(data, tmp_path / "run", layout=layout, global_batch=6)
     config = check_run(settings).config
     number = BREAKERS[breaker][2]
-    answers = ranks.run(Layout.parse(layout).world_size, save_on, tmp_path, settings, config, breaker, timeout_s=20)
+    answers = ranks.run(
+        Layout.parse(layout).world_size, save_on, tmp_path, settings, config, breaker, timeout_s=20
+    )
     for rank, ((code, message), kept, later) in enumerate(answers):
         assert code == number
         if rank > 0:
@@ -370,7 +445,9 @@ def test_a_full_disk_is_an_error_on_every_rank(
     assert Checkpoint(tmp_path / "step-00000002").step == 2
 
 
-def save_below_a_file(rank: int, world: int, folder: Path, settings: Settings, config: ModelConfig) -> int | None:
+def save_below_a_file(
+    rank: int, world: int, folder: Path, settings: Settings, config: ModelConfig
+) -> int | None:
     mesh = make_mesh(Layout.parse(settings.run.layout), rank, CPU)
     program = make_program(settings, config, mesh, None, 0)
     try:
@@ -380,44 +457,76 @@ def save_below_a_file(rank: int, world: int, folder: Path, settings: Settings, c
     return None
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     settings = tiny_settings(data, tmp_path / "run", layout="dp2")
-    answers = ranks.run(2, save_below_a_file, tmp_path / "file" / "checkpoints", settings, check_run(settings).config)
+    answers = ranks.run(
+        2,
+        save_below_a_file,
+        tmp_path / "file" / "checkpoints",
+        settings,
+        check_run(settings).config,
+    )
     assert answers == [errno.ENOTDIR, errno.ENOTDIR]
 
 
-def test_diverging_keeps_the_last_checkpoint_and_takes_no_step(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """A rate that throws the weights out of range: the step after it has no finite gradient, on all ranks alike."""
-    settings = tiny_settings(data, tmp_path / "run", layout="dp2", lr=1e30, warmup_steps=0, save_every=1)
+def test_diverging_keeps_the_last_checkpoint_and_takes_no_step(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
+    """A rate that throws the weights out of range: the step after it has no finite gradient, on all
+    ranks alike."""
+    settings = tiny_settings(
+        data, tmp_path / "run", layout="dp2", lr=1e30, warmup_steps=0, save_every=1
+    )
     outcome = trained(ranks, settings)
     assert outcome.diverged is not None and outcome.step == outcome.diverged - 1 < 6
     assert outcome.loss is not None and outcome.loss < 1e9
     path = checkpoint_path(tmp_path / "run", outcome.step)
     assert list_checkpoints(path.parent)[-1] == path
-    assert all(bool(values.isfinite().all()) for values in whole_state(path, check_run(settings).config).values())
+    assert all(
+        bool(values.isfinite().all())
+        for values in whole_state(path, check_run(settings).config).values()
+    )
     assert [row["step"] for row in told(tmp_path / "run")][-1] == outcome.step
-    assert not {"NaN", "Infinity"} & set((tmp_path / "run" / "metrics.jsonl").read_text().replace(",", " ").split())
+    assert not {"NaN", "Infinity"} & set(
+        (tmp_path / "run" / "metrics.jsonl").read_text().replace(",", " ").split()
+    )
 
 
-# -- what is kept -------------------------------------------------------------------------------------------
+# -- what is kept
+# -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4, 5, 6]), (1, [6]), (2, [5, 6]), (9, [1, 2, 3, 4, 5, 6])])
-def test_the_newest_are_kept(ranks: Ranks, data: Path, tmp_path: Path, keep: int, left: list[int]) -> None:
-    settings = tiny_settings(data, tmp_path / "run", save_every=1, keep_checkpoints=keep, eval_every=0)
+@pytest.mark.parametrize(
+    ("keep", "left"), [(0, [1, 2, 3, 4, 5, 6]), (1, [6]), (2, [5, 6]), (9, [1, 2, 3, 4, 5, 6])]
+)
+def test_the_newest_are_kept(
+    ranks: Ranks, data: Path, tmp_path: Path, keep: int, left: list[int]
+) -> None:
+    settings = tiny_settings(
+        data, tmp_path / "run", save_every=1, keep_checkpoints=keep, eval_every=0
+    )
     trained(ranks, settings)
-    assert [Checkpoint(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == left
+    assert [
+        Checkpoint(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")
+    ] == left
 
 
 @pytest.mark.parametrize(("save_every", "left"), [(0, [6]), (4, [4, 6]), (6, [6]), (100, [6])])
-def test_the_last_step_is_saved_too(ranks: Ranks, data: Path, tmp_path: Path, save_every: int, left: list[int]) -> None:
+def test_the_last_step_is_saved_too(
+    ranks: Ranks, data: Path, tmp_path: Path, save_every: int, left: list[int]
+) -> None:
     trained(ranks, tiny_settings(data, tmp_path / "run", save_every=save_every, eval_every=0))
-    assert [Checkpoint(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == left
+    assert [
+        Checkpoint(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")
+    ] == left
 
 
 def test_a_damaged_later_checkpoint_does_not_push_out_whole_ones(tmp_path: Path) -> None:
-    """The run went on from step 10, since 20 was damaged: what it saves at 15 is kept, and 20 is left to be mended."""
+    """The run went on from step 10, since 20 was damaged: what it saves at 15 is kept, and 20 is
+    left to be mended."""
     for step in (5, 10, 15, 20):
         checkpoint_path(tmp_path, step).mkdir(parents=True)
     (tmp_path / "checkpoints" / "notes").mkdir()
@@ -426,7 +535,8 @@ def test_a_damaged_later_checkpoint_does_not_push_out_whole_ones(tmp_path: Path)
     assert left == ["notes", "step-00000015", "step-00000020"]
 
 
-# -- as a stream --------------------------------------------------------------------------------------------
+# -- as a stream
+# --------------------------------------------------------------------------------------------
 
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 """What is stored, with the integers that have its bits."""
@@ -434,11 +544,16 @@ DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16
 
 @st.composite
 def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
-    """Tensors of any bits, NaN among them; wider dtypes first. Some are empty and some have no dims."""
+    """Tensors of any bits, NaN among them; wider dtypes first. Some are empty and some have no
+    dims."""
     shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6))
-    dtypes = sorted(draw(st.lists(st.sampled_from(list(DTYPES)), min_size=len(shapes), max_size=len(shapes))),
-                    key=lambda dtype: -dtype.itemsize)  # fmt: skip
-    names = draw(st.lists(st.text(max_size=5), min_size=len(shapes), max_size=len(shapes), unique=True))
+    dtypes = sorted(
+        draw(st.lists(st.sampled_from(list(DTYPES)), min_size=len(shapes), max_size=len(shapes))),
+        key=lambda dtype: -dtype.itemsize,
+    )
+    names = draw(
+        st.lists(st.text(max_size=5), min_size=len(shapes), max_size=len(shapes), unique=True)
+    )
     random = seeded(draw(st.integers(0, 99)))
     drawn = [torch.randint(-(2**15), 2**15, shape, generator=random) for shape in shapes]
     return {
@@ -461,10 +576,13 @@ def read_back(path: Path) -> dict[str, Tensor]:
 def test_safetensors_reads_what_was_streamed(tensors: dict[str, Tensor], slice_bytes: int) -> None:
     """Bit for bit, in slices of any size; the checksum is that of the file."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.model.safetensors.SLICE_BYTES", slice_bytes)
+        patch.setattr("shardwise.formats.safetensors.SLICE_BYTES", slice_bytes)
         path = Path(folder, "one.safetensors")
-        assert write_safetensors(path, shapes_of(tensors), iter(tensors.values())) == writing.checksum(path)
-        content, found = path.read_bytes(), read_back(path)
+        assert write_safetensors(
+            path, shapes_of(tensors), iter(tensors.values())
+        ) == writing.checksum(path)
+        content = path.read_bytes()
+        found = read_back(path)
         assert int.from_bytes(content[:8], "little") % 8 == 0, "the first tensor is aligned"
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
@@ -472,7 +590,8 @@ def test_safetensors_reads_what_was_streamed(tensors: dict[str, Tensor], slice_b
 
 
 def test_tensors_that_are_not_as_announced_are_not_written(tmp_path: Path) -> None:
-    one, other = torch.zeros(3, 4), torch.zeros(4, 3)
+    one = torch.zeros(3, 4)
+    other = torch.zeros(4, 3)
     for given_ in ([other], [one.T], [one.bfloat16()]):
         with pytest.raises(AssertionError, match="one"):
             write_safetensors(tmp_path / "file", shapes_of({"one": one}), given_)
@@ -494,17 +613,20 @@ def test_a_file_may_be_read_by_whoever_may_read_new_ones(tmp_path: Path) -> None
 
 
 def test_saving_takes_a_few_megabytes(tmp_path: Path) -> None:
-    """96 MB of state and no second copy of it, not even of one tensor (16 MB): the most that is resident grows by
-    less than 12 MB, three slices."""
+    """96 MB of state and no second copy of it, not even of one tensor (16 MB): the most that is
+    resident grows by less than 12 MB, three slices."""
     script = [sys.executable, __file__, str(tmp_path / "step-00000001")]
-    held, grown = map(int, subprocess.run(script, check=True, capture_output=True, text=True).stdout.split())
+    held, grown = map(
+        int, subprocess.run(script, check=True, capture_output=True, text=True).stdout.split()
+    )
     assert held == 96 << 20
     assert grown < 3 * SLICE_BYTES
     assert sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir()) > held
 
 
 def save_and_tell(target: Path) -> None:
-    """In a process of its own: print the bytes of state, and by how much saving them raised the peak."""
+    """In a process of its own: print the bytes of state, and by how much saving them raised the
+    peak."""
     torch.set_num_threads(1)
     save_matrices(2, target.with_name("step-00000000"))  # what is loaded on first use is there
     held, before = save_matrices(2048, target)
@@ -512,8 +634,12 @@ def save_and_tell(target: Path) -> None:
 
 
 def save_matrices(size: int, target: Path) -> tuple[int, int]:
-    """Save two square matrices and their moments; the bytes of them all, and the peak of memory before."""
-    specs = [ParamSpec(f"blocks.{i}.m", (size, size), ("ffn", "embed"), Init("normal", 1.0)) for i in range(2)]
+    """Save two square matrices and their moments; the bytes of them all, and the peak of memory
+    before."""
+    specs = [
+        ParamSpec(f"blocks.{i}.m", (size, size), ("ffn", "embed"), Init("normal", 1.0))
+        for i in range(2)
+    ]
     mesh = make_mesh(Layout(), 0, CPU)
     store = Store(mesh, units(tuple(specs)), torch.bfloat16, torch.bfloat16, AdamW().update)
     views = [view for *_, view in writing.owned(store, mesh)]
@@ -525,24 +651,30 @@ def save_matrices(size: int, target: Path) -> tuple[int, int]:
     return sum(view.nbytes for view in views), before
 
 
-# -- boxes --------------------------------------------------------------------------------------------------
+# -- boxes
+# --------------------------------------------------------------------------------------------------
 
 
-def test_boxes_are_put_together_from_what_overlaps(
-    whole_run: tuple[Path, ModelConfig],
-) -> None:
-    """Any rectangle of any parameter, as a layout with tensor parallel cuts it: fused parts, padded and uneven ones."""
+def test_boxes_are_put_together_from_what_overlaps(whole_run: tuple[Path, ModelConfig]) -> None:
+    """Any rectangle of any parameter, as a layout with tensor parallel cuts it: fused parts, padded
+    and uneven ones."""
     folder, config = whole_run
-    checkpoint, plan, one = Checkpoint(checkpoint_path(folder, 6)), Layout(tp=2), Layout()
+    checkpoint = Checkpoint(checkpoint_path(folder, 6))
+    plan = Layout(tp=2)
+    one = Layout()
 
     def whole(spec: ParamSpec) -> Tensor:
-        return torch.cat([checkpoint.read(spec, "exp_avg", box) for box in boxes(spec, one, one.coord(0))])
+        return torch.cat(
+            [checkpoint.read(spec, "exp_avg", box) for box in boxes(spec, one, one.coord(0))]
+        )
 
     for spec in model_specs(config):
         if spec.tied_to is None:
             for rank in range(2):
                 for box in boxes(spec, plan, plan.coord(rank)):
-                    assert torch.equal(checkpoint.read(spec, "exp_avg", box), whole(spec)[box.slices]), (spec.name, box)
+                    assert torch.equal(
+                        checkpoint.read(spec, "exp_avg", box), whole(spec)[box.slices]
+                    ), (spec.name, box)
 
 
 def test_mesh_is_all_that_saving_asks(tmp_path: Path, data: Path) -> None:

@@ -20,7 +20,9 @@ COMMAND = [sys.executable, "-m", "shardwise"]
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=60, env=os.environ | (env or {}))
+    return subprocess.run(
+        [*COMMAND, *args], capture_output=True, text=True, timeout=60, env=os.environ | (env or {})
+    )
 
 
 WITHOUT_TORCH = """
@@ -43,7 +45,9 @@ sys.exit(f"imported {heavy}" if heavy else code)
     ],
 )
 def test_no_torch_for_help_and_plan(args: list[str], code: int) -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == code, done.stderr
 
 
@@ -52,7 +56,9 @@ def test_no_torch_to_plan_what_a_folder_holds(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "plain")
     quantize_folder(tmp_path / "plain", tmp_path / "folder", gptq(4, 32, False))
     args = ["plan", str(tmp_path / "folder"), "--gpu", "l4", "--quant", "as-stored", "--json"]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["quant"] == "as-stored"
 
@@ -71,7 +77,12 @@ def test_help_is_quick() -> None:
         before = os.times()
         assert run("--help").returncode == 0
         after = os.times()
-        spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        spent.append(
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
     assert statistics.median(spent) < 0.4
 
 
@@ -92,7 +103,10 @@ def test_module_and_version() -> None:
         (["plan", "gpt2", "--gqu", "l4"], "plan does not take --gqu; did you mean --gpu?"),
         (["plan", "gpt2", "--gpu", "l4", "--layuot=dp2"], "did you mean --layout?"),
         (["plan", "gpt2", "--gpu", "l4", "--gp", "1"], "plan does not take --gp"),
-        (["plan", "gpt2", "--gpu", "l4", "--global-batch", "8"], "plan does not take --global-batch"),
+        (
+            ["plan", "gpt2", "--gpu", "l4", "--global-batch", "8"],
+            "plan does not take --global-batch",
+        ),
         (["plan", "gpt2", "--gpu", "l4", "--gpus", "many"], "invalid int value: 'many'"),
         (["plan", "gpt2", "--gpu", "l4", "--mode", "tran"], "invalid choice: 'tran'"),
         (["plan", "gpt2", "--gpu"], "expected one argument"),
@@ -121,9 +135,13 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.splitlines()[-1].startswith("shardwise: model 'nothing'")
 
 
-def test_a_forbidden_or_missing_file_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forbidden_or_missing_file_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").symlink_to(tmp_path / "model" / "config.json")  # a loop: cannot be opened
+    (tmp_path / "model" / "config.json").symlink_to(
+        tmp_path / "model" / "config.json"
+    )  # a loop: cannot be opened
     assert main(["plan", str(tmp_path / "model"), "--gpu", "l4"]) == 2
     err = capsys.readouterr().err
     assert re.fullmatch(r"shardwise: [^\n]+\n", err)
@@ -148,13 +166,25 @@ class Raising:
     [
         (KeyboardInterrupt(), 130, ""),
         (ValueError("two\nlines"), 2, "shardwise: two lines\n"),
-        (PermissionError(13, "Permission denied", "a.toml"), 2, "shardwise: a.toml: Permission denied\n"),
+        (
+            PermissionError(13, "Permission denied", "a.toml"),
+            2,
+            "shardwise: a.toml: Permission denied\n",
+        ),
         (OSError(28, "No space left on device"), 2, "shardwise: No space left on device\n"),
-        (OSError(5, "Input/output error", "/proc/x"), 2, "shardwise: /proc/x: Input/output error\n"),
+        (
+            OSError(5, "Input/output error", "/proc/x"),
+            2,
+            "shardwise: /proc/x: Input/output error\n",
+        ),
     ],
 )
 def test_how_commands_end(
-    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cli, "COMMANDS", (Raising(error).add,))
     assert main(["fail"]) == code
@@ -170,11 +200,14 @@ def test_our_own_faults_are_not_hidden(error: Exception, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_no_fault(closed: str) -> None:
-    """What would go to a closed stream goes nowhere, and nowhere else: stdout stays one JSON object."""
+    """What would go to a closed stream goes nowhere, and nowhere else: stdout stays one JSON
+    object."""
     command = f"{shlex.join([*COMMAND, 'config', '--json'])} {closed}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout == "" if closed.startswith(">") else json.loads(done.stdout)["run"]["steps"] > 0
+    assert (
+        done.stdout == "" if closed.startswith(">") else json.loads(done.stdout)["run"]["steps"] > 0
+    )
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -1,4 +1,5 @@
-"""Configs read and written as Hugging Face spells them, shapes drawn from a count, and what is refused."""
+"""Configs read and written as Hugging Face spells them, shapes drawn from a count, and what is
+refused."""
 
 import json
 from dataclasses import replace
@@ -10,19 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.catalogue import CATALOGUE
-from shardwise.config import (
+from shardwise.config import ModelConfig, RopeScaling
+from shardwise.formats.catalogue import CATALOGUE
+from shardwise.formats.gguf.gguf_config import from_gguf
+from shardwise.formats.gguf.gguf_file import Gguf, GgufTensor
+from shardwise.formats.huggingface.hf_config import (
     ARCHITECTURES,
-    ModelConfig,
-    RopeScaling,
-    from_count,
-    from_gguf,
     from_hugging_face,
-    parse_count,
     read_folder_config,
     to_hugging_face,
 )
-from shardwise.gguf import Gguf, GgufTensor
+from shardwise.formats.synthetic import from_count, parse_count
 from shardwise.params import model_specs, num_params
 
 LLAMA = {
@@ -35,21 +34,41 @@ LLAMA = {
 @st.composite
 def configs(draw: st.DrawFn, family: str) -> ModelConfig:
     """Any config of `family` that a config.json can say."""
-    kv_heads, head_dim = draw(st.integers(1, 4)), 2 * draw(st.integers(1, 8))
-    heads, layers = kv_heads * draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    kv_heads = draw(st.integers(1, 4))
+    head_dim = 2 * draw(st.integers(1, 8))
+    heads = kv_heads * draw(st.integers(1, 4))
+    layers = draw(st.integers(1, 6))
     shape: dict[str, Any] = {
-        "num_layers": layers, "hidden_size": draw(st.integers(1, 99)), "ffn_size": draw(st.integers(1, 99)),
-        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "vocab_size": draw(st.integers(1, 99)),
-        "max_positions": draw(st.integers(1, 999)), "tied": draw(st.booleans()),
-        "norm_eps": draw(st.sampled_from([1e-5, 1e-6])), "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
-    }  # fmt: skip
+        "num_layers": layers,
+        "hidden_size": draw(st.integers(1, 99)),
+        "ffn_size": draw(st.integers(1, 99)),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": draw(st.integers(1, 99)),
+        "max_positions": draw(st.integers(1, 999)),
+        "tied": draw(st.booleans()),
+        "norm_eps": draw(st.sampled_from([1e-5, 1e-6])),
+        "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
+    }
     if family == "gpt2":
-        shape |= {"hidden_size": heads * head_dim, "num_kv_heads": heads, "norm": "layer", "gated": False,
-                  "positions": "learned", "qkv_bias": True, "out_bias": True, "mlp_bias": True}  # fmt: skip
+        shape |= {
+            "hidden_size": heads * head_dim,
+            "num_kv_heads": heads,
+            "norm": "layer",
+            "gated": False,
+            "positions": "learned",
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+        }
         return ModelConfig("gpt2", **shape)
     factor = draw(st.floats(1, 64))
     scalings = [None, RopeScaling("linear", factor), RopeScaling("llama3", factor, 1.0, 4.0, 8192)]
-    shape |= {"rope_theta": draw(st.floats(1e3, 1e6)), "rope_scaling": draw(st.sampled_from(scalings))}
+    shape |= {
+        "rope_theta": draw(st.floats(1e3, 1e6)),
+        "rope_scaling": draw(st.sampled_from(scalings)),
+    }
     bias = draw(st.booleans())
     window = draw(st.none() | st.integers(1, 64))
     if family in ("llama", "qwen3"):
@@ -78,8 +97,12 @@ def test_round_trip_of_published_shapes(name: str) -> None:
     assert from_hugging_face(to_hugging_face(CATALOGUE[name])) == CATALOGUE[name]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "smollm2-135m"])
-def test_transformers_reads_what_we_write_and_we_read_what_it_writes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama-3.1-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b", "smollm2-135m"]
+)
+def test_transformers_reads_what_we_write_and_we_read_what_it_writes(
+    name: str, tmp_path: Path
+) -> None:
     from transformers import AutoConfig
 
     config = CATALOGUE[name]
@@ -93,23 +116,37 @@ def test_transformers_reads_what_we_write_and_we_read_what_it_writes(name: str, 
 def test_transformers_windows_the_same_layers(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    config = replace(CATALOGUE["qwen2.5-0.5b"], sliding_window=64, windowed_layers=frozenset(range(20, 24)))
+    config = replace(
+        CATALOGUE["qwen2.5-0.5b"], sliding_window=64, windowed_layers=frozenset(range(20, 24))
+    )
     (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(config)))
     kinds = AutoConfig.from_pretrained(tmp_path).layer_types
-    assert {i for i, kind in enumerate(kinds) if kind == "sliding_attention"} == config.windowed_layers
+    assert {
+        i for i, kind in enumerate(kinds) if kind == "sliding_attention"
+    } == config.windowed_layers
 
 
 def test_both_spellings_of_rope_mean_the_same() -> None:
     """transformers 4: rope_theta and rope_scaling apart; 5: one rope_parameters."""
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
     new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
     assert from_hugging_face(old) == from_hugging_face(new)
     assert from_hugging_face(old).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
-    assert from_hugging_face(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}).rope_scaling == RopeScaling(
-        "linear", 2.0
+    assert from_hugging_face(
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}
+    ).rope_scaling == RopeScaling("linear", 2.0)
+    assert (
+        from_hugging_face(
+            LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        ).rope_theta
+        == 1e4
     )
-    assert from_hugging_face(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}).rope_theta == 1e4
 
 
 def test_windows_are_those_of_the_family() -> None:
@@ -125,7 +162,10 @@ def test_windows_are_those_of_the_family() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not known; known are llama, mistral, qwen2, qwen3, gpt2"),
+        (
+            {"model_type": "mamba"},
+            "'mamba' is not known; known are llama, mistral, qwen2, qwen3, gpt2",
+        ),
         ({"model_type": None}, "None is not known"),
         ({"hidden_act": "relu6"}, "activation 'relu6' is not known"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope scaling 'yarn' is not known"),
@@ -135,13 +175,22 @@ def test_windows_are_those_of_the_family() -> None:
         ({"vocab_size": "many"}, "vocab_size must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
         ({"hidden_size": "wide"}, "hidden_size must be a whole number of at least 1, not 'wide'"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, not 0"),
+        (
+            {"num_attention_heads": 0},
+            "num_attention_heads must be a whole number of at least 1, not 0",
+        ),
         ({"model_type": []}, "[] is not known"),
         ({"hidden_act": ["silu"]}, "activation ['silu'] is not known"),
         ({"rope_scaling": "abc"}, "rope_scaling must be an object, not 'abc'"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object, not [1]"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a finite number above 0, not 0"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a finite number above 0, not '2'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "factor must be a finite number above 0, not 0",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "2"}},
+            "factor must be a finite number above 0, not '2'",
+        ),
         ({"rope_scaling": {"type": ["linear"]}}, "rope scaling ['linear'] is not known"),
         ({"rms_norm_eps": None}, "rms_norm_eps must be a finite number above 0, not None"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number"),
@@ -151,9 +200,15 @@ def test_windows_are_those_of_the_family() -> None:
         ({"rope_theta": 0}, "rope_theta must be a finite number above 0, not 0"),
         ({"rope_theta": 10**400}, "malformed"),
         ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window must be a whole number"),
-        ({"model_type": "mistral", "sliding_window": -3}, "sliding_window must be a whole number of at least 1"),
+        (
+            {"model_type": "mistral", "sliding_window": -3},
+            "sliding_window must be a whole number of at least 1",
+        ),
         ({"model_type": "mistral", "sliding_window": 8, "layer_types": 5}, "malformed"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
+        (
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings must be true or false, not 'false'",
+        ),
         ({"attention_bias": "no"}, "attention_bias must be true or false"),
         ({"num_key_value_heads": [2]}, "num_kv_heads must be a whole number"),
         ({"head_dim": 15}, "even head size, not 15"),
@@ -169,10 +224,17 @@ def test_bad_configs_are_refused_in_a_sentence(change: dict[str, Any], said: str
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_theta": 0.0}, {"rope_theta": float("inf")}, {"norm_eps": float("nan")}, {"norm_eps": None},
-        {"sliding_window": 0}, {"sliding_window": 1.5}, {"tied": "false"}, {"qk_norm": 1}, {"qkv_bias": None},
+        {"rope_theta": 0.0},
+        {"rope_theta": float("inf")},
+        {"norm_eps": float("nan")},
+        {"norm_eps": None},
+        {"sliding_window": 0},
+        {"sliding_window": 1.5},
+        {"tied": "false"},
+        {"qk_norm": 1},
+        {"qkv_bias": None},
     ],
-)  # fmt: skip
+)
 def test_a_config_holds_only_what_a_model_can_be(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"model config: {next(iter(change))} must be"):
         replace(CATALOGUE["mistral-7b"], **change)
@@ -193,7 +255,13 @@ def test_a_scaling_divides_by_no_zero(change: dict[str, Any], said: str) -> None
 
 
 def test_a_missing_size_is_named() -> None:
-    for key in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+    for key in (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "vocab_size",
+    ):
         with pytest.raises(ValueError, match=f"{key} is missing"):
             from_hugging_face({k: v for k, v in LLAMA.items() if k != key})
 
@@ -212,11 +280,16 @@ GGUF_KEYS = {
 }  # fmt: skip
 
 
-def gguf_config(change: dict[str, Any], divisors: np.ndarray | None = None, kind: str = "F32") -> ModelConfig:
-    tensors, parts = {}, ()
+def gguf_config(
+    change: dict[str, Any], divisors: np.ndarray | None = None, kind: str = "F32"
+) -> ModelConfig:
+    tensors = {}
+    parts = ()
     if divisors is not None:
         stored = divisors.astype("<f4").view(np.uint8)
-        tensors["rope_freqs.weight"] = GgufTensor("rope_freqs.weight", divisors.shape, kind, 0, stored.size)
+        tensors["rope_freqs.weight"] = GgufTensor(
+            "rope_freqs.weight", divisors.shape, kind, 0, stored.size
+        )
         parts = (stored,)
     return from_gguf(Gguf(Path("model.gguf"), GGUF_KEYS | change, tensors, parts), "model.gguf")
 
@@ -230,15 +303,31 @@ def gguf_config(change: dict[str, Any], divisors: np.ndarray | None = None, kind
         ("llama.attention.head_count", [4, 4], "llama.attention.head_count must be a whole number"),
         ("llama.attention.head_count", None, "llama.attention.head_count is missing"),
         ("llama.attention.head_count_kv", 3, "3 kv heads do not divide 4 heads"),
-        ("llama.attention.sliding_window", "x", "llama.attention.sliding_window must be a whole number"),
-        ("llama.attention.sliding_window", -3, "llama.attention.sliding_window must be a whole number"),
-        ("llama.rope.freq_base", "abc", "llama.rope.freq_base must be a finite number above 0, not 'abc'"),
+        (
+            "llama.attention.sliding_window",
+            "x",
+            "llama.attention.sliding_window must be a whole number",
+        ),
+        (
+            "llama.attention.sliding_window",
+            -3,
+            "llama.attention.sliding_window must be a whole number",
+        ),
+        (
+            "llama.rope.freq_base",
+            "abc",
+            "llama.rope.freq_base must be a finite number above 0, not 'abc'",
+        ),
         ("llama.rope.freq_base", float("nan"), "llama.rope.freq_base must be a finite number"),
         ("llama.rope.scaling.factor", "2", "llama.rope.scaling.factor must be a finite number"),
         ("llama.rope.scaling.factor", 0.0, "llama.rope.scaling.factor must be a finite number"),
         ("llama.rope.scaling.type", "yarn", "rope scaling 'yarn' is not known"),
         ("llama.rope.dimension_count", 8, "llama.rope.dimension_count is 8"),
-        ("llama.attention.layer_norm_rms_epsilon", "x", "layer_norm_rms_epsilon must be a finite number"),
+        (
+            "llama.attention.layer_norm_rms_epsilon",
+            "x",
+            "layer_norm_rms_epsilon must be a finite number",
+        ),
         ("llama.vocab_size", "x", "vocab_size must be a whole number"),
     ],
 )
@@ -252,7 +341,9 @@ def test_a_gguf_window_is_read() -> None:
     config = gguf_config({"llama.attention.sliding_window": 16})
     assert (config.sliding_window, config.windowed_layers) == (16, {0, 1})
     for change in ({}, {"llama.attention.sliding_window": 0}):
-        assert gguf_config(change).sliding_window is None and not gguf_config(change).windowed_layers
+        assert (
+            gguf_config(change).sliding_window is None and not gguf_config(change).windowed_layers
+        )
 
 
 @pytest.mark.parametrize(
@@ -265,9 +356,18 @@ def test_a_gguf_window_is_read() -> None:
         ("linear", None, None),
     ],
 )
-def test_a_gguf_linear_factor_is_read(kind: str | None, factor: float | None, scaling: RopeScaling | None) -> None:
-    keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": factor, "llama.rope.dimension_count": 16}
-    assert gguf_config({key: value for key, value in keys.items() if value is not None}).rope_scaling == scaling
+def test_a_gguf_linear_factor_is_read(
+    kind: str | None, factor: float | None, scaling: RopeScaling | None
+) -> None:
+    keys = {
+        "llama.rope.scaling.type": kind,
+        "llama.rope.scaling.factor": factor,
+        "llama.rope.dimension_count": 16,
+    }
+    assert (
+        gguf_config({key: value for key, value in keys.items() if value is not None}).rope_scaling
+        == scaling
+    )
 
 
 def published_divisors(factor: float, low: float = 1.0) -> np.ndarray:
@@ -275,8 +375,14 @@ def published_divisors(factor: float, low: float = 1.0) -> np.ndarray:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": low, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}  # fmt: skip
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     config = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=rope)
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].double().numpy()
     return 5e5 ** -(np.arange(0, 64, 2) / 64) / scaled
@@ -293,8 +399,15 @@ def test_rope_divisors_of_llama_31_are_known(factor: float) -> None:
 
 def test_other_rope_divisors_are_refused() -> None:
     good = published_divisors(8.0)
-    for divisors in (np.linspace(1, 8, 32), published_divisors(8.0, low=2.0), good[::-1].copy(), np.full(32, 8.0)):
-        with pytest.raises(ValueError, match=r"model\.gguf: this file's rope frequencies .* are not Llama 3\.1's"):
+    for divisors in (
+        np.linspace(1, 8, 32),
+        published_divisors(8.0, low=2.0),
+        good[::-1].copy(),
+        np.full(32, 8.0),
+    ):
+        with pytest.raises(
+            ValueError, match=r"model\.gguf: this file's rope frequencies .* are not Llama 3\.1's"
+        ):
             gguf_config(HEADS_OF_64, divisors)
     with pytest.raises(ValueError, match="are not Llama 3"):
         gguf_config(HEADS_OF_64 | {"llama.rope.freq_base": 1e4}, good)
@@ -328,12 +441,20 @@ def test_a_count_out_of_range_is_refused(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("70B", 70 * 10**9), ("7.5b", 7_500_000_000), ("1T", 10**12), ("135M", 135_000_000), ("900k", 900_000)],
+    [
+        ("70B", 70 * 10**9),
+        ("7.5b", 7_500_000_000),
+        ("1T", 10**12),
+        ("135M", 135_000_000),
+        ("900k", 900_000),
+    ],
 )
 def test_counts_are_read(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "B", "70", "-7B", "7.B", "7BB", "7 B", "llama-7b", "1e9B", "seven"])
+@pytest.mark.parametrize(
+    "text", ["", "B", "70", "-7B", "7.B", "7BB", "7 B", "llama-7b", "1e9B", "seven"]
+)
 def test_other_words_are_no_counts(text: str) -> None:
     assert parse_count(text) is None

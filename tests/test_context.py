@@ -1,5 +1,6 @@
-"""Context parallel: ring and all-to-all compute what one process computes of whole sequences, whatever their length,
-windows and documents; all ranks have as much to do, send what is counted, and save once."""
+"""Context parallel: ring and all-to-all compute what one process computes of whole sequences,
+whatever their length, windows and documents; all ranks have as much to do, send what is counted,
+and save once."""
 
 import functools
 import itertools
@@ -18,11 +19,18 @@ from torch import Tensor
 
 from ranks import Ranks
 from shardwise.config import ModelConfig
-from shardwise.kernels import attention
-from shardwise.kernels.attention import Sight, attend, attend_backward, attention_naive, hidden, log_sum_exp
+from shardwise.formats.run_checkpoint import STATES, Checkpoint
+from shardwise.kernels.reference import attention
+from shardwise.kernels.reference.attention import (
+    Sight,
+    attend,
+    attend_backward,
+    attention_naive,
+    hidden,
+    log_sum_exp,
+)
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
-from shardwise.model.checkpoint import STATES, Checkpoint
 from shardwise.model.layers import Attend
 from shardwise.model.loss import IGNORED
 from shardwise.parallel import apply as applied
@@ -63,12 +71,14 @@ NUM_STEPS = 3
 HUGE = 1e3
 """What padding holds here: nobody may see it."""
 
-# -- attention alone ----------------------------------------------------------------------------------------
+# -- attention alone
+# ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention over whole sequences that are cut over ranks; `rows` and `block_bytes` are the kernel's."""
+    """Attention over whole sequences that are cut over ranks; `rows` and `block_bytes` are the
+    kernel's."""
 
     tokens: int
     window: int | None = None
@@ -83,15 +93,26 @@ class Attention:
 
     @property
     def config(self) -> ModelConfig:
-        heads, layers = self.kv_heads * self.groups, frozenset({0} if self.window else ())
-        return replace(LLAMA, num_heads=heads, num_kv_heads=self.kv_heads, sliding_window=self.window,
-                       windowed_layers=layers)  # fmt: skip
+        heads = self.kv_heads * self.groups
+        layers = frozenset({0} if self.window else ())
+        return replace(
+            LLAMA,
+            num_heads=heads,
+            num_kv_heads=self.kv_heads,
+            sliding_window=self.window,
+            windowed_layers=layers,
+        )
 
     def documents(self) -> Tensor | None:
-        """Of three sequences, each with its own; they begin and end anywhere, and some may have no token."""
+        """Of three sequences, each with its own; they begin and end anywhere, and some may have no
+        token."""
         if self.num_documents is None:
             return None
-        return torch.randint(self.num_documents, (3, self.tokens), generator=seeded(self.seed)).sort(-1).values
+        return (
+            torch.randint(self.num_documents, (3, self.tokens), generator=seeded(self.seed))
+            .sort(-1)
+            .values
+        )
 
 
 def own_tokens(num_tokens: int, layout: Layout, rank: int) -> Tensor:
@@ -101,12 +122,19 @@ def own_tokens(num_tokens: int, layout: Layout, rank: int) -> Tensor:
 
 
 def errors_of(case: Attention, axis: Axis) -> list[float]:
-    """How far this rank's y, dq, dk and dv are from the definition in fp64, relative to those of whole sequences, or to
-    1 where a gradient vanishes."""
-    random, heads, layout = seeded(case.seed), case.config.num_heads, Layout(cp=axis.size, all_to_all=case.all_to_all)
-    shapes = [(3, case.tokens, number, 4) for number in (heads, case.kv_heads, case.kv_heads, heads)]
-    whole = [torch.randn(shape, generator=random, dtype=torch.float64).to(case.dtype) for shape in shapes]
-    (q, k, v), documents = [x.double().requires_grad_() for x in whole[:3]], case.documents()
+    """How far this rank's y, dq, dk and dv are from the definition in fp64, relative to those of
+    whole sequences, or to 1 where a gradient vanishes."""
+    random = seeded(case.seed)
+    heads = case.config.num_heads
+    layout = Layout(cp=axis.size, all_to_all=case.all_to_all)
+    shapes = [
+        (3, case.tokens, number, 4) for number in (heads, case.kv_heads, case.kv_heads, heads)
+    ]
+    whole = [
+        torch.randn(shape, generator=random, dtype=torch.float64).to(case.dtype) for shape in shapes
+    ]
+    q, k, v = [x.double().requires_grad_() for x in whole[:3]]
+    documents = case.documents()
     y = attention_naive(q, k, v, case.window, documents)
     wanted = [y.detach(), *torch.autograd.grad(y, (q, k, v), whole[3].double())]
     at = own_tokens(case.tokens, layout, axis.rank)
@@ -117,12 +145,17 @@ def errors_of(case: Attention, axis: Axis) -> list[float]:
     found = [y.detach(), *torch.autograd.grad(y, held, dy.masked_fill(padding, 0))]
     assert not any(grad[:, at < 0].any() for grad in found[1:]), "no gradient of padding"
     assert {x.dtype for x in found} == {case.dtype}
-    off = [x[:, at >= 0].double() - all_[:, at[at >= 0]] for x, all_ in zip(found, wanted, strict=True)]
+    off = [
+        x[:, at >= 0].double() - all_[:, at[at >= 0]] for x, all_ in zip(found, wanted, strict=True)
+    ]
     return [float(x.norm() / max(1.0, all_.norm())) for x, all_ in zip(off, wanted, strict=True)]
 
 
-def attend_on(rank: int, world: int, cases: Sequence[Attention], spoil: str = "") -> list[list[float]]:
-    axis, found = make_mesh(Layout(cp=world), rank, CPU).cp, []
+def attend_on(
+    rank: int, world: int, cases: Sequence[Attention], spoil: str = ""
+) -> list[list[float]]:
+    axis = make_mesh(Layout(cp=world), rank, CPU).cp
+    found = []
     for case in cases:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "BLOCK_ROWS", case.rows)
@@ -139,7 +172,9 @@ def largest(by_rank: list[list[list[float]]], number: int) -> float:
     return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
-def check_attention(ranks: Ranks, world: int, cases: Sequence[Attention], bound: float = 1e-10) -> None:
+def check_attention(
+    ranks: Ranks, world: int, cases: Sequence[Attention], bound: float = 1e-10
+) -> None:
     by_rank = ranks.run(world, attend_on, cases)
     for number, case in enumerate(cases):
         assert largest(by_rank, number) < bound, case
@@ -147,9 +182,11 @@ def check_attention(ranks: Ranks, world: int, cases: Sequence[Attention], bound:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_attention_of_a_cut_sequence_is_that_of_the_whole(ranks: Ranks, world: int) -> None:
-    """Within 1e-10 in fp64, so ring and all-to-all are also equal to each other. Chunks have 1 token, 4, or 4 of which
-    the last are padding; windows are shorter and longer than a chunk; with nine documents most hops see nothing."""
-    lengths, windows = (2 * world, 8 * world, 7 * world + 1), (None, 1, 3, 11)
+    """Within 1e-10 in fp64, so ring and all-to-all are also equal to each other. Chunks have 1
+    token, 4, or 4 of which the last are padding; windows are shorter and longer than a chunk; with
+    nine documents most hops see nothing."""
+    lengths = (2 * world, 8 * world, 7 * world + 1)
+    windows = (None, 1, 3, 11)
     cases = [Attention(*each) for each in itertools.product(lengths, windows, (None, 2, 9))]
     cases += [replace(case, all_to_all=True, kv_heads=world) for case in cases[::2]]
     cases += [Attention(1), Attention(world + 1, 2, 2), Attention(8 * world, kv_heads=1, groups=3)]
@@ -158,22 +195,36 @@ def test_attention_of_a_cut_sequence_is_that_of_the_whole(ranks: Ranks, world: i
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_attention_rounds_no_more_than_on_one_rank(ranks: Ranks, world: int) -> None:
-    """fp32 within 1e-6. bf16 within 6e-3: inputs and outputs have 8 bits, hops are merged in fp32."""
+    """fp32 within 1e-6. bf16 within 6e-3: inputs and outputs have 8 bits, hops are merged in
+    fp32."""
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 6e-3)):
-        cases = [Attention(64, window, number, dtype=dtype) for window in (None, 20) for number in (None, 5)]
-        check_attention(ranks, world, [*cases, Attention(64, all_to_all=True, kv_heads=4, dtype=dtype)], bound)
+        cases = [
+            Attention(64, window, number, dtype=dtype)
+            for window in (None, 20)
+            for number in (None, 5)
+        ]
+        check_attention(
+            ranks, world, [*cases, Attention(64, all_to_all=True, kv_heads=4, dtype=dtype)], bound
+        )
 
 
 @st.composite
 def attentions(draw: st.DrawFn, world: int) -> Attention:
     all_to_all = draw(st.booleans(), "a2a")
-    kv_heads = world * draw(st.integers(1, 2)) if all_to_all else draw(st.integers(1, 3), "kv heads")
+    kv_heads = (
+        world * draw(st.integers(1, 2)) if all_to_all else draw(st.integers(1, 3), "kv heads")
+    )
     return Attention(
-        draw(st.integers(1, 40), "tokens"), draw(st.none() | st.integers(1, 42), "window"),
-        draw(st.none() | st.integers(1, 12), "documents"), all_to_all, kv_heads, draw(st.integers(1, 3), "groups"),
-        rows=draw(st.integers(1, 8), "rows"), block_bytes=draw(st.integers(1, 1 << 12), "bytes"),
+        draw(st.integers(1, 40), "tokens"),
+        draw(st.none() | st.integers(1, 42), "window"),
+        draw(st.none() | st.integers(1, 12), "documents"),
+        all_to_all,
+        kv_heads,
+        draw(st.integers(1, 3), "groups"),
+        rows=draw(st.integers(1, 8), "rows"),
+        block_bytes=draw(st.integers(1, 1 << 12), "bytes"),
         seed=draw(st.integers(0, 99), "seed"),
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=8, phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -185,7 +236,8 @@ def test_any_length_window_and_documents(ranks: Ranks, data: st.DataObject, worl
 def order_on(rank: int, world: int) -> list[str]:
     """What forward and backward do, in order; several products in a row are one."""
     told: list[str] = []
-    pass_on, arrived = Axis.pass_on, Passing.arrived
+    pass_on = Axis.pass_on
+    arrived = Passing.arrived
 
     def name(x: Tensor) -> str:
         return "kv" if x.dtype == torch.bfloat16 else "gradients"
@@ -212,45 +264,71 @@ def order_on(rank: int, world: int) -> list[str]:
 
 def test_a_hop_is_under_way_while_the_one_before_is_worked_on(ranks: Ranks) -> None:
     hop = ["sends kv", "multiplies", "waits for kv"]
-    first, passed = ["sends gradients", "waits for kv"], ["waits for gradients", "sends gradients"]
-    backward = [*hop, "sends kv", "multiplies", *first, "multiplies", *passed, "waits for gradients"]
+    first = ["sends gradients", "waits for kv"]
+    passed = ["waits for gradients", "sends gradients"]
+    backward = [
+        *hop,
+        "sends kv",
+        "multiplies",
+        *first,
+        "multiplies",
+        *passed,
+        "waits for gradients",
+    ]
     assert ranks.run(3, order_on) == [[*hop, *hop, "multiplies", *backward]] * 3
 
 
-# -- which tokens a rank has --------------------------------------------------------------------------------
+# -- which tokens a rank has
+# --------------------------------------------------------------------------------
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> Layout:
     tp = draw(st.integers(1, 3), "tp")
-    return Layout(cp=draw(st.integers(2, 5), "cp"), tp=tp, all_to_all=draw(st.booleans(), "a2a"),
-                  sequence_parallel=tp > 1 and draw(st.booleans(), "sp"))  # fmt: skip
+    return Layout(
+        cp=draw(st.integers(2, 5), "cp"),
+        tp=tp,
+        all_to_all=draw(st.booleans(), "a2a"),
+        sequence_parallel=tp > 1 and draw(st.booleans(), "sp"),
+    )
 
 
 @given(cuts(), st.integers(1, 60), st.booleans())
-def test_every_token_is_on_one_rank_and_padding_is_nobodys(layout: Layout, num_tokens: int, packed: bool) -> None:
+def test_every_token_is_on_one_rank_and_padding_is_nobodys(
+    layout: Layout, num_tokens: int, packed: bool
+) -> None:
     """Positions of padding are those of some token, so that learned ones have a row."""
     tokens = torch.arange(2 * num_tokens).view(2, -1)
     whole = MicroBatch(tokens, tokens + 1000, tokens % num_tokens, tokens // 7 if packed else None)
     parts = [local_part(whole, layout, rank) for rank in range(layout.cp)]
     size, rest = divmod(layout.padded_tokens(num_tokens), layout.cp)
     assert rest == 0 and (not layout.sequence_parallel or size % layout.tp == 0)
-    assert size * layout.cp - num_tokens < 2 * layout.cp * layout.tp, "no more padding than it takes"
+    assert size * layout.cp - num_tokens < 2 * layout.cp * layout.tp, (
+        "no more padding than it takes"
+    )
     seen = []
     for rank, mine in enumerate(parts):
         assert mine.tokens.shape == mine.targets.shape == mine.positions.shape == (2, size)
-        at, real = own_tokens(num_tokens, layout, rank), mine.targets[0] != IGNORED
+        at = own_tokens(num_tokens, layout, rank)
+        real = mine.targets[0] != IGNORED
         assert torch.equal(at >= 0, real) and bool((mine.targets[:, ~real] == IGNORED).all())
         assert bool((mine.positions >= 0).all()) and bool((mine.positions < num_tokens).all())
         seen += at[real].tolist()
         for name in ("tokens", "targets", "positions", "documents"):
-            found, expected = getattr(mine, name), getattr(whole, name)
+            found = getattr(mine, name)
+            expected = getattr(whole, name)
             assert (found is None) == (expected is None)
             assert expected is None or torch.equal(found[:, real], expected[:, at[real]]), name
-        assert mine.documents is None or bool((mine.documents[:, ~real] == -1).all()), "no document has this number"
+        assert mine.documents is None or bool((mine.documents[:, ~real] == -1).all()), (
+            "no document has this number"
+        )
         chunks = torch.arange(size * layout.cp).chunk(layout.sequence_chunks)
-        mine_of = chunks[rank] if layout.all_to_all else torch.cat([chunks[rank], chunks[-1 - rank]])
-        assert torch.equal(at, mine_of.where(mine_of < num_tokens, IGNORED)), "a chunk from either end"
+        mine_of = (
+            chunks[rank] if layout.all_to_all else torch.cat([chunks[rank], chunks[-1 - rank]])
+        )
+        assert torch.equal(at, mine_of.where(mine_of < num_tokens, IGNORED)), (
+            "a chunk from either end"
+        )
     assert sorted(seen) == list(range(num_tokens))
 
 
@@ -262,11 +340,17 @@ def pairs_seen(pairs: Pairs, source: int, num_tokens: int) -> int:
     )
 
 
-@given(st.integers(2, 6), st.integers(1, 5), st.none() | st.integers(1, 40), st.none() | st.integers(1, 5))
+@given(
+    st.integers(2, 6),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 40),
+    st.none() | st.integers(1, 5),
+)
 def test_every_pair_is_seen_once_and_all_ranks_have_as_much_work(
     cp: int, size: int, window: int | None, num_documents: int | None
 ) -> None:
-    """At every hop, which ends when the slowest rank is done. Windows and documents hide what they hide."""
+    """At every hop, which ends when the slowest rank is done. Windows and documents hide what they
+    hide."""
     num_tokens = 2 * cp * size
     whole = Attention(num_tokens, window, num_documents).documents()
     every = slice(0, num_tokens)
@@ -275,7 +359,8 @@ def test_every_pair_is_seen_once_and_all_ranks_have_as_much_work(
     for hop in range(cp):
         seen = []
         for rank in range(cp):
-            source, axis = (rank - hop) % cp, Axis("cp", rank, cp, CPU)
+            source = (rank - hop) % cp
+            axis = Axis("cp", rank, cp, CPU)
             seen.append(pairs_seen(Pairs(axis, window, whole), source, 2 * size))
         total += sum(seen)
         if window is None and whole is None:
@@ -283,7 +368,8 @@ def test_every_pair_is_seen_once_and_all_ranks_have_as_much_work(
     assert total == expected
 
 
-# -- a few steps of every family ----------------------------------------------------------------------------
+# -- a few steps of every family
+# ----------------------------------------------------------------------------
 
 MODELS = FAMILIES | {
     "three": replace(LLAMA, num_heads=6, num_kv_heads=3, tied=True),
@@ -295,8 +381,8 @@ MODELS = FAMILIES | {
 
 @dataclass(frozen=True)
 class Case:
-    """A few steps of one model on one layout. `text` is plain (no documents), packed, or answers: a target has only the
-    last quarter of a sequence, so some context ranks may have none."""
+    """A few steps of one model on one layout. `text` is plain (no documents), packed, or answers: a
+    target has only the last quarter of a sequence, so some context ranks may have none."""
 
     layout: str
     model: str
@@ -305,12 +391,15 @@ class Case:
     precision: str = "fp32"
 
     def batch(self, step: int) -> MicroBatch:
-        """Row by row with ever fewer targets; the last three have none. Packed documents begin anywhere."""
-        random, shape = seeded(100 + step), (SEQUENCES, self.seq_len)
+        """Row by row with ever fewer targets; the last three have none. Packed documents begin
+        anywhere."""
+        random = seeded(100 + step)
+        shape = (SEQUENCES, self.seq_len)
         window = torch.randint(VOCAB, (SEQUENCES, self.seq_len + 1), generator=random)
         kept = torch.rand(shape, generator=random) < torch.linspace(1.0, 0.1, SEQUENCES)[:, None]
         kept[-3:] = False
-        positions, documents = torch.arange(self.seq_len).repeat(SEQUENCES, 1), None
+        positions = torch.arange(self.seq_len).repeat(SEQUENCES, 1)
+        documents = None
         if self.text == "answers":
             kept[:, : -self.seq_len // 4] = False
         elif self.text == "packed":
@@ -319,7 +408,12 @@ class Case:
             kept[:, :-1] &= goes_on
             starts = positions[:, 1:].masked_fill(goes_on, 0)
             positions[:, 1:] -= starts.cummax(1).values
-        return MicroBatch(window[:, :-1].contiguous(), torch.where(kept, window[:, 1:], IGNORED), positions, documents)
+        return MicroBatch(
+            window[:, :-1].contiguous(),
+            torch.where(kept, window[:, 1:], IGNORED),
+            positions,
+            documents,
+        )
 
 
 State = dict[str, Tensor]
@@ -341,7 +435,9 @@ def states_of(program: Program, mesh: Mesh) -> dict[str, State]:
 
 
 def make(case: Case, rank: int) -> tuple[Program, Mesh]:
-    return filled_program(MODELS[case.model], Layout.parse(case.layout), rank, DTYPES[case.precision])
+    return filled_program(
+        MODELS[case.model], Layout.parse(case.layout), rank, DTYPES[case.precision]
+    )
 
 
 def step_once(program: Program, mesh: Mesh, case: Case, step: int) -> tuple[float, float]:
@@ -352,7 +448,8 @@ def step_once(program: Program, mesh: Mesh, case: Case, step: int) -> tuple[floa
 
 def run_case(case: Case, rank: int, num_steps: int) -> Told:
     program, mesh = make(case, rank)
-    losses, norms = [], []
+    losses = []
+    norms = []
     grads: State = {}
     for step in range(num_steps):
         loss, norm = step_once(program, mesh, case, step)
@@ -366,8 +463,12 @@ def run_case(case: Case, rank: int, num_steps: int) -> Told:
     return Told(losses, norms, evaluation, {} if rank else grads, {} if rank else states)
 
 
-def cases_on(rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = "") -> list[Told]:
-    return each_case(cases, lambda case: run_case(case, rank, num_steps), SPOILS[spoil] if spoil else None)
+def cases_on(
+    rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = ""
+) -> list[Told]:
+    return each_case(
+        cases, lambda case: run_case(case, rank, num_steps), SPOILS[spoil] if spoil else None
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -377,7 +478,8 @@ def expected_of(model: str, num_steps: int, seq_len: int, text: str) -> Expected
 
 
 def check_first_step(case: Case, first: Told) -> None:
-    """Loss and norm within 1e-6 of plain torch on one process, the gradient of every part of every parameter 1e-5."""
+    """Loss and norm within 1e-6 of plain torch on one process, the gradient of every part of every
+    parameter 1e-5."""
     expected = expected_of(case.model, 1, case.seq_len, case.text)
     assert first.losses[:1] == pytest.approx(expected.losses, rel=1e-6), case
     assert first.norms[:1] == pytest.approx(expected.norms, rel=1e-6), case
@@ -385,19 +487,27 @@ def check_first_step(case: Case, first: Told) -> None:
 
 
 def check_case(case: Case, told: Sequence[Told]) -> None:
-    """The first step; and after three clipped ones losses, norms and an evaluation within 1e-5, weights and moments
-    1e-4: steps divide by roots of tiny squares."""
-    config, expected = MODELS[case.model], expected_of(case.model, NUM_STEPS, case.seq_len, case.text)
-    first, evaluated = told[0], plain_loss(config, expected.weights, case.batch(0))
+    """The first step; and after three clipped ones losses, norms and an evaluation within 1e-5,
+    weights and moments 1e-4: steps divide by roots of tiny squares."""
+    config = MODELS[case.model]
+    expected = expected_of(case.model, NUM_STEPS, case.seq_len, case.text)
+    first = told[0]
+    evaluated = plain_loss(config, expected.weights, case.batch(0))
     check_first_step(case, first)
     assert min(expected.norms) > MAX_NORM, "every step is to be clipped"
     assert first.losses == pytest.approx(expected.losses, rel=1e-5), case
     assert first.norms == pytest.approx(expected.norms, rel=1e-5), case
     assert first.evaluation == pytest.approx(float(evaluated), rel=1e-5), case
-    for kind, wanted in zip(STATES, (expected.weights, expected.exp_avg, expected.exp_avg_sq), strict=True):
+    for kind, wanted in zip(
+        STATES, (expected.weights, expected.exp_avg, expected.exp_avg_sq), strict=True
+    ):
         assert worst(first.states[kind], wanted) < 1e-4, (case, kind)
     for other in told:
-        assert (other.losses, other.norms, other.evaluation) == (first.losses, first.norms, first.evaluation), case
+        assert (other.losses, other.norms, other.evaluation) == (
+            first.losses,
+            first.norms,
+            first.evaluation,
+        ), case
 
 
 ON_TWO = [
@@ -408,7 +518,11 @@ ON_TWO = [
     Case("tp2.sp", "qwen3", 13, "packed"), Case("cp2.rc-full.m2", "mistral"),
     Case("cp2.z3.keep.m2", "gpt2", text="answers"),
 ]  # fmt: skip
-ON_THREE = [Case("cp3", "llama", 13), Case("cp3.z2", "mistral", text="packed"), Case("cp3.a2a.m2", "three", 13)]
+ON_THREE = [
+    Case("cp3", "llama", 13),
+    Case("cp3.z2", "mistral", text="packed"),
+    Case("cp3.a2a.m2", "three", 13),
+]
 ON_FOUR = [
     Case("cp4", "qwen3", 29, "packed"), Case("cp4.a2a", "gpt2", 13), Case("cp4.fsdp", "llama-tied", text="packed"),
     Case("dp2.cp2.z1", "llama"), Case("dp2.cp2.z2.m3", "mistral"), Case("dp2.cp2.z3", "gpt2", 15, "packed"),
@@ -420,21 +534,29 @@ ON_FOUR = [
 
 @pytest.mark.parametrize("cases", [ON_TWO, ON_THREE, ON_FOUR], ids=["2", "3", "4"])
 def test_every_family_computes_what_one_process_computes(ranks: Ranks, cases: list[Case]) -> None:
-    """Loss, each gradient, norm, weights, moments, and an evaluation; whatever several ranks own is equal bit for bit.
-    Targets are unequal over ranks, some micro-batches have none, and lengths that do not divide are padded: `full` has
-    no position beyond its last token."""
-    by_rank = ranks.run(Layout.parse(cases[0].layout).world_size, cases_on, cases, NUM_STEPS, timeout_s=120)
+    """Loss, each gradient, norm, weights, moments, and an evaluation; whatever several ranks own is
+    equal bit for bit. Targets are unequal over ranks, some micro-batches have none, and lengths
+    that do not divide are padded: `full` has no position beyond its last token."""
+    by_rank = ranks.run(
+        Layout.parse(cases[0].layout).world_size, cases_on, cases, NUM_STEPS, timeout_s=120
+    )
     for number, case in enumerate(cases):
         check_case(case, [mine[number] for mine in by_rank])
 
 
 def same(one: dict[str, State], other: dict[str, State]) -> bool:
-    return all(torch.equal(one[kind][name], value) for kind in STATES for name, value in other[kind].items())
+    return all(
+        torch.equal(one[kind][name], value)
+        for kind in STATES
+        for name, value in other[kind].items()
+    )
 
 
 def test_in_bf16_replicas_are_equal_too(ranks: Ranks) -> None:
     """And losses are within 1% of those in fp32, 8 bits being what they are."""
-    cases = [Case(short, "mistral", 13, "packed", "bf16") for short in ("cp2.m2", "cp2.z3", "cp2.a2a")]
+    cases = [
+        Case(short, "mistral", 13, "packed", "bf16") for short in ("cp2.m2", "cp2.z3", "cp2.a2a")
+    ]
     expected = expected_of("mistral", NUM_STEPS, 13, "packed")
     for told in ranks.run(2, cases_on, cases, NUM_STEPS)[0]:
         assert told.losses == pytest.approx(expected.losses, rel=1e-2)
@@ -446,7 +568,8 @@ def test_a_step_is_the_same_bit_for_bit_when_it_is_repeated(ranks: Ranks) -> Non
     assert same(one.states, again.states)
 
 
-# -- what is broken on purpose ------------------------------------------------------------------------------
+# -- what is broken on purpose
+# ------------------------------------------------------------------------------
 
 Spoil = Callable[[pytest.MonkeyPatch], None]
 
@@ -479,7 +602,8 @@ def stops_early(dtype: torch.dtype) -> Spoil:
                 return Passing(x, x.clone(), Pending(axis))
             return honest(x, axis)
 
-        hops, honest = itertools.count(1), context.pass_on
+        hops = itertools.count(1)
+        honest = context.pass_on
         patch.setattr(context, "pass_on", pass_on)
 
     return spoil
@@ -487,7 +611,11 @@ def stops_early(dtype: torch.dtype) -> Spoil:
 
 def gradients_count_twice(patch: pytest.MonkeyPatch) -> None:
     arrived = Passing.arrived
-    patch.setattr(Passing, "arrived", lambda passing: arrived(passing) * (1 + (passing.sent.dtype == torch.float32)))
+    patch.setattr(
+        Passing,
+        "arrived",
+        lambda passing: arrived(passing) * (1 + (passing.sent.dtype == torch.float32)),
+    )
 
 
 def narrow(patch: pytest.MonkeyPatch) -> None:
@@ -495,33 +623,65 @@ def narrow(patch: pytest.MonkeyPatch) -> None:
     of = Pairs.of
 
     def fewer(pairs: Pairs, source: int, num_tokens: int) -> list[tuple[slice, slice, Sight]]:
-        return [each for each in of(pairs, source, num_tokens) if each[2].behind < (pairs.window or num_tokens)]
+        return [
+            each
+            for each in of(pairs, source, num_tokens)
+            if each[2].behind < (pairs.window or num_tokens)
+        ]
 
     patch.setattr(Pairs, "of", fewer)
 
 
-PLAIN, BF16, TRADED = Attention(24), Attention(24, dtype=torch.bfloat16), Attention(24, 5, 3, True, 3)
-WINDOWED, PACKED = Attention(24, 6), Attention(24, None, 5)
-chunks_of, tokens_for_heads = context.chunks_of, context.tokens_for_heads
+PLAIN = Attention(24)
+BF16 = Attention(24, dtype=torch.bfloat16)
+TRADED = Attention(24, 5, 3, True, 3)
+WINDOWED = Attention(24, 6)
+PACKED = Attention(24, None, 5)
+chunks_of = context.chunks_of
+tokens_for_heads = context.tokens_for_heads
 sees_everything: Callable[..., Tensor] = lambda q, k, v, *_: attention_naive(q, k, v)  # noqa: E731
 traded_and_seen: Callable[..., AllToAll] = lambda *given: AllToAll(*given[:-1], sees_everything)  # noqa: E731
 of_attention: dict[str, tuple[Attention, Spoil]] = {
     "later chunk first": (PLAIN, put(context, "chunks_of", lambda *of: chunks_of(*of)[::-1])),
-    "chunks side by side": (PLAIN, put(context, "chunks_of", lambda rank, _: (2 * rank, 2 * rank + 1))),
-    "one token nearer": (WINDOWED, sights(lambda sight: replace(sight, behind=max(0, sight.behind - 1)))),
-    "no window in a hop": (WINDOWED, sights(lambda s: replace(s, window=None if s.behind else s.window))),
+    "chunks side by side": (
+        PLAIN,
+        put(context, "chunks_of", lambda rank, _: (2 * rank, 2 * rank + 1)),
+    ),
+    "one token nearer": (
+        WINDOWED,
+        sights(lambda sight: replace(sight, behind=max(0, sight.behind - 1))),
+    ),
+    "no window in a hop": (
+        WINDOWED,
+        sights(lambda s: replace(s, window=None if s.behind else s.window)),
+    ),
     "partly in the window": (WINDOWED, narrow),
-    "documents of rows": (PACKED, sights(lambda sight: replace(sight, column_documents=sight.row_documents))),
+    "documents of rows": (
+        PACKED,
+        sights(lambda sight: replace(sight, column_documents=sight.row_documents)),
+    ),
     "no documents": (PACKED, sights(lambda sight: replace(sight, row_documents=None))),
     "nothing seen is 0": (PACKED, put(attention, "log_sum_exp", zero_where_nothing_is_seen)),
-    "largest score alone": (PLAIN, put(attention, "log_sum_exp", lambda scores, _: scores.amax(-1, keepdim=True))),
+    "largest score alone": (
+        PLAIN,
+        put(attention, "log_sum_exp", lambda scores, _: scores.amax(-1, keepdim=True)),
+    ),
     "not rescaled": (PLAIN, put(context, "merge", merge_without_rescale)),
-    "own softmax": (PLAIN, put(context, "attend_backward", lambda *given: attend_backward(*given[:-1]))),
-    "no totals": (PLAIN, put(context, "row_totals", lambda dy, y, kv: attention.row_totals(dy, y * 0, kv))),
+    "own softmax": (
+        PLAIN,
+        put(context, "attend_backward", lambda *given: attend_backward(*given[:-1])),
+    ),
+    "no totals": (
+        PLAIN,
+        put(context, "row_totals", lambda dy, y, kv: attention.row_totals(dy, y * 0, kv)),
+    ),
     "keys go one hop too few": (BF16, stops_early(torch.bfloat16)),
     "gradients go one hop too few": (BF16, stops_early(torch.float32)),
     "gradients count twice": (BF16, gradients_count_twice),
-    "heads in another order": (TRADED, put(context, "tokens_for_heads", lambda *x: tokens_for_heads(*x).flip(2))),
+    "heads in another order": (
+        TRADED,
+        put(context, "tokens_for_heads", lambda *x: tokens_for_heads(*x).flip(2)),
+    ),
     "all-to-all sees everything": (TRADED, put(context, "AllToAll", traded_and_seen)),
 }
 
@@ -531,7 +691,9 @@ def local_positions(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
     return replace(mine, positions=torch.arange(mine.tokens.shape[1]).expand_as(mine.tokens))
 
 
-def alone(config: ModelConfig, layout: Layout, axis: Axis, documents: Tensor | None, *attention: object) -> Attend:
+def alone(
+    config: ModelConfig, layout: Layout, axis: Axis, documents: Tensor | None, *attention: object
+) -> Attend:
     return make_attend(config, layout, axis, None, *attention)  # type: ignore[arg-type]
 
 
@@ -539,7 +701,10 @@ of_steps: dict[str, tuple[Case, Spoil]] = {
     "targets counted by every rank": (Case("cp2", "llama"), put(Mesh, "dp", Mesh.data)),
     "positions start anew": (Case("cp2", "llama"), put(applied, "local_part", local_positions)),
     "padding has targets": (Case("cp2", "llama", 13), put(context, "IGNORED", 0)),
-    "documents are not told": (Case("cp2", "llama", text="packed"), put(applied, "make_attend", alone)),
+    "documents are not told": (
+        Case("cp2", "llama", text="packed"),
+        put(applied, "make_attend", alone),
+    ),
 }
 SPOILS: dict[str, Spoil] = {name: spoil for name, (_, spoil) in (of_attention | of_steps).items()}
 
@@ -548,7 +713,9 @@ SPOILS: dict[str, Spoil] = {name: spoil for name, (_, spoil) in (of_attention | 
 def test_attention_that_is_broken_on_purpose_is_found(ranks: Ranks, spoil: str) -> None:
     """Far outside what an honest one keeps to, 1e-10 in fp64 and 6e-3 in bf16."""
     case = of_attention[spoil][0]
-    assert largest(ranks.run(3, attend_on, [case], spoil), 0) > (0.1 if case.dtype == torch.bfloat16 else 1e-3)
+    assert largest(ranks.run(3, attend_on, [case], spoil), 0) > (
+        0.1 if case.dtype == torch.bfloat16 else 1e-3
+    )
 
 
 def test_what_is_not_broken_is_fine(ranks: Ranks) -> None:
@@ -564,11 +731,13 @@ def test_a_step_that_is_broken_on_purpose_is_found(ranks: Ranks, spoil: str) -> 
         check_first_step(case, first)
 
 
-# -- bytes --------------------------------------------------------------------------------------------------
+# -- bytes
+# --------------------------------------------------------------------------------------------------
 
 
 def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]]:
-    """What one rank sends in a step, by axis, and in the evaluation of a micro-batch on that of context parallel."""
+    """What one rank sends in a step, by axis, and in the evaluation of a micro-batch on that of
+    context parallel."""
     told = []
     for case in cases:
         program, mesh = make(case, rank)
@@ -585,23 +754,34 @@ def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]
 @pytest.mark.parametrize(
     "shorts",
     [
-        ["cp2", "cp2.a2a", "cp2.m3.z2", "cp2.rc-full", "cp2.fsdp"], ["cp3.m2"],
+        ["cp2", "cp2.a2a", "cp2.m3.z2", "cp2.rc-full", "cp2.fsdp"],
+        ["cp3.m2"],
         ["cp4.a2a.m2", "tp2.cp2.sp", "dp2.cp2.z3.m3"],
     ],
     ids=["2", "3", "4"],
-)  # fmt: skip
+)
 def test_a_layer_sends_keys_and_values_around_the_ring(ranks: Ranks, shorts: list[str]) -> None:
-    """With S bytes of keys and values on each of c ranks: (c - 1) S forward; backward they go round again, and their
-    gradients in fp32. All-to-all: (c - 1) / c of q, k and v one way and of the output the other, and again backward."""
-    cases = [Case(short, "four", 13, precision=precision) for short in shorts for precision in ("fp32", "bf16")]
-    config, layout = MODELS["four"], Layout.parse(shorts[0])
+    """With S bytes of keys and values on each of c ranks: (c - 1) S forward; backward they go round
+    again, and their gradients in fp32. All-to-all: (c - 1) / c of q, k and v one way and of the
+    output the other, and again backward."""
+    cases = [
+        Case(short, "four", 13, precision=precision)
+        for short in shorts
+        for precision in ("fp32", "bf16")
+    ]
+    config = MODELS["four"]
+    layout = Layout.parse(shorts[0])
     by_rank = ranks.run(layout.world_size, sent_on, cases)
     for number, case in enumerate(cases):
-        layout, element = Layout.parse(case.layout), DTYPES[case.precision].itemsize
-        c, m, heads = layout.cp, layout.microbatches, config.num_heads // layout.tp
+        layout = Layout.parse(case.layout)
+        element = DTYPES[case.precision].itemsize
+        c = layout.cp
+        m = layout.microbatches
+        heads = config.num_heads // layout.tp
         tokens = SEQUENCES // layout.dp // m * layout.padded_tokens(13) // c
         one = tokens * heads * config.head_dim  # elements of any of q, k, v and the output
-        forward, backward = (c - 1) * 2 * one * element, (c - 1) * 2 * one * (element + 4)
+        forward = (c - 1) * 2 * one * element
+        backward = (c - 1) * 2 * one * (element + 4)
         if layout.all_to_all:
             forward = backward = 4 * one * element * (c - 1) // c
         times = 2 if layout.recompute == "full" else 1
@@ -621,12 +801,15 @@ def test_other_axes_send_what_they_do_without_it(ranks: Ranks) -> None:
     assert both["tp"] == of_tp["tp"] > 0
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------
+# -- checkpoints
+# --------------------------------------------------------------------------------------------
 
 
-def saved_on(rank: int, world: int, case: Case, path: Path | None, again: Path) -> tuple[dict[str, State], float]:
-    """The state that was read, or that two steps made, saved; and the loss of the next step, for which the weights are
-    there."""
+def saved_on(
+    rank: int, world: int, case: Case, path: Path | None, again: Path
+) -> tuple[dict[str, State], float]:
+    """The state that was read, or that two steps made, saved; and the loss of the next step, for
+    which the weights are there."""
     program, mesh = make(case, rank)
     if path is not None:
         load_state(Checkpoint(path), program.store, program.specs)
@@ -645,19 +828,24 @@ def elements_in(path: Path) -> int:
 
 
 def test_a_checkpoint_goes_to_any_layout_and_back_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    """And holds each element once: three states of P parameters. From each the next step has the same loss."""
-    case, path = Case("cp2.z1", "one-kv", 13), tmp_path / "first"
+    """And holds each element once: three states of P parameters. From each the next step has the
+    same loss."""
+    case = Case("cp2.z1", "one-kv", 13)
+    path = tmp_path / "first"
     state, loss = ranks.run(2, saved_on, case, None, path)[0]
     assert elements_in(path) == 3 * num_params(model_specs(MODELS["one-kv"]))
     for number, short in enumerate(["cp4.z3", "tp2.cp2.sp", "cp2.z1"]):
-        last, path, world = path, tmp_path / str(number), Layout.parse(short).world_size
+        last = path
+        path = tmp_path / str(number)
+        world = Layout.parse(short).world_size
         found, next_loss = ranks.run(world, saved_on, replace(case, layout=short), last, path)[0]
         assert same(found, state), short
         assert elements_in(path) == elements_in(last), short
         assert next_loss == pytest.approx(loss, rel=1e-6)
 
 
-# -- runs, and what is refused ------------------------------------------------------------------------------
+# -- runs, and what is refused
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -672,19 +860,35 @@ def train_on(rank: int, world: int, runs: Sequence[Settings]) -> None:
 
 
 def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """In training and of held-out text, within 1e-6 until weights have been stepped and 1e-5 from then on: sequences of
-    15 tokens with documents apart, held out more of them than all data ranks take equal parts of."""
+    """In training and of held-out text, within 1e-6 until weights have been stepped and 1e-5 from
+    then on: sequences of 15 tokens with documents apart, held out more of them than all data ranks
+    take equal parts of."""
 
     def runs(*layouts: str) -> list[Settings]:
         return [
-            tiny_settings(data, tmp_path / layout, layout=layout, seq_len=15, separate_documents=True, num_kv_heads=2,
-                          steps=4, eval_sequences=27, save_every=0)
+            tiny_settings(
+                data,
+                tmp_path / layout,
+                layout=layout,
+                seq_len=15,
+                separate_documents=True,
+                num_kv_heads=2,
+                steps=4,
+                eval_sequences=27,
+                save_every=0,
+            )
             for layout in layouts
-        ]  # fmt: skip
+        ]
 
     def told(layout: str) -> list[dict[str, float]]:
-        rows = [json.loads(line) for line in (tmp_path / layout / "metrics.jsonl").read_text().splitlines()]
-        return [{key: row[key] for key in ("step", "loss", "grad_norm", "held_out_loss") if key in row} for row in rows]
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / layout / "metrics.jsonl").read_text().splitlines()
+        ]
+        return [
+            {key: row[key] for key in ("step", "loss", "grad_norm", "held_out_loss") if key in row}
+            for row in rows
+        ]
 
     by_world = {1: ["dp1"], 2: ["cp2", "cp2.a2a.z3.m2"], 4: ["dp2.cp2.z2"]}
     for world, layouts in by_world.items():
@@ -699,8 +903,14 @@ def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layout": "cp2.a2a"}, r"a2a cuts heads over tp x cp = 2, which 1 kv heads do not allow; the ring \(no a2a\)"),
-        ({"layout": "tp2.cp2.a2a", "num_kv_heads": 2}, r"over tp x cp = 4, which 2 kv heads do not allow; the ring"),
+        (
+            {"layout": "cp2.a2a"},
+            r"a2a cuts heads over tp x cp = 2, which 1 kv heads do not allow; the ring \(no a2a\)",
+        ),
+        (
+            {"layout": "tp2.cp2.a2a", "num_kv_heads": 2},
+            r"over tp x cp = 4, which 2 kv heads do not allow; the ring",
+        ),
         ({"layout": "dp2.a2a"}, "a2a is a way to do context parallel; add cp2, or leave a2a out"),
         ({"layout": "cp2", "seq_len": 65}, "seq_len 65 is longer than the model's 64 positions"),
     ],

@@ -1,4 +1,5 @@
-"""Whatever the batches are, each sequence is what it is alone; nobody waits for ever, and memory holds tokens."""
+"""Whatever the batches are, each sequence is what it is alone; nobody waits for ever, and memory
+holds tokens."""
 
 import math
 import random
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shardwise.serve.pages import Pages
-from shardwise.serve.scheduler import Limits, QueueFull, Scheduler
-from shardwise.serve.sequence import Request
+from shardwise.serve.engine.pages import Pages
+from shardwise.serve.engine.scheduler import Limits, QueueFull, Scheduler
+from shardwise.serve.engine.sequence import Request
 from toy_engine import VOCAB, ToyEngine, alone, engine, ran
 
 STEMS = ([1, 2, 3, 4, 1, 2, 3, 4, 4, 4], [1, 2, 3, 3, 3, 3, 3, 3, 3, 3], [2] * 10)
@@ -28,10 +29,15 @@ class Serving(RuleBasedStateMachine):
     """Requests come and go at any time, in any number, with more or less memory."""
 
     @initialize(
-        num_pages=st.integers(4, 14), page_tokens=st.integers(1, 3), max_running=st.integers(2, 5),
-        more_tokens=st.integers(1, 8), max_queued=st.integers(1, 6),
-    )  # fmt: skip
-    def start(self, num_pages: int, page_tokens: int, max_running: int, more_tokens: int, max_queued: int) -> None:
+        num_pages=st.integers(4, 14),
+        page_tokens=st.integers(1, 3),
+        max_running=st.integers(2, 5),
+        more_tokens=st.integers(1, 8),
+        max_queued=st.integers(1, 6),
+    )
+    def start(
+        self, num_pages: int, page_tokens: int, max_running: int, more_tokens: int, max_queued: int
+    ) -> None:
         limits = Limits(max_running + more_tokens, max_running, max_queued)
         self.engine = ToyEngine(Pages(num_pages, page_tokens), limits)
         self.asked: list[tuple[Request, list[int]]] = []
@@ -39,11 +45,23 @@ class Serving(RuleBasedStateMachine):
         self.ids = count(0, 10)
 
     @rule(
-        prompt=prompts(), max_tokens=st.integers(1, 12), priority=st.integers(0, 1), salt=st.sampled_from(["", "s"]),
-        n=st.sampled_from([1, 1, 1, 2, 3]), scores=st.sampled_from([None, None, None, 0]), ends=st.booleans(),
-    )  # fmt: skip
+        prompt=prompts(),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 1),
+        salt=st.sampled_from(["", "s"]),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        scores=st.sampled_from([None, None, None, 0]),
+        ends=st.booleans(),
+    )
     def add(
-        self, prompt: list[int], max_tokens: int, priority: int, salt: str, n: int, scores: int | None, ends: bool
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        salt: str,
+        n: int,
+        scores: int | None,
+        ends: bool,
     ) -> None:
         request = Request(next(self.ids), list(prompt), max_tokens, priority, salt, n, scores)
         has = self.engine.pages.num_pages * self.engine.pages.page_tokens
@@ -107,9 +125,12 @@ TestServing = Serving.TestCase
 
 @settings(max_examples=40, deadline=None)
 @given(
-    num_pages=st.integers(1, 6), page_tokens=st.integers(1, 4), n=st.integers(1, 3), num_others=st.integers(0, 3),
+    num_pages=st.integers(1, 6),
+    page_tokens=st.integers(1, 4),
+    n=st.integers(1, 3),
+    num_others=st.integers(0, 3),
     data=st.data(),
-)  # fmt: skip
+)
 def test_a_request_that_fits_alone_ends(
     num_pages: int, page_tokens: int, n: int, num_others: int, data: st.DataObject
 ) -> None:
@@ -124,12 +145,17 @@ def test_a_request_that_fits_alone_ends(
 
 
 def test_overload_serves_everybody_in_turn() -> None:
-    """Twice as much comes in as can be served, for long; each is taken in in its turn, and the last one ends."""
+    """Twice as much comes in as can be served, for long; each is taken in in its turn, and the last
+    one ends."""
     one = engine(num_pages=12, page_tokens=4, limits=Limits(24, 6, 1000))
     rng = random.Random(0)
     taken: list[int] = []
     for id in range(150):
-        one.add(Request(id, [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 20))], rng.randint(1, 20)))
+        one.add(
+            Request(
+                id, [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 20))], rng.randint(1, 20)
+            )
+        )
         taken += sorted({id for id, _, _ in ran(one.step())} - set(taken))
     assert one.scheduler.counters().num_waiting > 50
     while batch := one.step():
@@ -140,17 +166,21 @@ def test_overload_serves_everybody_in_turn() -> None:
 
 
 def conversation_lengths(rng: random.Random, num: int) -> list[tuple[int, int]]:
-    """(prompt, answer) with the means of ShareGPT in Kwon et al. 2023, figure 11: 161.31 and 337.99 tokens."""
+    """(prompt, answer) with the means of ShareGPT in Kwon et al. 2023, figure 11: 161.31 and 337.99
+    tokens."""
     spreads = ((161.31, 1.2), (337.99, 0.8))
     return [
-        (max(1, round(rng.lognormvariate(math.log(prompt) - wide**2 / 2, wide))),
-         max(1, round(rng.lognormvariate(math.log(answer) - narrow**2 / 2, narrow))))
+        (
+            max(1, round(rng.lognormvariate(math.log(prompt) - wide**2 / 2, wide))),
+            max(1, round(rng.lognormvariate(math.log(answer) - narrow**2 / 2, narrow))),
+        )
         for (prompt, wide), (answer, narrow) in [spreads] * num
-    ]  # fmt: skip
+    ]
 
 
 def test_memory_handed_out_holds_tokens() -> None:
-    """At least 96 % of it under load, as published (ibid., figure 2: 96.3 %), pages of 16 tokens, memory full."""
+    """At least 96 % of it under load, as published (ibid., figure 2: 96.3 %), pages of 16 tokens,
+    memory full."""
     rng = random.Random(0)
     pages = Pages(600)
     scheduler = Scheduler(pages, Limits(512, 64, 1000))
@@ -160,13 +190,19 @@ def test_memory_handed_out_holds_tokens() -> None:
     while scheduler.waiting:
         batch = scheduler.next_batch()
         assert batch is not None
-        scheduler.commit(batch, {part.id: [rng.randrange(1000)] for part in batch.parts if part.samples})
-        places = {
-            (page, number)
-            for request in scheduler.running
-            for position, page in enumerate(request.pages)
-            for number in range(min(16, request.num_computed - 16 * position))
-        } if num_steps % 25 == 0 else set()  # fmt: skip
+        scheduler.commit(
+            batch, {part.id: [rng.randrange(1000)] for part in batch.parts if part.samples}
+        )
+        places = (
+            {
+                (page, number)
+                for request in scheduler.running
+                for position, page in enumerate(request.pages)
+                for number in range(min(16, request.num_computed - 16 * position))
+            }
+            if num_steps % 25 == 0
+            else set()
+        )
         held += len(places)
         handed_out += 16 * pages.counts().used if places else 0
         full += pages.counts().used

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardwise.config import from_hugging_face, to_hugging_face
-from shardwise.model import convert as conversion
-from shardwise.model.convert import compare_logits, convert, prompt_logits
-from shardwise.model.load import read_config
-from shardwise.model.tokenizer import byte_tokenizer, load_tokenizer
+from shardwise.formats import convert as conversion
+from shardwise.formats.convert import compare_logits, convert, prompt_logits
+from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
+from shardwise.formats.load import read_config
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
 from shardwise.params import model_specs, num_params
 from smollm2 import smollm2_gguf
 from tiny_models import MODELS, tiny_model
@@ -32,7 +32,9 @@ def their_logits(path: Path) -> Tensor:
     """What transformers computes in fp32 for the prompt that `convert` draws."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     num_tokens = min(32, model.config.max_position_embeddings)
-    tokens = torch.randint(model.config.vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0)
+    )
     return model(tokens).logits
 
 
@@ -45,15 +47,23 @@ def test_every_family_keeps_its_logits(tmp_path: Path, name: str) -> None:
     source = saved(tmp_path / "old", name)
     converted = convert(source, tmp_path / "new")
     assert converted.checked_logits == 0.0
-    assert converted.params == num_params(model_specs(read_config(source))) == tiny_model(name).num_parameters()
+    assert (
+        converted.params
+        == num_params(model_specs(read_config(source)))
+        == tiny_model(name).num_parameters()
+    )
     assert set(converted.files) >= {"config.json", "model.safetensors"}
     assert read_config(tmp_path / "new") == read_config(source)
     assert torch.equal(their_logits(tmp_path / "new"), their_logits(source))
-    assert_close(prompt_logits(tmp_path / "new", read_config(source), torch.float32), their_logits(source))
+    assert_close(
+        prompt_logits(tmp_path / "new", read_config(source), torch.float32), their_logits(source)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_narrower_dtype_is_compared_with_the_source_rounded_alike(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_narrower_dtype_is_compared_with_the_source_rounded_alike(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     source = saved(tmp_path / "old", "qwen2")
     assert convert(source, tmp_path / "new", dtype).checked_logits == 0.0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto").dtype == dtype
@@ -64,7 +74,9 @@ def test_the_dtype_of_the_source_is_kept(tmp_path: Path) -> None:
     source = saved(tmp_path / "old", "llama", torch.bfloat16)
     convert(source, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto").dtype == torch.bfloat16
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto").dtype == torch.bfloat16
+    )
 
 
 def test_tokenizer_files_of_a_folder_are_copied_as_they_are(tmp_path: Path) -> None:
@@ -72,29 +84,43 @@ def test_tokenizer_files_of_a_folder_are_copied_as_they_are(tmp_path: Path) -> N
     byte_tokenizer().save(source)
     (source / "special_tokens_map.json").write_text('{"eos_token":   "<|endoftext|>"}')
     files = convert(source, tmp_path / "new").files
-    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
-        assert file in files and (tmp_path / "new" / file).read_bytes() == (source / file).read_bytes()
+    for file in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+    ):
+        assert (
+            file in files and (tmp_path / "new" / file).read_bytes() == (source / file).read_bytes()
+        )
     assert json.loads((tmp_path / "new" / "config.json").read_text())["eos_token_id"] == 256
 
 
 def test_progress_rises_to_the_end(tmp_path: Path) -> None:
     seen: list[tuple[str, float]] = []
-    convert(saved(tmp_path / "old", "gpt2"), tmp_path / "new", progress=lambda what, done: seen.append((what, done)))
+    convert(
+        saved(tmp_path / "old", "gpt2"),
+        tmp_path / "new",
+        progress=lambda what, done: seen.append((what, done)),
+    )
     writing = [done for what, done in seen if what == "writing"]
     assert writing == sorted(writing) and writing[-1] == 1.0 and seen[-1] == ("checking", 1.0)
 
 
 def test_real_model_from_gguf(tmp_path: Path) -> None:
-    path, new = smollm2_gguf(), tmp_path / "new"
+    path = smollm2_gguf()
+    new = tmp_path / "new"
     converted = convert(path, new)
     assert converted.checked_logits == 0.0 and converted.params == 134_515_008
     assert_close(prompt_logits(path, read_config(path), torch.bfloat16), their_logits(new))
-    tokenizer, text = AutoTokenizer.from_pretrained(new), "Gravity is a force, isn't it? \N{SNOWMAN} 1234"
+    tokenizer = AutoTokenizer.from_pretrained(new)
+    text = "Gravity is a force, isn't it? \N{SNOWMAN} 1234"
     assert tokenizer(text)["input_ids"] == load_tokenizer(path).encode(text)
     assert tokenizer.chat_template == load_tokenizer(path).chat_template
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# What is refused
+# ------------------------------------------------------------------------------------------------------
 
 
 def refusal(run: Callable[[], object]) -> str:
@@ -105,8 +131,11 @@ def refusal(run: Callable[[], object]) -> str:
 
 
 def test_different_models_do_not_compare_equal(tmp_path: Path) -> None:
-    first, second = saved(tmp_path / "a", "llama"), saved(tmp_path / "b", "llama-biases")
-    assert "logits differ by" in refusal(lambda: compare_logits(first, second, torch.float32, lambda *_: None))
+    first = saved(tmp_path / "a", "llama")
+    second = saved(tmp_path / "b", "llama-biases")
+    assert "logits differ by" in refusal(
+        lambda: compare_logits(first, second, torch.float32, lambda *_: None)
+    )
     assert compare_logits(first, first, torch.float32, lambda *_: None) == 0.0
 
 

@@ -56,11 +56,17 @@ def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
 def read_documents(folder: Path, split: str) -> list[list[int]]:
     token_file = TokenFile(folder, split)
     ends = [*token_file.starts[1:].tolist(), token_file.num_tokens]
-    return [token_file.tokens[start:end].tolist() for start, end in zip(token_file.starts.tolist(), ends, strict=True)]
+    return [
+        token_file.tokens[start:end].tolist()
+        for start, end in zip(token_file.starts.tolist(), ends, strict=True)
+    ]
 
 
-def token_file_of(folder: Path, lengths: list[int], split: str = "train", held_out: float = 0.0) -> TokenFile:
-    """A data set of documents of the given lengths (end-of-text included), every token but that one distinct."""
+def token_file_of(
+    folder: Path, lengths: list[int], split: str = "train", held_out: float = 0.0
+) -> TokenFile:
+    """A data set of documents of the given lengths (end-of-text included), every token but that one
+    distinct."""
     number = iter(range(1_000_000))
     texts = [" ".join(str(next(number)) for _ in range(length - 1)) for length in lengths]
     tokenizer = Words(1_000_000)
@@ -69,15 +75,19 @@ def token_file_of(folder: Path, lengths: list[int], split: str = "train", held_o
     return TokenFile(folder / "data", split)
 
 
-# -- build and read back ------------------------------------------------------------------------------------
+# -- build and read back
+# ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.text(max_size=30), min_size=1, max_size=12), st.sampled_from([0.0, 0.1, 0.5, 0.9]))
+@given(
+    st.lists(st.text(max_size=30), min_size=1, max_size=12), st.sampled_from([0.0, 0.1, 0.5, 0.9])
+)
 def test_documents_come_back(texts: list[str], held_out: float) -> None:
     expected = [[*text.encode(), END] for text in texts if text]
     with tempfile.TemporaryDirectory() as name:
-        source, data = write_jsonl(Path(name, "d.jsonl"), texts), Path(name, "data")
+        source = write_jsonl(Path(name, "d.jsonl"), texts)
+        data = Path(name, "data")
         if not expected:
             with pytest.raises(ValueError, match="holds no text"):
                 build(source, data, Bytes(), held_out)
@@ -112,7 +122,9 @@ def test_held_out_share_is_drawn_from_everywhere(tmp_path: Path) -> None:
     first_tokens = np.array([document[0] for document in held])
     assert np.histogram(first_tokens, bins=4, range=(0, 4000))[0].min() > 25
     build(tmp_path / "numbers.jsonl", tmp_path / "again", Words(1_000_000), 0.1)
-    assert (tmp_path / "again/held_out.idx").read_bytes() == (tmp_path / "data/held_out.idx").read_bytes()
+    assert (tmp_path / "again/held_out.idx").read_bytes() == (
+        tmp_path / "data/held_out.idx"
+    ).read_bytes()
 
 
 def test_a_folder_may_hold_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +140,9 @@ def test_a_folder_may_hold_pictures(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("sizes", [(20, 90_000), (1, 1, 50)])
-def test_a_last_document_that_is_most_of_the_text_is_not_held_out_whole(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+def test_a_last_document_that_is_most_of_the_text_is_not_held_out_whole(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
     source = write_jsonl(tmp_path / "d.jsonl", ["x" * size for size in sizes])
     made = build(source, tmp_path / "data", Bytes(), 0.01)
     assert made.splits["held_out"].tokens == max(1, round(0.01 * made.tokens))
@@ -151,20 +165,30 @@ def test_folder_of_files(tmp_path: Path) -> None:
         (source / name).write_bytes(content)
     made = build(source, tmp_path / "deep/er/data", Bytes())
     texts = ["# y", "z = 1\n", "dash", "bé\r\n", "one", "two"]
-    assert read_documents(tmp_path / "deep/er/data", "train") == [[*text.encode(), END] for text in texts]
+    assert read_documents(tmp_path / "deep/er/data", "train") == [
+        [*text.encode(), END] for text in texts
+    ]
     assert made.files == tuple(
-        str(source / name) for name in ("a/y.md", "a/z.py", "a-b.txt", "b.txt", "c.jsonl", "empty.txt")
+        str(source / name)
+        for name in ("a/y.md", "a/z.py", "a-b.txt", "b.txt", "c.jsonl", "empty.txt")
     )
     assert made.end_of_text == END
     assert sorted(os.listdir(tmp_path / "deep/er")) == ["data"]
-    assert sorted(os.listdir(tmp_path / "deep/er/data")) == ["data.json", "tokenizer.json", "train.bin", "train.idx"]
+    assert sorted(os.listdir(tmp_path / "deep/er/data")) == [
+        "data.json",
+        "tokenizer.json",
+        "train.bin",
+        "train.idx",
+    ]
     listed = build([source / "b.txt", source / "a"], tmp_path / "listed", Bytes())
     assert [Path(file).name for file in listed.files] == ["b.txt", "y.md", "z.py"]
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
 def test_long_documents_are_read_in_pieces(tmp_path: Path, suffix: str) -> None:
-    text = "".join(f"{'é' * (number % 90)} {number}\n" for number in range(60_000)) + "€" * 1_200_000
+    text = (
+        "".join(f"{'é' * (number % 90)} {number}\n" for number in range(60_000)) + "€" * 1_200_000
+    )
     source = tmp_path / f"long.{suffix}"
     if suffix == "txt":
         source.write_text(text, newline="")
@@ -177,7 +201,9 @@ def test_long_documents_are_read_in_pieces(tmp_path: Path, suffix: str) -> None:
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(piece.text for piece in pieces) == text
     reports = []
-    made = build(source, tmp_path / "data", Bytes(), progress=lambda *report: reports.append(report))
+    made = build(
+        source, tmp_path / "data", Bytes(), progress=lambda *report: reports.append(report)
+    )
     assert made.documents == 1
     assert bytes(TokenFile(tmp_path / "data").tokens[:-1].astype(np.uint8)).decode() == text
     assert reports[-1] == (source.stat().st_size, source.stat().st_size, made.tokens)
@@ -195,7 +221,12 @@ def test_width_of_a_token(tmp_path: Path, vocab_size: int, dtype: str) -> None:
 
 
 def test_field_can_be_named(tmp_path: Path) -> None:
-    build(write_jsonl(tmp_path / "d.jsonl", ["ab"], "content"), tmp_path / "data", Bytes(), field="content")
+    build(
+        write_jsonl(tmp_path / "d.jsonl", ["ab"], "content"),
+        tmp_path / "data",
+        Bytes(),
+        field="content",
+    )
     assert read_documents(tmp_path / "data", "train") == [[97, 98, END]]
 
 
@@ -204,7 +235,9 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "d.parquet"
     texts = [f"té {number}" for number in range(1000)]
-    parquet.write_table(pyarrow.table({"id": list(range(1000)), "text": texts}), path, row_group_size=300)
+    parquet.write_table(
+        pyarrow.table({"id": list(range(1000)), "text": texts}), path, row_group_size=300
+    )
     build(path, tmp_path / "data", Bytes())
     assert read_documents(tmp_path / "data", "train") == [[*text.encode(), END] for text in texts]
     with pytest.raises(ValueError, match=r'd\.parquet has no column "body", only "id", "text"'):
@@ -220,7 +253,8 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build(path, tmp_path / "other", Bytes())
 
 
-# -- bad input ----------------------------------------------------------------------------------------------
+# -- bad input
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,12 +263,20 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("d.jsonl", b'{"text": "a"}\n{"text": \n', r"d\.jsonl, line 2 is not JSON"),
         ("d.jsonl", b"[" * 100_000, r"d\.jsonl, line 1 is not JSON"),
         ("d.jsonl", b'{"text": "a"}\n["a"]\n', r"d\.jsonl, line 2 is not a JSON object"),
-        ("d.jsonl", b'\n{"body": "a", "id": 1}\n', r'd\.jsonl, line 2 has no field "text", only "body", "id"'),
+        (
+            "d.jsonl",
+            b'\n{"body": "a", "id": 1}\n',
+            r'd\.jsonl, line 2 has no field "text", only "body", "id"',
+        ),
         ("d.jsonl", b'{"text": 3}\n', r'The field "text" of .*d\.jsonl, line 1 is not text but 3'),
         ("d.jsonl", b'{"text": "\\ud800"}\n', r"line 1 holds half of a surrogate pair"),
         ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"d\.jsonl, line 2 is not UTF-8 text"),
         ("d.txt", b"abc\xffdef", r"d\.txt is not UTF-8 text \(byte 3\)"),
-        ("d.txt", "é".encode() * (1 << 19) + b"abc\xc3", r"d\.txt is not UTF-8 text \(byte 1048579\)"),
+        (
+            "d.txt",
+            "é".encode() * (1 << 19) + b"abc\xc3",
+            r"d\.txt is not UTF-8 text \(byte 1048579\)",
+        ),
         ("d.txt", b"", r"holds no text"),
         ("d.jsonl", b"\n\n", r"holds no text"),
     ],
@@ -332,11 +374,16 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no held_out split, only train"):
         TokenFile(tmp_path / "data", "held_out")
     (tmp_path / "data/train.bin").write_bytes(b"\0\0")
-    with pytest.raises(ValueError, match=r"train\.bin is damaged: it holds 2 bytes where data\.json says 8"):
+    with pytest.raises(
+        ValueError, match=r"train\.bin is damaged: it holds 2 bytes where data\.json says 8"
+    ):
         TokenFile(tmp_path / "data")
     record = json.loads((tmp_path / "data/data.json").read_text())
     for broken, sentence in [
-        (json.dumps({**record, "format_version": 99}), "format version 99, and this program reads version 1"),
+        (
+            json.dumps({**record, "format_version": 99}),
+            "format version 99, and this program reads version 1",
+        ),
         (json.dumps({**record, "dtype": "float32"}), "does not describe a data set"),
         (json.dumps({**record, "splits": {"train": 3}}), "does not describe a data set"),
         ("[]", "does not describe a data set"),
@@ -347,7 +394,8 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
             TokenFile(tmp_path / "data")
 
 
-# -- the standard library with a real tokenizer -------------------------------------------------------------
+# -- the standard library with a real tokenizer
+# -------------------------------------------------------------
 
 
 class ByteLevelBPE:
@@ -361,13 +409,18 @@ class ByteLevelBPE:
         self.model.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab_size,
+            special_tokens=["<|end|>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
         )
         self.model.train([str(file) for file in files], trainer)
         self.vocab_size = self.model.get_vocab_size()
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.model.encode_batch(texts, add_special_tokens=False)]
+        return [
+            encoding.ids for encoding in self.model.encode_batch(texts, add_special_tokens=False)
+        ]
 
     def save(self, folder: Path) -> None:
         self.model.save(str(folder / "tokenizer.json"))
@@ -380,7 +433,9 @@ def test_python_source_files() -> None:
     assert {"json/decoder.py", "asyncio/tasks.py"} <= names
     assert any(file.name == "argparse.py" for file in files)
     parts = {part for file in files for part in file.parts}
-    assert parts.isdisjoint({"site-packages", "test", "tests", "idlelib", "__pycache__", "encodings"})
+    assert parts.isdisjoint(
+        {"site-packages", "test", "tests", "idlelib", "__pycache__", "encodings"}
+    )
     for file in files:
         file.read_text(encoding="utf-8")
     assert sum(file.stat().st_size for file in files) > 4_000_000
@@ -397,7 +452,8 @@ def test_standard_library_comes_back(tmp_path: Path) -> None:
         assert decoder.decode(tokens[:-1]) == file.read_bytes().decode()
 
 
-# -- order --------------------------------------------------------------------------------------------------
+# -- order
+# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
@@ -416,7 +472,9 @@ def test_every_epoch_is_a_permutation(num_samples: int, seed: int, epoch: int) -
 @settings(max_examples=50, deadline=None)
 def test_epochs_and_seeds_differ(num_samples: int, seed: int, epoch: int) -> None:
     def permutation(seed: int, epoch: int) -> list[int]:
-        return [Order(num_samples, seed)[epoch * num_samples + place] for place in range(num_samples)]
+        return [
+            Order(num_samples, seed)[epoch * num_samples + place] for place in range(num_samples)
+        ]
 
     here = permutation(seed, epoch)
     assert here != list(range(num_samples))
@@ -426,9 +484,12 @@ def test_epochs_and_seeds_differ(num_samples: int, seed: int, epoch: int) -> Non
 
 @pytest.mark.parametrize("num_samples", [2, 3, 7, 8])
 def test_order_is_even(num_samples: int) -> None:
-    """Over 4,000 seeds each sample comes first, and each follows each, equally often: within 5 standard deviations."""
+    """Over 4,000 seeds each sample comes first, and each follows each, equally often: within 5
+    standard deviations."""
     trials = 4000
-    pairs = Counter((Order(num_samples, seed)[0], Order(num_samples, seed)[1]) for seed in range(trials))
+    pairs = Counter(
+        (Order(num_samples, seed)[0], Order(num_samples, seed)[1]) for seed in range(trials)
+    )
     firsts = Counter[int]()
     for (first, _), count in pairs.items():
         firsts[first] += count
@@ -471,11 +532,14 @@ def test_order_is_pinned() -> None:
     ]
 
 
-# -- batches ------------------------------------------------------------------------------------------------
+# -- batches
+# ------------------------------------------------------------------------------------------------
 
 
 def test_packed_samples_are_shifted_by_one(tmp_path: Path) -> None:
-    token_file = token_file_of(tmp_path, [5, 1, 8, 3])  # the document of length 1 is empty, and left out
+    token_file = token_file_of(
+        tmp_path, [5, 1, 8, 3]
+    )  # the document of length 1 is empty, and left out
     stream = [0, 1, 2, 3, 999_999, 4, 5, 6, 7, 8, 9, 10, 999_999, 11, 12, 999_999]
     assert token_file.num_tokens == 16 and token_file.num_documents == 3
     assert token_file.num_samples(5) == 3 and token_file.num_samples(15) == 1
@@ -496,8 +560,13 @@ def test_packed_samples_are_shifted_by_one(tmp_path: Path) -> None:
 
 def test_set_shorter_than_a_sample(tmp_path: Path) -> None:
     token_file = token_file_of(tmp_path, [4, 3])
-    for ask in (lambda: Batches(token_file, 7, 1, 1, 0, 1, 0), lambda: held_out_batches(token_file, 7, 1, 0, 1, None)):
-        with pytest.raises(ValueError, match=r"train split of .*data holds 7 tokens, .* at most 6 work"):
+    for ask in (
+        lambda: Batches(token_file, 7, 1, 1, 0, 1, 0),
+        lambda: held_out_batches(token_file, 7, 1, 0, 1, None),
+    ):
+        with pytest.raises(
+            ValueError, match=r"train split of .*data holds 7 tokens, .* at most 6 work"
+        ):
             ask()
     assert Batches(token_file, 6, 1, 1, 0, 1, 0).batch(5).num_targets == 6
     with pytest.raises(ValueError, match="at least 1 token, not 0"):
@@ -505,7 +574,8 @@ def test_set_shorter_than_a_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "global_batch, nearest", [(10, r"6 or 12 would"), (5, r"6 would"), (0, r"6 would"), (-6, r"6 would")]
+    "global_batch, nearest",
+    [(10, r"6 or 12 would"), (5, r"6 would"), (0, r"6 would"), (-6, r"6 would")],
 )
 def test_global_batch_that_does_not_divide(tmp_path: Path, global_batch: int, nearest: str) -> None:
     token_file = token_file_of(tmp_path, [40])
@@ -514,8 +584,12 @@ def test_global_batch_that_does_not_divide(tmp_path: Path, global_batch: int, ne
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("data_size, microbatches", [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2), (3, 4), (12, 1), (1, 12)])
-def test_any_cut_reads_what_one_rank_reads(tmp_path: Path, data_size: int, microbatches: int, separate: bool) -> None:
+@pytest.mark.parametrize(
+    "data_size, microbatches", [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2), (3, 4), (12, 1), (1, 12)]
+)
+def test_any_cut_reads_what_one_rank_reads(
+    tmp_path: Path, data_size: int, microbatches: int, separate: bool
+) -> None:
     token_file = token_file_of(tmp_path, [7, 30, 2, 50, 11, 64])
     whole = Batches(token_file, 5, 24, 1, 0, 1, seed=9, separate_documents=separate)
     for step in (0, 1, 7):
@@ -526,7 +600,9 @@ def test_any_cut_reads_what_one_rank_reads(tmp_path: Path, data_size: int, micro
         expected = whole.batch(step)
         assert sum(part.num_targets for part in parts) == expected.num_targets
         for name in ("tokens", "targets", "positions", "documents"):
-            rows = [getattr(part.microbatches[m], name) for m in range(microbatches) for part in parts]
+            rows = [
+                getattr(part.microbatches[m], name) for m in range(microbatches) for part in parts
+            ]
             if rows[0] is None:
                 assert name == "documents" and not separate
             else:
@@ -534,7 +610,8 @@ def test_any_cut_reads_what_one_rank_reads(tmp_path: Path, data_size: int, micro
 
 
 def test_batches_go_on_where_the_order_does(tmp_path: Path) -> None:
-    """An epoch's samples once each, across steps that do not divide it; and a batch does not depend on history."""
+    """An epoch's samples once each, across steps that do not divide it; and a batch does not depend
+    on history."""
     token_file = token_file_of(tmp_path, [50, 23, 29])
     num_samples = token_file.num_samples(4)
     assert num_samples == 25
@@ -542,7 +619,9 @@ def test_batches_go_on_where_the_order_does(tmp_path: Path) -> None:
     seen = [tokens for step in range(50) for tokens in read_rows(straight, step)]
     for epoch in range(12):
         rows = seen[epoch * num_samples : (epoch + 1) * num_samples]
-        assert sorted(rows) == sorted(tuple(token_file.window(4 * i, 4).tolist()) for i in range(num_samples))
+        assert sorted(rows) == sorted(
+            tuple(token_file.window(4 * i, 4).tolist()) for i in range(num_samples)
+        )
     for step in (49, 3, 17, 3):
         resumed = Batches(TokenFile(tmp_path / "data"), 4, 6, 1, 0, 1, seed=2)
         assert read_rows(resumed, step) == seen[step * 6 : step * 6 + 6]
@@ -562,7 +641,9 @@ def test_separate_documents(lengths: list[int], seq_len: int) -> None:
         token_file = token_file_of(Path(name), lengths)
         num_samples = token_file.num_samples(seq_len)
         assert token_file.documents(0, total).tolist() == numbers
-        batches = list(held_out_batches(token_file, seq_len, num_samples, 0, 1, separate_documents=True))
+        batches = list(
+            held_out_batches(token_file, seq_len, num_samples, 0, 1, separate_documents=True)
+        )
     (microbatch,) = batches[0].microbatches
     assert len(batches) == 1 and microbatch.documents is not None
     num_targets = 0
@@ -589,10 +670,17 @@ def test_held_out_is_read_once_in_order_by_ranks_in_step(
 ) -> None:
     token_file = token_file_of(tmp_path, [20, 15, 9])
     num_samples = min(limit or 10, token_file.num_samples(4))
-    ranks = [list(held_out_batches(token_file, 4, batch, rank, data_size, limit)) for rank in range(data_size)]
+    ranks = [
+        list(held_out_batches(token_file, 4, batch, rank, data_size, limit))
+        for rank in range(data_size)
+    ]
     num_batches = -(-num_samples // (data_size * batch))
     assert [len(batches) for batches in ranks] == [num_batches] * data_size
-    rows = [each.microbatches[0] for k in range(num_batches) for each in (batches[k] for batches in ranks)]
+    rows = [
+        each.microbatches[0]
+        for k in range(num_batches)
+        for each in (batches[k] for batches in ranks)
+    ]
     targets = torch.cat([row.targets for row in rows])
     assert targets.shape == (num_batches * data_size * batch, 4)
     assert (targets[num_samples:] == NO_TARGET).all()

@@ -1,4 +1,5 @@
-"""The demo, shortened to a few steps: the same commands on the same real text and the real chat model."""
+"""The demo, shortened to a few steps: the same commands on the same real text and the real chat
+model."""
 
 import json
 from dataclasses import replace
@@ -26,7 +27,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_from_the_plan_to_a_chat(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Twelve steps at vocabulary 2048 take the held-out loss from 7.6, that of a guess, to below 7."""
+    """Twelve steps at vocabulary 2048 take the held-out loss from 7.6, that of a guess, to below
+    7."""
     (tmp_path / "demo").mkdir()
     assert main(["demo", "--folder", str(tmp_path / "demo"), "--json"]) == 0
     out, err = capfd.readouterr()

@@ -1,4 +1,5 @@
-"""Streaming text against decoding everything at the end, on byte-level and SentencePiece vocabularies."""
+"""Streaming text against decoding everything at the end, on byte-level and SentencePiece
+vocabularies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,12 +9,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.model.tokenizer import Tokenizer, byte_tokenizer, from_gguf, load_tokenizer
-from shardwise.model.vocabulary import TokenType
-from shardwise.serve.detokenize import Detokenizer
+from shardwise.formats.tokenizers.tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    from_gguf,
+    load_tokenizer,
+)
+from shardwise.formats.tokenizers.vocabulary import TokenType
+from shardwise.serve.sampling.detokenize import Detokenizer
 from smollm2 import smollm2_gguf
 
-TEXTS = st.text(max_size=30) | st.sampled_from(["👩‍👩‍👧 e\u0301 漢字", "  two  spaces ", "\r\n\t\x00", "नमस्ते 🇫🇷"])
+TEXTS = st.text(max_size=30) | st.sampled_from(
+    ["👩‍👩‍👧 e\u0301 漢字", "  two  spaces ", "\r\n\t\x00", "नमस्ते 🇫🇷"]
+)
 
 
 @dataclass
@@ -22,10 +30,16 @@ class Metadata:
 
 
 def small_sentencepiece() -> Tokenizer:
-    """256 byte tokens and a few pieces, as in GGUF files of the Llama 2 line; the scores matter only for encoding."""
+    """256 byte tokens and a few pieces, as in GGUF files of the Llama 2 line; the scores matter
+    only for encoding."""
     pieces = ["▁", "a", "b", "▁a", "ab", "▁▁", "é", "▁漢"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    types = [TokenType.UNKNOWN] + [TokenType.CONTROL] * 2 + [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(pieces)
+    types = (
+        [TokenType.UNKNOWN]
+        + [TokenType.CONTROL] * 2
+        + [TokenType.BYTE] * 256
+        + [TokenType.NORMAL] * len(pieces)
+    )
     keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": [0.0] * len(tokens)}
     keys |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     return from_gguf(Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items()}))
@@ -49,15 +63,24 @@ def test_pieces_are_the_decoded_whole(name: str, skip_special: bool) -> None:
     tokenizer = TOKENIZERS[name]
     euro = [3 + byte for byte in "€".encode()]
 
-    @given(ids=st.lists(st.integers(0, min(tokenizer.vocab_size, 300) + 5) | st.integers(0, tokenizer.vocab_size + 5)))
-    @example([1, 259, 260, *euro, 259, 262])  # the first space of the text is dropped, the others stay
+    @given(
+        ids=st.lists(
+            st.integers(0, min(tokenizer.vocab_size, 300) + 5)
+            | st.integers(0, tokenizer.vocab_size + 5)
+        )
+    )
+    @example(
+        [1, 259, 260, *euro, 259, 262]
+    )  # the first space of the text is dropped, the others stay
     @example([259, 259, 264, 1, 259])
     @example(
         [*euro, 3 + 0xFF, 260, *euro, 1, *euro[:2]]
     )  # one wrong byte spoils a run of byte tokens, skipped ids do not end it
     @settings(max_examples=300)
     def same(ids: list[int]) -> None:
-        assert "".join(pieces(Detokenizer(tokenizer, (), skip_special), ids)) == tokenizer.decode(ids, skip_special)
+        assert "".join(pieces(Detokenizer(tokenizer, (), skip_special), ids)) == tokenizer.decode(
+            ids, skip_special
+        )
 
     same()
 
@@ -90,29 +113,48 @@ def test_half_characters_are_never_shown() -> None:
         "a",
         "",
     ]
-    assert pieces(Detokenizer(TOKENIZERS["bytes"]), "👩".encode()[:3]) == ["", "", "", "\N{REPLACEMENT CHARACTER}"]
+    assert pieces(Detokenizer(TOKENIZERS["bytes"]), "👩".encode()[:3]) == [
+        "",
+        "",
+        "",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
     smollm2 = TOKENIZERS["smollm2"]
     ids = smollm2.encode("Flags: 🇫🇷🇯🇵!")
     shown = pieces(Detokenizer(smollm2), ids)
-    assert "".join(shown) == "Flags: 🇫🇷🇯🇵!" and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in shown)
-    assert len(ids) > len([piece for piece in shown if piece])  # some tokens did end inside a character
+    assert "".join(shown) == "Flags: 🇫🇷🇯🇵!" and not any(
+        "\N{REPLACEMENT CHARACTER}" in piece for piece in shown
+    )
+    assert len(ids) > len(
+        [piece for piece in shown if piece]
+    )  # some tokens did end inside a character
 
 
 def test_plain_text_is_shown_at_once() -> None:
     smollm2 = TOKENIZERS["smollm2"]
     ids = smollm2.encode("The capital of France is Paris.")
-    assert pieces(Detokenizer(smollm2, stop=("\n\n",)), ids) == [*(smollm2.decode([index]) for index in ids), ""]
+    assert pieces(Detokenizer(smollm2, stop=("\n\n",)), ids) == [
+        *(smollm2.decode([index]) for index in ids),
+        "",
+    ]
 
 
 def test_space_of_the_first_word_only_is_dropped() -> None:
-    assert pieces(Detokenizer(TOKENIZERS["sentencepiece"]), [1, 262, 262, 260]) == ["", "a", " a", "a", ""]
+    assert pieces(Detokenizer(TOKENIZERS["sentencepiece"]), [1, 262, 262, 260]) == [
+        "",
+        "a",
+        " a",
+        "a",
+        "",
+    ]
 
 
 # Stop strings
 
 
 def cut_by_definition(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """Read the text character by character; the first moment at which it ends in a stop string ends it."""
+    """Read the text character by character; the first moment at which it ends in a stop string ends
+    it."""
     for end in range(1, len(text) + 1):
         ending = [each for each in stop if text[:end].endswith(each)]
         if ending:
@@ -133,7 +175,8 @@ def test_stop_strings_cut_by_definition(text: str, stop: list[str], name: str) -
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)
     expected, stopped = cut_by_definition(tokenizer.decode(ids), stop)
-    detokenizer, shown = Detokenizer(tokenizer, stop), ""
+    detokenizer = Detokenizer(tokenizer, stop)
+    shown = ""
     for index in ids:
         shown += detokenizer.add(index)
         assert expected.startswith(shown), "text was shown that is not in the answer"
@@ -146,14 +189,19 @@ def test_stop_strings_cut_by_definition(text: str, stop: list[str], name: str) -
 def test_only_what_may_begin_a_stop_string_waits() -> None:
     detokenizer = Detokenizer(TOKENIZERS["bytes"], stop=("User:", "###"))
     shown = [detokenizer.add(index) for index in b"Us Use# ##U"]
-    assert shown == ["", "", "Us ", "", "", "", "Use", "# ", "", "", "##"] and not detokenizer.stopped
+    assert (
+        shown == ["", "", "Us ", "", "", "", "Use", "# ", "", "", "##"] and not detokenizer.stopped
+    )
     assert detokenizer.flush() == "U"
 
 
 def test_stop_string_ends_the_text_inside_a_token() -> None:
     smollm2 = TOKENIZERS["smollm2"]
     detokenizer = Detokenizer(smollm2, stop=("apit",))
-    assert "".join(pieces(detokenizer, smollm2.encode("The capital of"))) == "The c" and detokenizer.stopped
+    assert (
+        "".join(pieces(detokenizer, smollm2.encode("The capital of"))) == "The c"
+        and detokenizer.stopped
+    )
 
 
 def test_empty_stop_string_is_a_fault_of_the_caller() -> None:
@@ -177,7 +225,8 @@ class Counting(Tokenizer):
 
 @pytest.mark.parametrize("run_tokens", [0, 1, 40])
 def test_a_token_costs_the_same_at_any_length(run_tokens: int) -> None:
-    """Tokens decoded in all: at most 3 for each that is added, also where bytes that are no UTF-8 wait in long runs."""
+    """Tokens decoded in all: at most 3 for each that is added, also where bytes that are no UTF-8
+    wait in long runs."""
     plain = TOKENIZERS["sentencepiece"]
     tokenizer = Counting(plain.backend, plain.special, plain.eos_ids)
     ids = ([262] + [3 + 0xFF] * run_tokens) * (4000 // (1 + run_tokens))

@@ -1,4 +1,5 @@
-"""Products of small integers with activations quantized as they come: its formula in Python's integers, and bounds."""
+"""Products of small integers with activations quantized as they come: its formula in Python's
+integers, and bounds."""
 
 import pytest
 import torch
@@ -19,28 +20,41 @@ def drawn(num_rows: int, num_columns: int, seed: int = 0) -> Tensor:
     return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed))
 
 
-@given(seed=st.integers(0, 10**6), rows=st.integers(1, 5), columns=st.integers(1, 100), scale=st.floats(-6, 6))
-def test_activations_are_off_by_half_a_step(seed: int, rows: int, columns: int, scale: float) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 100),
+    scale=st.floats(-6, 6),
+)
+def test_activations_are_off_by_half_a_step(
+    seed: int, rows: int, columns: int, scale: float
+) -> None:
     x = drawn(rows, columns, seed) * 10**scale
     codes, scales = quantize_activations(x)
     num_stretches = -(-columns // STRETCH)
     assert codes.dtype == torch.int8 and codes.shape == (rows, num_stretches, STRETCH)
     assert scales.dtype == torch.float32 and scales.shape == (rows, num_stretches, 1)
     back = (codes.float() * scales).flatten(1)
-    assert ((back[:, :columns] - x).abs() <= scales.repeat_interleave(STRETCH, 1)[:, :columns, 0] * 0.5001).all()
+    assert (
+        (back[:, :columns] - x).abs()
+        <= scales.repeat_interleave(STRETCH, 1)[:, :columns, 0] * 0.5001
+    ).all()
     assert back[:, columns:].eq(0).all() and codes.abs().amax(-1).eq(127).all()
 
 
 def test_what_is_nothing_or_no_number() -> None:
     x = torch.zeros(1, 4 * STRETCH)
-    x[0, STRETCH], x[0, 2 * STRETCH], x[0, 3 * STRETCH] = 1e-38, torch.nan, torch.inf
+    x[0, STRETCH] = 1e-38
+    x[0, 2 * STRETCH] = torch.nan
+    x[0, 3 * STRETCH] = torch.inf
     codes, scales = quantize_activations(x)
     assert codes[0, :2].eq(0).all() and scales[0, :2].eq(0).all()
     assert not (codes.float() * scales)[0, 2:].isfinite().any()
 
 
 def test_it_is_its_formula() -> None:
-    x, quantized = drawn(4, 64, 1), quantize(drawn(5, 64, 2), Scheme.parse("int4z-g32"))
+    x = drawn(4, 64, 1)
+    quantized = quantize(drawn(5, 64, 2), Scheme.parse("int4z-g32"))
     codes, scales = quantize_activations(x)
     zeros = quantized.zeros
     assert zeros is not None
@@ -54,7 +68,9 @@ def test_it_is_its_formula() -> None:
                 step = float(quantized.scales[out, stretch])
                 offset = -step * int(zeros[out, stretch])
                 wanted[row, out] += float(scales[row, stretch]) * (step * dot + offset * sum(mine))
-    torch.testing.assert_close(dynamic_matmul(x.double(), quantized), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        dynamic_matmul(x.double(), quantized), wanted, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -62,9 +78,11 @@ def test_it_is_its_formula() -> None:
 def test_the_product_is_near_that_of_plain_numbers(
     dtype: torch.dtype, scheme: Scheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each activation is off by half a step at most: |error| <= sum of sx / 2 |w|, and rounding. In several strips."""
+    """Each activation is off by half a step at most: |error| <= sum of sx / 2 |w|, and rounding. In
+    several strips."""
     monkeypatch.setattr(format, "STRIP_ELEMENTS", 1 << 12)
-    x, quantized = drawn(6, 256, 1).to(dtype).view(2, 3, 256), quantize(drawn(100, 256, 2), scheme)
+    x = drawn(6, 256, 1).to(dtype).view(2, 3, 256)
+    quantized = quantize(drawn(100, 256, 2), scheme)
     found = dynamic_matmul(x, quantized)
     assert found.dtype == dtype and found.shape == (2, 3, 100)
     plain = dequantize(quantized, torch.float64)
@@ -75,7 +93,8 @@ def test_the_product_is_near_that_of_plain_numbers(
 
 
 def test_one_large_activation_spoils_its_stretch_alone() -> None:
-    x, quantized = drawn(1, 256, 1), quantize(drawn(50, 256, 2), INT8)
+    x = drawn(1, 256, 1)
+    quantized = quantize(drawn(50, 256, 2), INT8)
     x[0, 3] = 1000
     plain = dequantize(quantized, torch.float64)
     off = (dynamic_matmul(x.double(), quantized) - x.double() @ plain.t()).abs().max()
@@ -86,7 +105,8 @@ def test_one_large_activation_spoils_its_stretch_alone() -> None:
 
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 9), data=st.data())
 def test_a_row_does_not_depend_on_its_company(seed: int, rows: int, data: st.DataObject) -> None:
-    x, quantized = drawn(rows, 64, seed), quantize(drawn(7, 64, seed + 1), INT8)
+    x = drawn(rows, 64, seed)
+    quantized = quantize(drawn(7, 64, seed + 1), INT8)
     row = data.draw(st.integers(0, rows - 1))
     torch.testing.assert_close(
         dynamic_matmul(x, quantized)[row], dynamic_matmul(x[row], quantized), rtol=1e-6, atol=1e-6

@@ -21,14 +21,15 @@ from engines import (
     runner_of,
     tiny,
 )
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.model.layers import Causal
-from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
-from shardwise.serve.batch import Batch, Part
+from shardwise.serve.engine.batch import Batch, Part
+from shardwise.serve.engine.runner import Ran, Runner
+from shardwise.serve.engine.scheduler import Limits, QueueFull
 from shardwise.serve.generate import LoadedModel, generate, load_model
 from shardwise.serve.request import Ask, SamplingParams
-from shardwise.serve.runner import Ran, Runner
-from shardwise.serve.scheduler import Limits, QueueFull
 from smollm2 import smollm2_gguf
 from tiny_models import MODELS
 
@@ -51,23 +52,34 @@ def values(got: Got) -> torch.Tensor:
     return torch.tensor([each.logprob for each in got.logprobs])
 
 
-# -- against other definitions ------------------------------------------------------------------------------
+# -- against other definitions
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str) -> None:
     model = tiny(name)
     prompts = [drawn_tokens(count, count) for count in (1, 5, 16, 33, 50)]
-    found = answers(engine_of(runner_of(model), model.tokenizer), [Ask(prompt, greedy(14)) for prompt in prompts])
+    found = answers(
+        engine_of(runner_of(model), model.tokenizer),
+        [Ask(prompt, greedy(14)) for prompt in prompts],
+    )
     for prompt, (got,) in zip(prompts, found, strict=True):
         expected = generate(model, prompt, greedy(14))
-        assert (got.tokens, got.text, got.reason) == (list(expected.tokens), expected.text, "length")
+        assert (got.tokens, got.text, got.reason) == (
+            list(expected.tokens),
+            expected.text,
+            "length",
+        )
         torch.testing.assert_close(values(got), torch.tensor(expected.logprobs), rtol=0, atol=ERROR)
 
 
 def test_drawn_tokens_are_those_of_plain_generation(model: LoadedModel, runner: Runner) -> None:
     asks = [
-        Ask(drawn_tokens(9, seed), SamplingParams(0.9, top_k=50, top_p=0.9, seed=seed, max_tokens=20, logprobs=0))
+        Ask(
+            drawn_tokens(9, seed),
+            SamplingParams(0.9, top_k=50, top_p=0.9, seed=seed, max_tokens=20, logprobs=0),
+        )
         for seed in range(4)
     ]
     for ask, (got,) in zip(asks, answers(engine_of(runner, model.tokenizer), asks), strict=True):
@@ -78,7 +90,9 @@ def test_smollm2_in_fp32_says_what_plain_generation_says() -> None:
     model = load_model(smollm2_gguf(), torch.float32, torch.device("cpu"))
     prompts = [model.tokenizer.encode(text) for text in ("Once upon a time", "def fibonacci(n):\n")]
     asks = [Ask(tuple(prompt), greedy(12)) for prompt in prompts]
-    for prompt, (got,) in zip(prompts, answers(engine_of(runner_of(model), model.tokenizer), asks), strict=True):
+    for prompt, (got,) in zip(
+        prompts, answers(engine_of(runner_of(model), model.tokenizer), asks), strict=True
+    ):
         expected = generate(model, prompt, greedy(12))
         assert got.tokens == list(expected.tokens)
         torch.testing.assert_close(values(got), torch.tensor(expected.logprobs), rtol=0, atol=ERROR)
@@ -108,7 +122,7 @@ def test_an_embedding_is_the_mean_of_the_last_hidden_states(name: str) -> None:
     engine = engine_of(runner_of(theirs), theirs.tokenizer)
     tokens = drawn_tokens(23, 0)
     with torch.inference_mode():
-        hidden = Transformer(theirs.config).hidden(
+        hidden = Transformer(theirs.config, TORCH).hidden(
             theirs.weights, torch.tensor([tokens]), torch.arange(23)[None], Causal(theirs.config)
         )[0]
     expected = torch.nn.functional.normalize(hidden.mean(0), dim=0)
@@ -118,7 +132,8 @@ def test_an_embedding_is_the_mean_of_the_last_hidden_states(name: str) -> None:
             engine.embed(wrong)
 
 
-# -- failures -----------------------------------------------------------------------------------------------
+# -- failures
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -156,7 +171,12 @@ def company(num: int = 6) -> list[Ask]:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("budget", [40, 512])
 def test_a_request_that_fails_inside_the_model_fails_alone(
-    model: LoadedModel, runner: Runner, error: type[Exception], n: int, budget: int, caplog: pytest.LogCaptureFixture
+    model: LoadedModel,
+    runner: Runner,
+    error: type[Exception],
+    n: int,
+    budget: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     wanted = answers(engine_of(runner, model.tokenizer, limits=Limits(budget, 32, 64)), company())
     runs = Failing(runner, lambda batch: any(map(is_marked, batch.parts)), error)
@@ -167,34 +187,50 @@ def test_a_request_that_fails_inside_the_model_fails_alone(
     for mine in (found.pop(3), found.pop()):
         assert [got.reason for got in mine] == ["error"] * n
         assert not any(got.tokens for got in mine)
-    assert [[got.said for got in mine] for mine in found] == [[got.said for got in mine] for mine in wanted]
+    assert [[got.said for got in mine] for mine in found] == [
+        [got.said for got in mine] for mine in wanted
+    ]
     assert engine.num_failures == 2
-    assert "request 3 has failed inside the model" in caplog.text and "the device has had enough" in caplog.text
+    assert (
+        "request 3 has failed inside the model" in caplog.text
+        and "the device has had enough" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("failing", [{1}, {2}, {3}, {1, 2, 3}])
 def test_an_answer_that_fails_takes_those_to_the_same_prompt_with_it(
     model: LoadedModel, runner: Runner, failing: set[int]
 ) -> None:
-    """After its fork, in a later step; those of the others before and after it were run already, or not yet."""
-    asks, bad = company(2), Ask(drawn_tokens(5, 0), SamplingParams(seed=1, n=3, max_tokens=9))
+    """After its fork, in a later step; those of the others before and after it were run already, or
+    not yet."""
+    asks = company(2)
+    bad = Ask(drawn_tokens(5, 0), SamplingParams(seed=1, n=3, max_tokens=9))
     wanted = answers(engine_of(runner, model.tokenizer), asks)
     engine = engine_of(
-        runner, model.tokenizer, runs=Failing(runner, lambda batch: any(
-            part.id in failing and part.start == 7 for part in batch.parts
-        ))
-    )  # fmt: skip
+        runner,
+        model.tokenizer,
+        runs=Failing(
+            runner,
+            lambda batch: any(part.id in failing and part.start == 7 for part in batch.parts),
+        ),
+    )
     found = answers(engine, [asks[0], bad, asks[1]])
     assert [got.reason for got in found[1]] == ["error"] * 3
     assert [len(got.tokens) for got in found[1]] == [3] * 3
-    assert [[got.said for got in found[number]] for number in (0, 2)] == [[got.said for got in mine] for mine in wanted]
+    assert [[got.said for got in found[number]] for number in (0, 2)] == [
+        [got.said for got in mine] for mine in wanted
+    ]
 
 
 def test_a_batch_that_is_too_much_is_run_part_by_part(model: LoadedModel, runner: Runner) -> None:
     wanted = answers(engine_of(runner, model.tokenizer), company(8))
-    engine = engine_of(runner, model.tokenizer, runs=Failing(runner, lambda batch: len(batch.parts) > 1))
+    engine = engine_of(
+        runner, model.tokenizer, runs=Failing(runner, lambda batch: len(batch.parts) > 1)
+    )
     found = answers(engine, company(8))
-    assert [[got.said for got in mine] for mine in found] == [[got.said for got in mine] for mine in wanted]
+    assert [[got.said for got in mine] for mine in found] == [
+        [got.said for got in mine] for mine in wanted
+    ]
     assert [mine[0].prompt for mine in found] == [mine[0].prompt for mine in wanted]
 
 
@@ -205,17 +241,24 @@ class Damaged(AsLeader):
     def run(self, batch: Batch) -> Ran:
         ran = self.runner.run(batch)
         bad = {part.id for part in batch.parts if is_marked(part)}
-        return Ran({id: row * torch.nan if id in bad else row for id, row in ran.logits.items()}, ran.scores)
+        return Ran(
+            {id: row * torch.nan if id in bad else row for id, row in ran.logits.items()},
+            ran.scores,
+        )
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_logits_that_are_no_numbers_end_one_request(model: LoadedModel, runner: Runner, temperature: float) -> None:
+def test_logits_that_are_no_numbers_end_one_request(
+    model: LoadedModel, runner: Runner, temperature: float
+) -> None:
     wanted = answers(engine_of(runner, model.tokenizer), company())
     engine = engine_of(runner, model.tokenizer, runs=Damaged(runner))
     bad = Ask((1, 2, MARK), SamplingParams(temperature=temperature, n=2, max_tokens=1))
     *found, mine = answers(engine, [*company(), bad])
     assert [(got.reason, got.tokens) for got in mine] == [("error", [])] * 2
-    assert [[got.said for got in mine] for mine in found] == [[got.said for got in mine] for mine in wanted]
+    assert [[got.said for got in mine] for mine in found] == [
+        [got.said for got in mine] for mine in wanted
+    ]
 
 
 @pytest.mark.parametrize("moment", ["queued", "prompt", "first", "answering", "ended", "twice"])
@@ -229,7 +272,8 @@ def test_an_abort_leaves_nothing_behind(model: LoadedModel, runner: Runner, mome
     name = asked.add(Ask(drawn_tokens(55, 3), greedy(9, n=1 if moment == "ended" else 3)))
     for ask in asks[3:]:
         asked.add(ask)
-    engine, mine = asked.engine, asked.got[name]
+    engine = asked.engine
+    mine = asked.got[name]
     until: dict[str, Callable[[], bool]] = {
         "queued": lambda: True,
         "prompt": lambda: 0 < engine.jobs[name].request.num_computed < 55,
@@ -322,10 +366,13 @@ def test_lengths_are_kept(model: LoadedModel, runner: Runner) -> None:
     assert most.reason == "length"
 
 
-# -- structures ---------------------------------------------------------------------------------------------
+# -- structures
+# ---------------------------------------------------------------------------------------------
 
 
-def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(model: LoadedModel, runner: Runner) -> None:
+def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(
+    model: LoadedModel, runner: Runner
+) -> None:
     pytest.importorskip("llguidance")
     engine = engine_of(runner, byte_tokenizer(), limits=Limits(20, 4, 4))
     ends = greedy(9, structure=("regex", "ab+"))
@@ -345,12 +392,15 @@ def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(model: LoadedMo
             texts += piece.text
     refused.sort(key=lambda each: each[0])
     assert [(name, type(error)) for name, error in refused] == [(0, ValueError), (1, ValueError)]
-    assert "json_schema cannot be used" in str(refused[0][1]) and "regex cannot be used" in str(refused[1][1])
+    assert "json_schema cannot be used" in str(refused[0][1]) and "regex cannot be used" in str(
+        refused[1][1]
+    )
     assert re.fullmatch("ab+", texts)
     assert_empty(engine)
 
 
-# -- many ---------------------------------------------------------------------------------------------------
+# -- many
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Runner) -> None:
@@ -358,20 +408,33 @@ def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Ru
     chance = random.Random(0)
     runs = Failing(runner, lambda batch: any(map(is_marked, batch.parts)))
     asked = Asked(engine_of(runner, model.tokenizer, 14, Limits(60, 10, 40), runs))
-    engine, aborted, failing, num_full = asked.engine, set(), set(), 0
+    engine = asked.engine
+    aborted = set()
+    failing = set()
+    num_full = 0
     bias = {MARK: -100.0}
     while len(asked.got) < 1000:
         for _ in range(chance.randrange(8)):
             n = chance.choice([1, 1, 1, 2, 4])
             prompt = drawn_tokens(chance.randint(1, 22), chance.randrange(20), 250)
             params = SamplingParams(
-                temperature=chance.choice([0, 1.0]), n=n, max_tokens=chance.choice([1, 3, 3, 40]), logit_bias=bias,
-                prompt_logprobs=chance.choice([None, None, 0]), logprobs=0, stop=chance.choice([(), ("e",)]),
-            )  # fmt: skip
+                temperature=chance.choice([0, 1.0]),
+                n=n,
+                max_tokens=chance.choice([1, 3, 3, 40]),
+                logit_bias=bias,
+                prompt_logprobs=chance.choice([None, None, 0]),
+                logprobs=0,
+                stop=chance.choice([(), ("e",)]),
+            )
             fails = chance.random() < 0.06
             try:
                 name = asked.add(
-                    Ask((*prompt, MARK) if fails else prompt, params, chance.randrange(3), chance.choice("ab"))
+                    Ask(
+                        (*prompt, MARK) if fails else prompt,
+                        params,
+                        chance.randrange(3),
+                        chance.choice("ab"),
+                    )
                 )
             except QueueFull:
                 num_full += 1
@@ -385,7 +448,15 @@ def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Ru
     asked.drain()
     for name, mine in asked.got.items():
         if name not in aborted:
-            assert all(got.reason == "error" if name in failing else got.reason in ("stop", "length") for got in mine)
+            assert all(
+                got.reason == "error" if name in failing else got.reason in ("stop", "length")
+                for got in mine
+            )
     counters = engine.scheduler.counters()
-    assert counters.num_preemptions > 0 and counters.num_found_tokens > 0 and num_full > 0 and len(aborted) > 100
+    assert (
+        counters.num_preemptions > 0
+        and counters.num_found_tokens > 0
+        and num_full > 0
+        and len(aborted) > 100
+    )
     assert engine.num_failures == len(failing - aborted) > 10

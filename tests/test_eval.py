@@ -1,4 +1,5 @@
-"""Perplexity against the formula over transformers' logits, trainer against server, and what `shardwise eval` says."""
+"""Perplexity against the formula over transformers' logits, trainer against server, and what
+`shardwise eval` says."""
 
 import json
 import math
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from shardwise.cli import main
-from shardwise.model.tokenizer import byte_tokenizer
-from shardwise.serve.evaluate import windows
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.measure.perplexity import windows
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
-TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. Größe: 5 µm.\n" * 2
+TEXT = (
+    "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. Größe: 5 µm.\n"
+    * 2
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +49,8 @@ def evaluate(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, float]
 
 @torch.no_grad()
 def their_nll(model: PreTrainedModel, tokens: list[int], context: int, stride: int) -> float:
-    """The definition: each token after as many as its window has before it; a window starts every `stride`, runs at
-    most `context` tokens, and scores what no window before it has."""
+    """The definition: each token after as many as its window has before it; a window starts every
+    `stride`, runs at most `context` tokens, and scores what no window before it has."""
     ids = torch.tensor(tokens)
     nlls: list[float] = []
     for start in range(0, len(tokens), stride):
@@ -60,7 +64,11 @@ def their_nll(model: PreTrainedModel, tokens: list[int], context: int, stride: i
 
 @pytest.mark.parametrize(("context", "stride"), [(64, 64), (64, 16), (50, 7), (10, 10), (1, 1)])
 def test_perplexity_is_the_formula_over_their_logits(
-    context: int, stride: int, model: tuple[Path, PreTrainedModel], text_file: Path, capsys: pytest.CaptureFixture[str]
+    context: int,
+    stride: int,
+    model: tuple[Path, PreTrainedModel],
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, theirs = model
     sizes = ("--context", str(context), "--stride", str(stride), "--dtype", "fp32")
@@ -72,11 +80,15 @@ def test_perplexity_is_the_formula_over_their_logits(
 
 
 @given(num_tokens=st.integers(2, 200), context=st.integers(1, 70), data=st.data())
-def test_every_token_but_the_first_is_scored_once(num_tokens: int, context: int, data: st.DataObject) -> None:
+def test_every_token_but_the_first_is_scored_once(
+    num_tokens: int, context: int, data: st.DataObject
+) -> None:
     stride = data.draw(st.integers(1, context))
     scored: list[int] = []
     for each in windows(num_tokens, context, stride):
-        assert 0 < each.stop - each.start <= context and 0 < each.num_scored <= each.stop - each.start
+        assert (
+            0 < each.stop - each.start <= context and 0 < each.num_scored <= each.stop - each.start
+        )
         mine = range(each.stop + 1 - each.num_scored, each.stop + 1)
         assert each.start == 0 or all(at - each.start > context - stride for at in mine)
         scored += mine
@@ -85,11 +97,22 @@ def test_every_token_but_the_first_is_scored_once(num_tokens: int, context: int,
 
 @pytest.mark.parametrize("context", ["20", "62"])
 def test_trainer_and_server_agree(
-    context: str, model: tuple[Path, PreTrainedModel], text_file: Path, capsys: pytest.CaptureFixture[str]
+    context: str,
+    model: tuple[Path, PreTrainedModel],
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In fp32 but for the order of addition."""
     found = evaluate(
-        capsys, "logprobs", str(model[0]), "--data", str(text_file), "--dtype", "fp32", "--context", context
+        capsys,
+        "logprobs",
+        str(model[0]),
+        "--data",
+        str(text_file),
+        "--dtype",
+        "fp32",
+        "--context",
+        context,
     )
     assert found["tokens"] == len(TEXT.encode()) - 1
     assert 0 <= found["mean_abs_difference"] <= found["max_abs_difference"] < 1e-5
@@ -98,7 +121,10 @@ def test_trainer_and_server_agree(
 def test_the_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """English is foreseen; in bf16 trainer and server round logits and sums differently."""
     file = tmp_path / "text.txt"
-    file.write_text("The capital of France is Paris, and the capital of Germany is Berlin. " * 2, encoding="utf-8")
+    file.write_text(
+        "The capital of France is Paris, and the capital of Germany is Berlin. " * 2,
+        encoding="utf-8",
+    )
     gguf = str(smollm2_gguf())
     found = evaluate(capsys, "perplexity", gguf, "--data", str(file))
     assert 2 < found["perplexity"] < 20
@@ -117,19 +143,27 @@ def test_the_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_what_cannot_be_is_refused(
-    argv: list[str], sentence: str, model: tuple[Path, PreTrainedModel], text_file: Path,
+    argv: list[str],
+    sentence: str,
+    model: tuple[Path, PreTrainedModel],
+    text_file: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     what, *flags = argv
     assert main(["eval", what, str(model[0]), "--data", str(text_file), *flags]) == 2
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(b"a", "the text has 1 token;"), (b"a\xff", "is no text in UTF-8")])
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(b"a", "the text has 1 token;"), (b"a\xff", "is no text in UTF-8")]
+)
 def test_a_text_that_cannot_be_scored(
-    content: bytes, sentence: str, model: tuple[Path, PreTrainedModel], tmp_path: Path,
+    content: bytes,
+    sentence: str,
+    model: tuple[Path, PreTrainedModel],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     file = tmp_path / "text.txt"
     file.write_bytes(content)
     assert main(["eval", "perplexity", str(model[0]), "--data", str(file)]) == 2

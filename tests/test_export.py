@@ -1,5 +1,6 @@
-"""`shardwise convert --quant`: what it writes is what transformers, compressed-tensors and the gguf package read as the
-same model; and what is refused. That llama.cpp does too is looked at by `bench/check_gguf.py`."""
+"""`shardwise convert --quant`: what it writes is what transformers, compressed-tensors and the gguf
+package read as the same model; and what is refused. That llama.cpp does too is looked at by
+`bench/check_gguf.py`."""
 
 import json
 from dataclasses import replace
@@ -19,23 +20,30 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from shardwise.cli import main
-from shardwise.config import RopeScaling, from_hugging_face
-from shardwise.gguf import read_gguf
-from shardwise.model.convert import drawn_prompt, prompt_logits
-from shardwise.model.export import export
-from shardwise.model.folder import write_folder
-from shardwise.model.gguf_vocabulary import vocabulary_metadata
-from shardwise.model.load import read_config
-from shardwise.model.quantize import Quantizer
-from shardwise.model.tokenizer import Tokenizer, byte_tokenizer, from_gguf, load_tokenizer, train_bpe
-from shardwise.model.vocabulary import WORDS, byte_level_bpe
-from shardwise.model.write_gguf import model_keys
+from shardwise.config import RopeScaling
+from shardwise.formats.convert import drawn_prompt, prompt_logits
+from shardwise.formats.gguf.gguf_blocks import choose_block_scales, to_blocks
+from shardwise.formats.gguf.gguf_file import read_gguf
+from shardwise.formats.gguf.gguf_vocabulary import vocabulary_metadata
+from shardwise.formats.gguf.write_gguf import model_keys
+from shardwise.formats.huggingface import compressed_tensors as compressed
+from shardwise.formats.huggingface.folder import write_folder
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.load import read_config
+from shardwise.formats.tokenizers.tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    from_gguf,
+    load_tokenizer,
+    train_bpe,
+)
+from shardwise.formats.tokenizers.vocabulary import WORDS, byte_level_bpe
 from shardwise.params import model_specs
-from shardwise.quant import compressed
 from shardwise.quant.format import dequantize, quantize, rounded
-from shardwise.quant.recipe import METHODS, Recipe
 from shardwise.quant.scheme import GGUF_SCHEMES, Scheme, quantizable
-from shardwise.quant.to_gguf import choose_block_scales, to_blocks
+from shardwise.quantize.export import export
+from shardwise.quantize.quantizer import Quantizer
+from shardwise.quantize.recipe import METHODS, Recipe
 from smollm2 import smollm2_gguf
 from tiny_models import MODELS, tiny_model
 
@@ -43,7 +51,10 @@ TOLERANCE = 1e-5  # of the largest logit, in fp32
 FOLDERS = ("int8", "int8-g32", "int4-g32", "int4", "int3-g32", "fp8")
 WITH_ZEROS = ("int4z-g32", "int8z", "int3z-g16")
 LLAMAS = tuple(name for name in MODELS if name != "gpt2")
-TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. Größe: 5 µm.\n" * 40
+TEXT = (
+    "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. Größe: 5 µm.\n"
+    * 40
+)
 
 
 def saved(path: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -60,7 +71,9 @@ def exported(tmp_path: Path, source: Path, quant: str, method: str = "rtn") -> P
     new = tmp_path / f"new{'.gguf' if recipe.gguf else ''}"
     done = export(source, new, recipe, drawn_text() if recipe.calibrated else None)
     assert done.checked_logits == 0.0
-    assert done.params == sum(each.numel for each in model_specs(read_config(source)) if each.tied_to is None)
+    assert done.params == sum(
+        each.numel for each in model_specs(read_config(source)) if each.tied_to is None
+    )
     return new
 
 
@@ -73,7 +86,8 @@ def assert_agrees(path: Path) -> None:
     assert (ours - theirs(drawn_prompt(config)).logits).abs().max() <= TOLERANCE * ours.abs().max()
 
 
-# -- folders ------------------------------------------------------------------------------------------------
+# -- folders
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quant", FOLDERS)
@@ -83,22 +97,34 @@ def test_transformers_loads_every_scheme(tmp_path: Path, quant: str) -> None:
 
 @pytest.mark.parametrize("name", LLAMAS)
 @pytest.mark.parametrize("method", METHODS)
-def test_transformers_loads_every_family_by_every_method(tmp_path: Path, name: str, method: str) -> None:
+def test_transformers_loads_every_family_by_every_method(
+    tmp_path: Path, name: str, method: str
+) -> None:
     assert_agrees(exported(tmp_path, saved(tmp_path / "old", name), "int4-g32", method))
 
 
 @pytest.mark.parametrize("quant", WITH_ZEROS)
 def test_zero_points_are_those_of_the_package(tmp_path: Path, quant: str) -> None:
-    """transformers cannot load them at this version (llm-compressor 1618), the package itself can."""
+    """transformers cannot load them at this version (llm-compressor 1618), the package itself
+    can."""
     new = exported(tmp_path, saved(tmp_path / "old", "qwen2"), quant)
-    scheme = QuantizationConfig(**json.loads((new / "config.json").read_text())["quantization_config"])
+    scheme = QuantizationConfig(
+        **json.loads((new / "config.json").read_text())["quantization_config"]
+    )
     (group,) = scheme.config_groups.values()
-    stored, stem = load_file(new / "model.safetensors"), "model.layers.1.mlp.down_proj"
-    state = {name.removeprefix(f"{stem}."): each for name, each in stored.items() if name.startswith(f"{stem}.")}
+    stored = load_file(new / "model.safetensors")
+    stem = "model.layers.1.mlp.down_proj"
+    state = {
+        name.removeprefix(f"{stem}."): each
+        for name, each in stored.items()
+        if name.startswith(f"{stem}.")
+    }
     theirs = PackedQuantizationCompressor.decompress(state, group)["weight"]
     weight = load_file(tmp_path / "old" / "model.safetensors")[f"{stem}.weight"]
     ours = dequantize(quantize(weight, Scheme.parse(quant)), torch.float32)
-    assert (theirs.float() - ours).abs().max() <= 2**-7 * ours.abs().max()  # theirs is rounded to the scales' bf16
+    assert (
+        theirs.float() - ours
+    ).abs().max() <= 2**-7 * ours.abs().max()  # theirs is rounded to the scales' bf16
     assert torch.equal(theirs.float(), ours.to(theirs.dtype).float())
 
 
@@ -107,19 +133,31 @@ def test_zero_points_are_those_of_the_package(tmp_path: Path, quant: str) -> Non
 def test_bytes_are_known_before_they_are_written(quant: str, shape: tuple[int, int]) -> None:
     scheme = Scheme.parse(quant)
     stored = compressed.stored_tensors(quantize(torch.randn(shape), scheme))
-    assert {name: each.nbytes for name, each in stored.items()} == compressed.stored_bytes(scheme, shape)
+    assert {name: each.nbytes for name, each in stored.items()} == compressed.stored_bytes(
+        scheme, shape
+    )
     assert all(each.is_contiguous() for each in stored.values())
 
 
 def test_shards_hold_what_they_may(tmp_path: Path) -> None:
     source = saved(tmp_path / "old", "llama")
-    config, weights = read_config(source), load_file(source / "model.safetensors")
-    specs, quantizer = model_specs(config), Quantizer(read_config(source), Recipe.parse("int4-g32"), torch.bfloat16)
-    ours = {spec.name: torch.zeros(spec.shape) for spec in specs} | {"embed": weights["model.embed_tokens.weight"]}
+    config = read_config(source)
+    weights = load_file(source / "model.safetensors")
+    specs = model_specs(config)
+    quantizer = Quantizer(read_config(source), Recipe.parse("int4-g32"), torch.bfloat16)
+    ours = {spec.name: torch.zeros(spec.shape) for spec in specs} | {
+        "embed": weights["model.embed_tokens.weight"]
+    }
     tensors = quantizer.parameters(ours, None, lambda *_: None)
     scheme = Scheme.parse("int4-g32")
     files = write_folder(
-        tmp_path / "new", config, specs, tensors, torch.bfloat16, max_shard_bytes=20_000, scheme=scheme
+        tmp_path / "new",
+        config,
+        specs,
+        tensors,
+        torch.bfloat16,
+        max_shard_bytes=20_000,
+        scheme=scheme,
     )
     shards = [name for name in files if name.endswith(".safetensors")]
     assert len(shards) > 2
@@ -129,7 +167,10 @@ def test_shards_hold_what_they_may(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
     assert (
         index["metadata"]["total_size"]
-        == sum(compressed_bytes(scheme, spec.shape) if quantizable(spec) else 2 * spec.numel for spec in specs)
+        == sum(
+            compressed_bytes(scheme, spec.shape) if quantizable(spec) else 2 * spec.numel
+            for spec in specs
+        )
         + 16 * 3 * config.num_layers
     )  # each of q, k, v, gate and up has a weight_shape
 
@@ -139,7 +180,8 @@ def compressed_bytes(scheme: Scheme, shape: tuple[int, ...]) -> int:
     return sum(compressed.stored_bytes(scheme, (num_rows, num_columns)).values())
 
 
-# -- GGUF files ---------------------------------------------------------------------------------------------
+# -- GGUF files
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)
@@ -159,7 +201,8 @@ def test_blocks_are_those_of_the_package(kind: str) -> None:
 def test_a_gguf_file_is_the_same_model(tmp_path: Path, name: str, kind: str) -> None:
     """The config is read off it again. Mistral is a llama there, as llama.cpp has it."""
     source = saved(tmp_path / "old", name, torch.bfloat16)
-    config, again = read_config(source), read_config(exported(tmp_path, source, f"gguf:{kind}"))
+    config = read_config(source)
+    again = read_config(exported(tmp_path, source, f"gguf:{kind}"))
     family = "llama" if config.family == "mistral" else config.family
     assert replace(config, family=family) == replace(again, norm_eps=config.norm_eps)
     assert again.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # an f32 there
@@ -168,13 +211,21 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path, name: str, kind: str) -> 
     assert kinds["blk.1.attn_norm.weight"] == "F32"
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "llama-biases", "qwen2", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied", "llama-biases", "qwen2", "qwen3", "mistral", "gpt2"]
+)
 def test_its_tensors_are_where_llama_cpp_looks_for_them(tmp_path: Path, name: str) -> None:
-    """By the package's own table of names, and, of llama, with the rows of heads in the order of its converter."""
-    new, theirs = exported(tmp_path, saved(tmp_path / "old", name), "gguf:q8_0"), tiny_model(name).state_dict()
+    """By the package's own table of names, and, of llama, with the rows of heads in the order of
+    its converter."""
+    new = exported(tmp_path, saved(tmp_path / "old", name), "gguf:q8_0")
+    theirs = tiny_model(name).state_dict()
     config = read_config(new)
-    arch = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
-            "gpt2": gguf.MODEL_ARCH.GPT2}[config.family]  # fmt: skip
+    arch = {
+        "llama": gguf.MODEL_ARCH.LLAMA,
+        "qwen2": gguf.MODEL_ARCH.QWEN2,
+        "qwen3": gguf.MODEL_ARCH.QWEN3,
+        "gpt2": gguf.MODEL_ARCH.GPT2,
+    }[config.family]
     names = gguf.get_tensor_name_map(arch, config.num_layers)
     stored = {each.name: each for each in gguf.GGUFReader(new).tensors}
     tied = "lm_head.weight" if config.tied else ""
@@ -194,28 +245,46 @@ def test_its_tensors_are_where_llama_cpp_looks_for_them(tmp_path: Path, name: st
 
 
 def permuted(weight: Tensor, num_heads: int) -> Tensor:
-    """LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py: [heads, 2, C / 2] -> [heads, C / 2, 2]."""
-    num_rows, rest = weight.shape[0], weight.shape[1:]
-    return weight.reshape(num_heads, 2, num_rows // num_heads // 2, *rest).swapaxes(1, 2).reshape(weight.shape)
+    """LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py: [heads, 2, C / 2] -> [heads, C / 2,
+    2]."""
+    num_rows = weight.shape[0]
+    rest = weight.shape[1:]
+    return (
+        weight.reshape(num_heads, 2, num_rows // num_heads // 2, *rest)
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 @pytest.mark.parametrize("scaling", [RopeScaling("linear", 4.0), RopeScaling("llama3", 8.0)])
 def test_stretched_positions_come_along(tmp_path: Path, scaling: RopeScaling) -> None:
     rope = {"rope_type": scaling.kind, "rope_theta": 10000.0, "factor": scaling.factor}
     if scaling.kind == "llama3":
-        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    source = saved(tmp_path / "old", "llama", rope_parameters=rope, max_position_embeddings=65536, head_dim=64)
+        rope |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    source = saved(
+        tmp_path / "old", "llama", rope_parameters=rope, max_position_embeddings=65536, head_dim=64
+    )
     assert read_config(source).rope_scaling == scaling
     assert read_config(exported(tmp_path, source, "gguf:q8_0")).rope_scaling == scaling
 
 
-def test_positions_stretched_otherwise_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file says how far Llama 3's are stretched, not from which context on; a folder says both."""
+def test_positions_stretched_otherwise_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file says how far Llama 3's are stretched, not from which context on; a folder says
+    both."""
     source = saved(tmp_path / "old", "llama")
     capsys.readouterr()  # what making the model printed
     assert main(["convert", str(source), str(tmp_path / "new.gguf"), "--quant", "gguf:q8_0"]) == 2
     said = capsys.readouterr().err
-    assert "has no place for rope scaling of the kind llama3 with other constants than Llama 3.1's" in said
+    assert (
+        "has no place for rope scaling of the kind llama3 with other constants than Llama 3.1's"
+        in said
+    )
     assert said.count("\n") == 1 and not (tmp_path / "new.gguf").exists()
     assert main(["convert", str(source), str(tmp_path / "new"), "--quant", "int4-g32"]) == 0
     assert read_config(tmp_path / "new").rope_scaling == read_config(source).rope_scaling
@@ -237,7 +306,9 @@ def test_tokenizers_come_along(pre: str) -> None:
     backend.add_special_tokens(["<|endoftext|>", "<s>"])
     backend.add_tokens(["<tool>"])
     end = backend.token_to_id("<|endoftext|>")
-    tokenizer = Tokenizer(backend, {"eos_token": "<|endoftext|>"}, frozenset((end,)), "{{ messages }}")
+    tokenizer = Tokenizer(
+        backend, {"eos_token": "<|endoftext|>"}, frozenset((end,)), "{{ messages }}"
+    )
     written = vocabulary_metadata(tokenizer, 500)
     assert len(written["tokenizer.ggml.tokens"]) == 500
 
@@ -252,8 +323,17 @@ def test_tokenizers_come_along(pre: str) -> None:
 
 def test_the_tokenizer_of_the_real_model_comes_along() -> None:
     tokenizer = load_tokenizer(smollm2_gguf())
-    original, written = read_gguf(smollm2_gguf()).metadata, vocabulary_metadata(tokenizer, 49152)
-    for key in ("model", "tokens", "merges", "pre", "bos_token_id", "eos_token_id", "add_bos_token"):
+    original = read_gguf(smollm2_gguf()).metadata
+    written = vocabulary_metadata(tokenizer, 49152)
+    for key in (
+        "model",
+        "tokens",
+        "merges",
+        "pre",
+        "bos_token_id",
+        "eos_token_id",
+        "add_bos_token",
+    ):
         assert written[f"tokenizer.ggml.{key}"] == original[f"tokenizer.ggml.{key}"]
     assert written["tokenizer.chat_template"] == original["tokenizer.chat_template"]
 
@@ -264,14 +344,18 @@ def test_a_tokenizer_that_has_no_name_is_refused() -> None:
     with pytest.raises(ValueError, match="GGUF has no name for this model's kind of tokenizer"):
         vocabulary_metadata(Tokenizer(backend, {}, frozenset()), 2)
     backend = Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("a", "isolated"), decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.Split("a", "isolated")
+    backend.decoder = decoders.ByteLevel()
     with pytest.raises(ValueError, match="GGUF has no name"):
         vocabulary_metadata(Tokenizer(backend, {}, frozenset()), 3)
-    with pytest.raises(ValueError, match="a tokenizer without merges, as that of bytes, has no place in GGUF"):
+    with pytest.raises(
+        ValueError, match="a tokenizer without merges, as that of bytes, has no place in GGUF"
+    ):
         vocabulary_metadata(byte_tokenizer(), 257)
 
 
-# -- the command --------------------------------------------------------------------------------------------
+# -- the command
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -298,7 +382,10 @@ def test_the_command_calibrates_on_a_text(
     assert main(["convert", str(source), str(new), *flags]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["checked_logits"] == 0.0 and str(new / "model.safetensors") in answer["files"]
-    assert json.loads((new / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
+    assert (
+        json.loads((new / "config.json").read_text())["quantization_config"]["format"]
+        == "pack-quantized"
+    )
     assert load_tokenizer(new).encode(TEXT) == train_bpe([TEXT], 290).encode(TEXT)
 
 
@@ -306,7 +393,12 @@ def test_the_command_writes_gguf_files(
     source: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = tmp_path / "made" / "new.gguf"
-    assert main(["convert", str(source), str(new), "--quant", "gguf:q4_1", "--dtype", "fp16", "--json"]) == 0
+    assert (
+        main(
+            ["convert", str(source), str(new), "--quant", "gguf:q4_1", "--dtype", "fp16", "--json"]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["files"] == [str(new)]
     assert [file.name for file in new.parent.iterdir()] == ["new.gguf"]
     assert load_tokenizer(new).encode(TEXT) == train_bpe([TEXT], 290).encode(TEXT)
@@ -314,10 +406,15 @@ def test_the_command_writes_gguf_files(
 
 
 def test_a_data_set_calibrates_too(source: Path, text: Path, tmp_path: Path) -> None:
-    assert main(["data", "build", str(text), str(tmp_path / "data"), "--tokenizer", str(source)]) == 0
+    assert (
+        main(["data", "build", str(text), str(tmp_path / "data"), "--tokenizer", str(source)]) == 0
+    )
     flags = ("--quant", "gguf:q4_0", "--method", "gptq", "--calibration")
     for number, given in enumerate((text, tmp_path / "data")):
-        assert main(["convert", str(source), str(tmp_path / f"{number}.gguf"), *flags, str(given)]) == 0
+        assert (
+            main(["convert", str(source), str(tmp_path / f"{number}.gguf"), *flags, str(given)])
+            == 0
+        )
     files = [read_gguf(tmp_path / f"{number}.gguf") for number in range(2)]
     raw = [file.raw_rows("blk.1.ffn_down.weight", 0, 64) for file in files]
     assert (raw[0] == raw[1]).all()  # one document is the same text
@@ -326,30 +423,65 @@ def test_a_data_set_calibrates_too(source: Path, text: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--quant", "int4-g128"], "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do"),
+        (
+            ["--quant", "int4-g128"],
+            "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
+        ),
         (["--quant", "int4-g20"], "groups have a multiple of 8 columns, not 20"),
         (["--quant", "int5"], "'int5' is no way to quantize weights"),
         (["--quant", "gguf:q2_k"], "gguf:q8_0, gguf:q4_0, gguf:q4_1 are"),
         (["--quant", "gguf:q4_0"], "should end in .gguf, since it becomes one file"),
-        (["--quant", "int8", "--method", "best"], "'best' is no method to quantize; known are rtn, gptq, awq"),
-        (["--quant", "int8", "--method", "gtpq", "--calibration", "text.txt"], "'gtpq' is no method to quantize"),
+        (
+            ["--quant", "int8", "--method", "best"],
+            "'best' is no method to quantize; known are rtn, gptq, awq",
+        ),
+        (
+            ["--quant", "int8", "--method", "gtpq", "--calibration", "text.txt"],
+            "'gtpq' is no method to quantize",
+        ),
         (["--quant", "int8", "--method", "gptq"], "--method gptq needs --calibration FILE"),
         (["--quant", "int8", "--calibration", "text.txt"], "rounding to nearest looks at no text"),
         (["--method", "gptq"], "--quant says to what"),
-        (["--quant", "fp8", "--method", "awq", "--calibration", "text.txt"], "fp8 is rounded to nearest: --method rtn"),
-        (["--quant", "int8", "--method", "awq", "--calibration", "none.txt"], "none.txt does not exist"),
-        (["--quant", "int8", "--method", "awq", "--calibration", "empty.txt"], "empty.txt has 0 tokens, too few"),
-        (["--quant", "int8", "--method", "awq", "--calibration", "short.txt"], "short.txt has 8 tokens, too few"),
         (
-            ["--quant", "int8", "--method", "awq", "--calibration", "text.txt", "--calibration-tokens", "7"],
+            ["--quant", "fp8", "--method", "awq", "--calibration", "text.txt"],
+            "fp8 is rounded to nearest: --method rtn",
+        ),
+        (
+            ["--quant", "int8", "--method", "awq", "--calibration", "none.txt"],
+            "none.txt does not exist",
+        ),
+        (
+            ["--quant", "int8", "--method", "awq", "--calibration", "empty.txt"],
+            "empty.txt has 0 tokens, too few",
+        ),
+        (
+            ["--quant", "int8", "--method", "awq", "--calibration", "short.txt"],
+            "short.txt has 8 tokens, too few",
+        ),
+        (
+            [
+                "--quant",
+                "int8",
+                "--method",
+                "awq",
+                "--calibration",
+                "text.txt",
+                "--calibration-tokens",
+                "7",
+            ],
             "7 tokens are too few to calibrate with; at least 1,024 work",
         ),
     ],
 )
 def test_what_cannot_be_is_refused(
-    flags: list[str], sentence: str, source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    sentence: str,
+    source: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     monkeypatch.chdir(tmp_path)
@@ -360,9 +492,12 @@ def test_what_cannot_be_is_refused(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_nothing_is_quantized_twice(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_quantized_twice(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither a folder nor a GGUF file, unless it was made plain first."""
-    folder, file = tmp_path / "once", tmp_path / "once.gguf"
+    folder = tmp_path / "once"
+    file = tmp_path / "once.gguf"
     assert main(["convert", str(source), str(folder), "--quant", "int8"]) == 0
     assert main(["convert", str(source), str(file), "--quant", "gguf:q8_0"]) == 0
     capsys.readouterr()
@@ -370,22 +505,44 @@ def test_nothing_is_quantized_twice(source: Path, tmp_path: Path, capsys: pytest
         assert main(["convert", str(once), str(tmp_path / "twice"), "--quant", "int4-g32"]) == 2
         assert f"{once} is quantized already ({kinds})" in capsys.readouterr().err
     config = (
-        (folder / "config.json").read_text().replace('"quantization_config"', '"compression_config"')
+        (folder / "config.json")
+        .read_text()
+        .replace('"quantization_config"', '"compression_config"')
     )  # of old files
     (folder / "config.json").write_text(config)
     assert main(["convert", str(folder), str(tmp_path / "twice"), "--quant", "int4-g32"]) == 2
     assert main(["convert", str(file), str(tmp_path / "plain")]) == 0
-    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "twice"), "--quant", "int4-g32"]) == 0
+    assert (
+        main(["convert", str(tmp_path / "plain"), str(tmp_path / "twice"), "--quant", "int4-g32"])
+        == 0
+    )
 
 
-def test_places_that_are_taken_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_places_that_are_taken_are_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "there.gguf").touch()
     gpt2 = saved(tmp_path / "gpt2", "gpt2")
     for origin, target, quant, sentence in (
-        (source, tmp_path / "there.gguf", "gguf:q4_0", "there.gguf is there already; name a new file"),
+        (
+            source,
+            tmp_path / "there.gguf",
+            "gguf:q4_0",
+            "there.gguf is there already; name a new file",
+        ),
         (source, source, "int8", "is there already and not empty"),
-        (source, tmp_path / "new.gguf", "int8", "becomes a folder; for a GGUF file ask for --quant gguf:q4_0"),
-        (gpt2, tmp_path / "new", "int8", "GPT-2's matrices quantized; a GGUF file has: --quant gguf:q8_0"),
+        (
+            source,
+            tmp_path / "new.gguf",
+            "int8",
+            "becomes a folder; for a GGUF file ask for --quant gguf:q4_0",
+        ),
+        (
+            gpt2,
+            tmp_path / "new",
+            "int8",
+            "GPT-2's matrices quantized; a GGUF file has: --quant gguf:q8_0",
+        ),
     ):
         assert main(["convert", str(origin), str(target), "--quant", quant]) == 2
         assert sentence in capsys.readouterr().err
@@ -397,13 +554,18 @@ def test_a_data_set_of_another_tokenizer_is_refused(
     assert main(["data", "build", str(text), str(tmp_path / "data"), "--tokenizer", "bpe:280"]) == 0
     flags = ("--quant", "int4-g32", "--method", "gptq", "--calibration", str(tmp_path / "data"))
     assert main(["convert", str(source), str(tmp_path / "new"), *flags]) == 2
-    assert "was built with a tokenizer of 280 tokens and the model has one of 290" in capsys.readouterr().err
+    assert (
+        "was built with a tokenizer of 280 tokens and the model has one of 290"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_file_that_computes_something_else_does_not_stay(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.model.write_gguf.to_blocks", lambda q: to_blocks(q).flip(0))
+    monkeypatch.setattr(
+        "shardwise.formats.gguf.write_gguf.to_blocks", lambda q: to_blocks(q).flip(0)
+    )
     with pytest.raises(ValueError, match="was written but does not compute what"):
         export(source, tmp_path / "new.gguf", Recipe.parse("gguf:q8_0"))
     assert not (tmp_path / "new.gguf").exists()

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from shardwise.config import from_hugging_face, read_folder_config
+from shardwise.formats.huggingface import weight_files as files
+from shardwise.formats.huggingface.folder import FolderReader, write_folder
+from shardwise.formats.huggingface.hf_config import from_hugging_face, read_folder_config
+from shardwise.formats.load import load_weights, open_weights, read_config, strips
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
 from shardwise.layout import Layout
-from shardwise.model import files
-from shardwise.model.folder import FolderReader, write_folder
-from shardwise.model.load import load_weights, open_weights, read_config, strips
-from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.params import Box, boxes, local_shape, model_specs
 from tiny_models import MODELS, VOCAB, our_weights, tiny_model
 
@@ -62,7 +62,8 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def reassembled(path: Path, layout: Layout) -> dict[str, Tensor]:
-    """The whole weights out of what every rank loads; asserts that padding is zero and that copies agree."""
+    """The whole weights out of what every rank loads; asserts that padding is zero and that copies
+    agree."""
     config = read_config(path)
     specs = model_specs(config)
     whole = {spec.name: torch.full(spec.shape, torch.nan) for spec in specs if spec.tied_to is None}
@@ -73,7 +74,8 @@ def reassembled(path: Path, layout: Layout) -> dict[str, Tensor]:
         for spec in (spec for spec in specs if spec.tied_to is None):
             assert local[spec.name].shape == local_shape(spec, layout, coord)
             for box in boxes(spec, layout, coord):
-                mine, there = local[spec.name][box.local_slices], whole[spec.name][box.slices]
+                mine = local[spec.name][box.local_slices]
+                there = whole[spec.name][box.slices]
                 assert torch.all(there.isnan() | (there == mine)), spec.name
                 there.copy_(mine)
                 mine.zero_()
@@ -84,7 +86,8 @@ def reassembled(path: Path, layout: Layout) -> dict[str, Tensor]:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cut_reassembles_to_the_state_of_transformers(saved, name: str, tp: int) -> None:
-    path, layout = saved(name), Layout(tp=tp)
+    path = saved(name)
+    layout = Layout(tp=tp)
     assert not layout.problems(read_folder_config(path))
     assert_same(reassembled(path, layout), our_weights(tiny_model(name)))
 
@@ -92,10 +95,14 @@ def test_every_cut_reassembles_to_the_state_of_transformers(saved, name: str, tp
 @pytest.mark.parametrize("name", MODELS)
 def test_sharded_bf16_folder_equals_transformers_in_either_dtype(saved, name: str) -> None:
     path = saved(name, torch.bfloat16, "40KB")
-    assert (path / "model.safetensors.index.json").exists() and len(list(path.glob("*.safetensors"))) > 3
+    assert (path / "model.safetensors.index.json").exists() and len(
+        list(path.glob("*.safetensors"))
+    ) > 3
     wanted = our_weights(tiny_model(name, torch.bfloat16))
     assert_same(load_whole(path, torch.bfloat16), wanted)
-    assert_same(load_whole(path, torch.float32), {key: weight.float() for key, weight in wanted.items()})
+    assert_same(
+        load_whole(path, torch.float32), {key: weight.float() for key, weight in wanted.items()}
+    )
     with closing(open_weights(path, read_config(path))) as reader:
         assert reader.dtype is torch.bfloat16
 
@@ -104,17 +111,28 @@ def test_sharded_bf16_folder_equals_transformers_in_either_dtype(saved, name: st
 def test_folder_saved_without_its_head_lacks_the_prefix(tmp_path: Path, name: str) -> None:
     model = tiny_model(name)
     model.base_model.save_pretrained(tmp_path)
-    assert not any(key.startswith(("model.", "transformer.")) for key in load_file(tmp_path / "model.safetensors"))
+    assert not any(
+        key.startswith(("model.", "transformer."))
+        for key in load_file(tmp_path / "model.safetensors")
+    )
     assert_same(load_whole(tmp_path), our_weights(model))
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
-def test_buffers_and_a_second_copy_of_a_tied_head_are_ignored(saved, tmp_path: Path, name: str) -> None:
+def test_buffers_and_a_second_copy_of_a_tied_head_are_ignored(
+    saved, tmp_path: Path, name: str
+) -> None:
     shutil.copytree(saved(name), tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = our_weights(tiny_model(name))["embed"].clone()
-    buffers = ["h.0.attn.bias", "transformer.h.1.attn.masked_bias", "model.layers.0.self_attn.rotary_emb.inv_freq"]
-    save_file(tensors | {buffer: torch.ones(3) for buffer in buffers}, tmp_path / "model.safetensors")
+    buffers = [
+        "h.0.attn.bias",
+        "transformer.h.1.attn.masked_bias",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ]
+    save_file(
+        tensors | {buffer: torch.ones(3) for buffer in buffers}, tmp_path / "model.safetensors"
+    )
     assert_same(load_whole(tmp_path), our_weights(tiny_model(name)))
 
 
@@ -122,7 +140,8 @@ class CountingFile:
     """A safetensors file that counts the bytes of the slices taken from it."""
 
     def __init__(self, file: Path, taken_bytes: list[int], framework: str) -> None:
-        self._file, self._taken_bytes = safe_open(file, framework=framework), taken_bytes
+        self._file = safe_open(file, framework=framework)
+        self._taken_bytes = taken_bytes
 
     def __enter__(self) -> "CountingFile":
         return self
@@ -139,8 +158,10 @@ class CountingFile:
 
 class CountingSlice:
     def __init__(self, inner: Any, taken_bytes: list[int]) -> None:
-        self._inner, self._taken_bytes = inner, taken_bytes
-        self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
+        self._inner = inner
+        self._taken_bytes = taken_bytes
+        self.get_shape = inner.get_shape
+        self.get_dtype = inner.get_dtype
 
     def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
         taken = self._inner[where]
@@ -150,10 +171,14 @@ class CountingSlice:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_rank_takes_the_bytes_of_its_boxes_and_no_others(saved, monkeypatch, name: str) -> None:
-    path, taken_bytes = saved(name, max_shard_size="100KB"), []
-    monkeypatch.setattr(files, "safe_open", lambda file, framework: CountingFile(file, taken_bytes, framework))
+    path = saved(name, max_shard_size="100KB")
+    taken_bytes = []
+    monkeypatch.setattr(
+        files, "safe_open", lambda file, framework: CountingFile(file, taken_bytes, framework)
+    )
     config = read_folder_config(path)
-    specs, layout = model_specs(config), Layout(tp=2)
+    specs = model_specs(config)
+    layout = Layout(tp=2)
     held = [spec for spec in specs if spec.tied_to is None]
     by_rank = []
     for rank in range(2):
@@ -161,7 +186,9 @@ def test_a_rank_takes_the_bytes_of_its_boxes_and_no_others(saved, monkeypatch, n
         taken_bytes.clear()
         load_weights(path, config, specs, layout, coord, torch.bfloat16)
         by_rank.append(sum(taken_bytes))
-        assert by_rank[-1] == sum(4 * math.prod(box.shape) for spec in held for box in boxes(spec, layout, coord))
+        assert by_rank[-1] == sum(
+            4 * math.prod(box.shape) for spec in held for box in boxes(spec, layout, coord)
+        )
     whole_bytes = sum(4 * spec.numel for spec in held)
     assert all(0.45 < taken / whole_bytes < 0.55 for taken in by_rank)
 
@@ -177,17 +204,25 @@ def test_a_pipeline_stage_loads_only_what_it_asks_for(saved) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data(), name=st.sampled_from(["llama", "gpt2"]))
-def test_drawn_boxes_are_what_the_tensor_has_there(saved_for_boxes, data: st.DataObject, name: str) -> None:
+def test_drawn_boxes_are_what_the_tensor_has_there(
+    saved_for_boxes, data: st.DataObject, name: str
+) -> None:
     reader, specs, wanted = saved_for_boxes[name]
     spec = data.draw(st.sampled_from(specs))
     row = 0
     part = data.draw(st.sampled_from(spec.rows))
     for earlier in spec.rows[: spec.rows.index(part)]:
         row += earlier.size
-    edges = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in (part.size, *spec.shape[1:])]
+    edges = [
+        sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2)))
+        for size in (part.size, *spec.shape[1:])
+    ]
     start, stop = zip(*edges, strict=True)
-    start, stop = (start[0] + row, *start[1:]), (stop[0] + row, *stop[1:])
-    box = Box(part.name, start, (0,) * len(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
+    start = (start[0] + row, *start[1:])
+    stop = (stop[0] + row, *stop[1:])
+    box = Box(
+        part.name, start, (0,) * len(start), tuple(b - a for a, b in zip(start, stop, strict=True))
+    )
     assert torch.equal(reader.read(spec, box), wanted[spec.name][box.slices])
 
 
@@ -204,13 +239,19 @@ def saved_for_boxes(saved) -> Iterator[dict[str, Any]]:
 
 
 @given(
-    rows=st.integers(0, 40), columns=st.lists(st.integers(0, 2000), max_size=1), block=st.sampled_from([1, 2, 5]),
+    rows=st.integers(0, 40),
+    columns=st.lists(st.integers(0, 2000), max_size=1),
+    block=st.sampled_from([1, 2, 5]),
     limit=st.integers(1, 5000),
-)  # fmt: skip
-def test_strips_tile_a_box_in_whole_blocks(rows: int, columns: list[int], block: int, limit: int) -> None:
-    box = Box("part", (7 * block, *columns), (block, *(0 for _ in columns)), (rows * block, *columns))
+)
+def test_strips_tile_a_box_in_whole_blocks(
+    rows: int, columns: list[int], block: int, limit: int
+) -> None:
+    box = Box(
+        "part", (7 * block, *columns), (block, *(0 for _ in columns)), (rows * block, *columns)
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.model.load.STRIP_ELEMENTS", limit)
+        patch.setattr("shardwise.formats.load.STRIP_ELEMENTS", limit)
         found = list(strips(box, block))
     if not math.prod(box.shape):
         assert not found
@@ -220,17 +261,25 @@ def test_strips_tile_a_box_in_whole_blocks(rows: int, columns: list[int], block:
         assert strip.start[0] == row
         row += strip.shape[0]
         assert strip.start[0] - strip.local[0] == 6 * block and strip.shape[0] % block == 0
-        assert (strip.shape[1:], strip.start[1:], strip.local[1:]) == (box.shape[1:], box.start[1:], box.local[1:])
+        assert (strip.shape[1:], strip.start[1:], strip.local[1:]) == (
+            box.shape[1:],
+            box.start[1:],
+            box.local[1:],
+        )
         assert math.prod(strip.shape) <= limit or strip.shape[0] == block
     assert row == 7 * block + box.shape[0]
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# Writing
+# --------------------------------------------------------------------------------------------------------------
 
 
-def write_again(name: str, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[str, ...]:
+def write_again(
+    name: str, path: Path, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[str, ...]:
     model = tiny_model(name)
-    config, weights = from_hugging_face(model.config.to_dict()), our_weights(model)
+    config = from_hugging_face(model.config.to_dict())
+    weights = our_weights(model)
     specs = model_specs(config)
     tensors = ((spec.name, weights[spec.name]) for spec in specs if spec.tied_to is None)
     return write_folder(path, config, specs, tensors, dtype, **options)
@@ -239,11 +288,17 @@ def write_again(name: str, path: Path, dtype: torch.dtype = torch.float32, **opt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 40_000])
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_what_is_written(tmp_path: Path, name: str, max_shard_bytes: int, dtype) -> None:
+def test_transformers_loads_what_is_written(
+    tmp_path: Path, name: str, max_shard_bytes: int, dtype
+) -> None:
     files = write_again(name, tmp_path / "new", dtype, max_shard_bytes=max_shard_bytes)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == list(files)
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto", output_loading_info=True)
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "new", dtype="auto", output_loading_info=True
+    )
+    assert not any(
+        report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
     assert loaded.dtype == dtype
     assert_same(dict(loaded.state_dict()), dict(tiny_model(name, dtype).state_dict()))
     if max_shard_bytes < 1_000_000:
@@ -258,15 +313,21 @@ def test_transformers_loads_what_is_written(tmp_path: Path, name: str, max_shard
 def test_tokenizer_and_its_end_tokens_come_along(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab_size=300)
     model.save_pretrained(tmp_path / "source")
-    config, tokenizer = read_folder_config(tmp_path / "source"), byte_tokenizer()
-    specs, weights = model_specs(config), our_weights(model)
+    config = read_folder_config(tmp_path / "source")
+    tokenizer = byte_tokenizer()
+    specs = model_specs(config)
+    weights = our_weights(model)
     tensors = ((spec.name, weights[spec.name]) for spec in specs)
     files = write_folder(tmp_path / "new", config, specs, tensors, torch.float32, tokenizer)
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(
+        files
+    )
     for file in ("config.json", "generation_config.json"):
         written = json.loads((tmp_path / "new" / file).read_text())
         assert (written["bos_token_id"], written["eos_token_id"]) == (256, 256)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "new").generation_config.eos_token_id == 256
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "new").generation_config.eos_token_id == 256
+    )
 
 
 def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -283,12 +344,15 @@ def test_a_destination_in_use_is_left_alone(tmp_path: Path) -> None:
         write_again("llama", tmp_path / "kept")
     with pytest.raises(ValueError, match="cannot be written"):
         write_again("llama", tmp_path / "kept" / "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (
+        tmp_path / "kept"
+    ).read_text() == "precious"
 
 
 def test_a_failure_half_way_leaves_nothing(saved, tmp_path: Path) -> None:
     config = read_folder_config(saved("llama"))
-    specs, weights = model_specs(config), our_weights(tiny_model("llama"))
+    specs = model_specs(config)
+    weights = our_weights(tiny_model("llama"))
 
     def given(names: list[str]) -> Iterator[tuple[str, Tensor]]:
         return ((name, weights[name]) for name in names)
@@ -300,11 +364,14 @@ def test_a_failure_half_way_leaves_nothing(saved, tmp_path: Path) -> None:
         ([*order, "head"], "given was head, which is no parameter of the model or a second time"),
     ):
         with pytest.raises(ValueError, match=message):
-            write_folder(tmp_path / "new", config, specs, given(names), torch.float32, max_shard_bytes=40_000)
+            write_folder(
+                tmp_path / "new", config, specs, given(names), torch.float32, max_shard_bytes=40_000
+            )
         assert not list(tmp_path.iterdir())
 
 
-# Bad input ------------------------------------------------------------------------------------------------------------
+# Bad input
+# ------------------------------------------------------------------------------------------------------------
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
@@ -327,10 +394,16 @@ def test_missing_extra_and_misshapen_tensors_are_named(broken: Path) -> None:
     rewrite(broken, lambda tensors: tensors.pop("model.embed_tokens.weight"))
     assert "it lacks model.embed_tokens.weight" in refusal(broken)
     rewrite(broken, lambda tensors: tensors.update({"model.strange": torch.ones(2)}))
-    assert "it lacks model.embed_tokens.weight; it has no place for model.strange" in refusal(broken)
+    assert "it lacks model.embed_tokens.weight; it has no place for model.strange" in refusal(
+        broken
+    )
     rewrite(broken, lambda tensors: tensors.pop("model.strange"))
-    rewrite(broken, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(VOCAB, 63)}))
-    assert refusal(broken).endswith("its tensor model.embed_tokens.weight is 101 x 63 and should be 101 x 64")
+    rewrite(
+        broken, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(VOCAB, 63)})
+    )
+    assert refusal(broken).endswith(
+        "its tensor model.embed_tokens.weight is 101 x 63 and should be 101 x 64"
+    )
 
 
 def test_every_rank_of_a_pipeline_refuses_alike(broken: Path) -> None:
@@ -343,7 +416,9 @@ def test_every_rank_of_a_pipeline_refuses_alike(broken: Path) -> None:
 def test_a_config_with_more_layers_names_what_is_not_there(broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    assert "it lacks model.layers.2.input_layernorm.weight" in refusal(broken) and "and 6 more" in refusal(broken)
+    assert "it lacks model.layers.2.input_layernorm.weight" in refusal(
+        broken
+    ) and "and 6 more" in refusal(broken)
 
 
 def test_an_untied_model_needs_its_head(saved, tmp_path: Path) -> None:
@@ -371,7 +446,9 @@ def test_a_file_cut_short_is_refused(saved, tmp_path: Path, keep: int) -> None:
     shutil.copytree(saved("llama"), tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    assert "is not a whole safetensors file" in refusal(tmp_path) and "get it again" in refusal(tmp_path)
+    assert "is not a whole safetensors file" in refusal(tmp_path) and "get it again" in refusal(
+        tmp_path
+    )
 
 
 def test_a_missing_shard_is_named(broken: Path) -> None:
@@ -381,9 +458,18 @@ def test_a_missing_shard_is_named(broken: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}', '{"weight_map": {"a": "../b"}}',
-              '{"weight_map": {}}', '{"weight_map": {"a": 1, "b": "c"}}']
-)  # fmt: skip
+    "index",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": [1]}}',
+        '{"weight_map": {"a": "../b"}}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1, "b": "c"}}',
+    ],
+)
 def test_an_index_that_makes_no_sense_is_refused(broken: Path, index: str) -> None:
     (broken / "model.safetensors.index.json").write_text(index)
     assert str(broken / "model.safetensors.index.json") in refusal(broken)

@@ -1,4 +1,5 @@
-"""Generation against transformers and against its own definition, and what `shardwise generate` promises."""
+"""Generation against transformers and against its own definition, and what `shardwise generate`
+promises."""
 
 import io
 import json
@@ -14,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.cli import main
-from shardwise.config import from_hugging_face
-from shardwise.model.tokenizer import byte_tokenizer
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
 from shardwise.serve import generate as generation
 from shardwise.serve.generate import Generated, LoadedModel, generate, load_model
 from shardwise.serve.request import SamplingParams
@@ -28,11 +29,14 @@ BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
 
 
 def tiny(name: str) -> tuple[PreTrainedModel, LoadedModel]:
-    """A drawn model that talks bytes and, since its weights are drawn, never comes to an end by itself."""
+    """A drawn model that talks bytes and, since its weights are drawn, never comes to an end by
+    itself."""
     theirs = tiny_model(name, **BYTES)
     config = from_hugging_face(theirs.config.to_dict())
     tokenizer = replace(byte_tokenizer(), eos_ids=frozenset())
-    return theirs, LoadedModel(config, our_weights(theirs), tokenizer, torch.float32, torch.device("cpu"))
+    return theirs, LoadedModel(
+        config, our_weights(theirs), tokenizer, torch.float32, torch.device("cpu")
+    )
 
 
 def greedy(max_tokens: int = 30, **changes: Any) -> SamplingParams:
@@ -47,7 +51,9 @@ def their_logprobs(model: PreTrainedModel, prompt: list[int], answer: Generated)
 
 
 def assert_logprobs(model: PreTrainedModel, prompt: list[int], answer: Generated) -> None:
-    expected = their_logprobs(model, prompt, answer).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    expected = their_logprobs(model, prompt, answer).gather(
+        1, torch.tensor(answer.tokens)[:, None]
+    )[:, 0]
     torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=LOGPROB)
 
 
@@ -57,13 +63,19 @@ def test_greedy_is_the_likeliest_token_at_every_step(name: str) -> None:
     answer = generate(model, PROMPT, greedy(40))
     assert answer.tokens == tuple(their_logprobs(theirs, PROMPT, answer).argmax(-1).tolist())
     assert_logprobs(theirs, PROMPT, answer)
-    assert (len(answer.tokens), answer.prompt_tokens, answer.finish_reason) == (40, len(PROMPT), "length")
+    assert (len(answer.tokens), answer.prompt_tokens, answer.finish_reason) == (
+        40,
+        len(PROMPT),
+        "length",
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_logprobs_of_drawn_tokens_are_of_the_unmodified_distribution(name: str) -> None:
     theirs, model = tiny(name)
-    answer = generate(model, PROMPT, SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=3, max_tokens=40))
+    answer = generate(
+        model, PROMPT, SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=3, max_tokens=40)
+    )
     assert_logprobs(theirs, PROMPT, answer)
     ranks = (their_logprobs(theirs, PROMPT, answer).argsort(-1, descending=True)).tolist()
     places = [row.index(token) for row, token in zip(ranks, answer.tokens, strict=True)]
@@ -72,7 +84,9 @@ def test_logprobs_of_drawn_tokens_are_of_the_unmodified_distribution(name: str) 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("chunk", [1, 5, 12, 13])
-def test_chunks_of_the_prompt_change_nothing(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_prompt_change_nothing(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, model = tiny(name)
     whole = generate(model, PROMPT, greedy())
     monkeypatch.setattr(generation, "PREFILL_TOKENS", chunk)
@@ -154,7 +168,11 @@ def test_times_are_of_this_run() -> None:
         (0, 1, "the prompt is empty; give it at least one token"),
         (64, 1, "the prompt has 64 tokens and the model 64 positions; shorten it"),
         (100, 1, "the prompt has 100 tokens and the model 64 positions; shorten it"),
-        (60, 5, "60 prompt tokens and 5 new ones exceed the model's 64 positions; at most 4 new tokens work"),
+        (
+            60,
+            5,
+            "60 prompt tokens and 5 new ones exceed the model's 64 positions; at most 4 new tokens work",
+        ),
     ],
 )
 def test_limits_are_sentences(prompt: int, max_tokens: int, said: str) -> None:
@@ -169,7 +187,8 @@ def test_every_position_can_be_used() -> None:
     assert len(generate(model, [65] * 63, greedy(1)).tokens) == 1
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +217,9 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 def test_the_command_says_what_generate_does(folder: Path, command: Command) -> None:
     words = ("--prompt", "Hello", "--max-tokens", 20, "--seed", 4, "--top-k", 50, "--dtype", "fp32")
     params = SamplingParams(max_tokens=20, seed=4, top_k=50)
-    expected = generate(load_model(folder, torch.float32, torch.device("cpu")), list(b"Hello"), params)
+    expected = generate(
+        load_model(folder, torch.float32, torch.device("cpu")), list(b"Hello"), params
+    )
     code, out, err = command(folder, *words)
     assert (code, out) == (0, expected.text + "\n")
     assert re.fullmatch(r"20 tokens, the first after \d+\.\d\d s, then \d+ tokens/s\n", err)
@@ -206,26 +227,49 @@ def test_the_command_says_what_generate_does(folder: Path, command: Command) -> 
     told = json.loads(out)  # exactly one object, or this raises
     assert (code, err) == (0, "") and out.count("\n") == 1
     assert told.keys() >= {"text", "tokens", "logprobs", "prompt_tokens", "tokens_per_s"}
-    assert (told["text"], told["tokens"], told["prompt_tokens"]) == (expected.text, list(expected.tokens), 5)
+    assert (told["text"], told["tokens"], told["prompt_tokens"]) == (
+        expected.text,
+        list(expected.tokens),
+        5,
+    )
     assert told["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB)
-    assert told["finish_reason"] == "length" and told["tokens_per_s"] > 0 and told["first_token_s"] > 0
+    assert (
+        told["finish_reason"] == "length" and told["tokens_per_s"] > 0 and told["first_token_s"] > 0
+    )
 
 
 def test_quantized_weights_answer(folder: Path, command: Command) -> None:
-    words = ("--prompt", "Hello", "--max-tokens", 12, "--temperature", 0, "--dtype", "fp32", "--json")
+    words = (
+        "--prompt",
+        "Hello",
+        "--max-tokens",
+        12,
+        "--temperature",
+        0,
+        "--dtype",
+        "fp32",
+        "--json",
+    )
     model = load_model(folder, torch.float32, torch.device("cpu"), "int3-g32")
     expected = generate(model, list(b"Hello"), SamplingParams(temperature=0, max_tokens=12))
-    told, plain = (json.loads(command(folder, *words, *more)[1]) for more in (("--quant", "int3-g32"), ()))
+    told, plain = (
+        json.loads(command(folder, *words, *more)[1]) for more in (("--quant", "int3-g32"), ())
+    )
     assert told["tokens"] == list(expected.tokens)
     assert told["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB) != plain["logprobs"]
 
 
-def test_the_prompt_may_come_from_stdin(folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_may_come_from_stdin(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("--max-tokens", 9, "--temperature", 0, "--json")
     wanted = json.loads(command(folder, "--prompt", "two\nlines é", *words)[1])
     monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines é"))
     told = json.loads(command(folder, "--prompt", "-", *words)[1])
-    assert told["tokens"] == wanted["tokens"] and told["prompt_tokens"] == wanted["prompt_tokens"] == 12
+    assert (
+        told["tokens"] == wanted["tokens"]
+        and told["prompt_tokens"] == wanted["prompt_tokens"] == 12
+    )
 
 
 def test_stop_flags_add_up(folder: Path, command: Command) -> None:
@@ -249,14 +293,20 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
         (["--temperature", "nan"], "temperature is nan"),
         (["--temperature", "warm"], "argument --temperature: invalid float value: 'warm'"),
         (["--max-tokens", "0"], "max_tokens is 0, but it must be at least 1"),
-        (["--max-tokens", "64"], "1 prompt tokens and 64 new ones exceed the model's 64 positions; at most 63"),
+        (
+            ["--max-tokens", "64"],
+            "1 prompt tokens and 64 new ones exceed the model's 64 positions; at most 63",
+        ),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "-3"], "top_k is -3"),
         (["--min-p", "2"], "min_p is 2.0"),
         (["--stop", ""], "stop must be texts that are not empty"),
         (["--seed", str(2**63)], "seed is 9223372036854775808"),
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
-        (["--quant", "int4-g128"], "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do"),
+        (
+            ["--quant", "int4-g128"],
+            "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
+        ),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 64], "the prompt has 64 tokens and the model 64 positions"),
         (["--prompt", "\udc80"], "the text is not valid Unicode"),
@@ -277,7 +327,9 @@ def assert_refused(ended: tuple[int, str, str], said: str) -> None:
     assert re.fullmatch(r"shardwise: [^\n]+\n", err) and said in err
 
 
-def test_a_model_that_cannot_be_used_is_a_sentence(folder: Path, tmp_path: Path, command: Command) -> None:
+def test_a_model_that_cannot_be_used_is_a_sentence(
+    folder: Path, tmp_path: Path, command: Command
+) -> None:
     def refused(model: object, said: str) -> None:
         assert_refused(command(model, "--prompt", "x", "--max-tokens", 2), said)
 
@@ -305,9 +357,12 @@ def test_a_gguf_file_that_is_broken_is_a_sentence(tmp_path: Path, command: Comma
         assert_refused(command(tmp_path / f"{name}.gguf", "--prompt", "x"), said)
 
 
-def test_a_folder_that_is_broken_is_a_sentence(folder: Path, tmp_path: Path, command: Command) -> None:
+def test_a_folder_that_is_broken_is_a_sentence(
+    folder: Path, tmp_path: Path, command: Command
+) -> None:
     def refused(said: str, **files: bytes | None) -> None:
-        """Every file of the model linked into a folder of its own, some replaced or, with None, left out."""
+        """Every file of the model linked into a folder of its own, some replaced or, with None,
+        left out."""
         broken = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
         broken.mkdir()
         for file in folder.iterdir():
@@ -334,7 +389,9 @@ def test_a_folder_that_is_broken_is_a_sentence(folder: Path, tmp_path: Path, com
     refused("is not a tokenizer that can be read", tokenizer=b"[]")
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(tmp_path: Path, command: Command) -> None:
+def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(
+    tmp_path: Path, command: Command
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     byte_tokenizer().save(tmp_path / "model")
     said = "the tokenizer has ids up to 256 but the model's vocabulary only 101 rows"
@@ -342,11 +399,20 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(tmp_path: Path, co
 
 
 def test_the_real_model_knows_paris(command: Command) -> None:
-    words = (smollm2_gguf(), "--chat", "--prompt", "What is the capital of France?", "--temperature", 0)
+    words = (
+        smollm2_gguf(),
+        "--chat",
+        "--prompt",
+        "What is the capital of France?",
+        "--temperature",
+        0,
+    )
     code, out, err = command(*words, "--max-tokens", 24)
     assert code == 0 and "Paris" in out and "<|im_end|>" not in out and err.count("\n") == 1
     code, told, err = command(*words, "--max-tokens", 24, "--json")
     answer = json.loads(told)
     assert (code, err) == (0, "") and answer["text"] + "\n" == out
-    assert answer["finish_reason"] == "stop" and len(answer["tokens"]) == len(answer["logprobs"]) < 24
+    assert (
+        answer["finish_reason"] == "stop" and len(answer["tokens"]) == len(answer["logprobs"]) < 24
+    )
     assert all(-20 < logprob <= 0 for logprob in answer["logprobs"])

@@ -1,4 +1,5 @@
-"""GGUF headers and block formats, against the `gguf` package and against files that are broken in every way."""
+"""GGUF headers and block formats, against the `gguf` package and against files that are broken in
+every way."""
 
 import math
 import struct
@@ -15,8 +16,9 @@ from gguf import GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.gguf import BLOCKS, Gguf, read_gguf
-from shardwise.quant.gguf import dequantize, read_tensor
+from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
+from shardwise.quant.ggml import BLOCKS
+from shardwise.quant.ggml_decode import dequantize, read_tensor
 from smollm2 import smollm2_gguf
 
 FLOATS = ("F32", "F16", "BF16")
@@ -26,17 +28,21 @@ SCALES = {
     "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
 }  # fmt: skip
 REFERENCE_KINDS = [*FLOATS, *SCALES]  # Q8_K, never in a file, is one the package does not decode
-ROWS, COLUMNS = 7, 768
+ROWS = 7
+COLUMNS = 768
 
 
 def draw_bytes(kind: str, num_rows: int, num_columns: int, seed: int) -> np.ndarray:
-    """Random rows of a kind as the bytes of a file: every pattern of bits, but finite scales of both signs."""
+    """Random rows of a kind as the bytes of a file: every pattern of bits, but finite scales of
+    both signs."""
     random = np.random.default_rng(seed)
     if kind in FLOATS:
         values = random.standard_normal((num_rows, num_columns)).astype(np.float32)
         return gguf.quants.quantize(values, GGMLQuantizationType[kind]).view(np.uint8)
     block = BLOCKS[kind]
-    blocks = random.integers(0, 256, (num_rows * num_columns // block.num_elements, block.num_bytes), np.uint8)
+    blocks = random.integers(
+        0, 256, (num_rows * num_columns // block.num_elements, block.num_bytes), np.uint8
+    )
     for at in SCALES[kind]:
         scale = random.standard_normal((len(blocks), 1)).astype("<f2")
         blocks[:, at : at + 2] = scale.view(np.uint8)
@@ -49,7 +55,9 @@ def expected(raw: np.ndarray, kind: str) -> torch.Tensor:
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.shape == theirs.shape and torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+    return ours.shape == theirs.shape and torch.equal(
+        ours.view(torch.int32), theirs.view(torch.int32)
+    )
 
 
 def add(writer: GGUFWriter, name: str, raw: np.ndarray, kind: str) -> None:
@@ -124,7 +132,9 @@ def test_metadata_becomes_plain_values(every_kind: Gguf) -> None:
 
 def test_block_sizes_are_the_formats() -> None:
     for kind, block in BLOCKS.items():
-        assert (block.num_elements, block.num_bytes) == gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        assert (block.num_elements, block.num_bytes) == gguf.GGML_QUANT_SIZES[
+            GGMLQuantizationType[kind]
+        ]
 
 
 @pytest.mark.parametrize("kind", REFERENCE_KINDS)
@@ -160,19 +170,25 @@ def test_q8_k_is_a_float_scale_times_signed_bytes() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from([*REFERENCE_KINDS, "stack"]), data=st.data())
-def test_rows_alone_equal_rows_of_the_whole(every_kind: Gguf, name: str, data: st.DataObject) -> None:
+def test_rows_alone_equal_rows_of_the_whole(
+    every_kind: Gguf, name: str, data: st.DataObject
+) -> None:
     num_rows = every_kind.tensors[name].shape[0]
     start = data.draw(st.integers(0, num_rows))
     stop = data.draw(st.integers(start, num_rows))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     whole = read_tensor(every_kind, name)
-    assert torch.equal(read_tensor(every_kind, name, start, stop, dtype), whole[start:stop].to(dtype))
+    assert torch.equal(
+        read_tensor(every_kind, name, start, stop, dtype), whole[start:stop].to(dtype)
+    )
 
 
 def test_a_stack_of_matrices_keeps_its_shape(every_kind: Gguf) -> None:
     assert every_kind.tensors["stack"].shape == (3, 5, COLUMNS)
     raw = draw_bytes("Q6_K", 15, COLUMNS, 51)
-    assert same_bits(read_tensor(every_kind, "stack", 1, 3), expected(raw, "Q6_K").view(3, 5, COLUMNS)[1:])
+    assert same_bits(
+        read_tensor(every_kind, "stack", 1, 3), expected(raw, "Q6_K").view(3, 5, COLUMNS)[1:]
+    )
 
 
 def test_a_vector_of_blocks_is_cut_at_blocks_only(every_kind: Gguf) -> None:
@@ -206,8 +222,11 @@ def test_wrong_requests_are_refused(every_kind: Gguf) -> None:
         dequantize(torch.zeros(20), "Q4_1", (1, 32))
 
 
-def test_opening_reads_no_tensor_and_imports_no_torch(tmp_path: Path, small: tuple[Path, bytes]) -> None:
-    """A tensor of 8 GiB, a hole in a sparse file, opens in a fraction of the seconds that reading it takes."""
+def test_opening_reads_no_tensor_and_imports_no_torch(
+    tmp_path: Path, small: tuple[Path, bytes]
+) -> None:
+    """A tensor of 8 GiB, a hole in a sparse file, opens in a fraction of the seconds that reading
+    it takes."""
     path = tmp_path / "large.gguf"
     rows = 2**21
     entry = tensor_entry("large", (1024, rows), kind=0, offset=0)
@@ -223,7 +242,8 @@ def test_opening_reads_no_tensor_and_imports_no_torch(tmp_path: Path, small: tup
     subprocess.run([sys.executable, "-c", code, str(small[0])], check=True)
 
 
-# The real model -------------------------------------------------------------------------------------------------------
+# The real model
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +257,11 @@ def real_reference() -> GGUFReader:
 
 
 def test_the_real_header_equals_the_reference(real: Gguf, real_reference: GGUFReader) -> None:
-    theirs = {key: field.contents() for key, field in real_reference.fields.items() if not key.startswith("GGUF.")}
+    theirs = {
+        key: field.contents()
+        for key, field in real_reference.fields.items()
+        if not key.startswith("GGUF.")
+    }
     assert real.metadata == theirs
     assert len(real.metadata["tokenizer.ggml.tokens"]) == 49152
     assert [tensor.name for tensor in real_reference.tensors] == list(real.tensors)
@@ -254,14 +278,19 @@ def test_the_real_header_equals_the_reference(real: Gguf, real_reference: GGUFRe
 def test_real_weights_decode_bit_for_bit(real: Gguf, real_reference: GGUFReader) -> None:
     for theirs in real_reference.tensors:
         if theirs.name.startswith("blk.29."):
-            weights = torch.from_numpy(np.array(gguf.quants.dequantize(theirs.data, theirs.tensor_type)))
+            weights = torch.from_numpy(
+                np.array(gguf.quants.dequantize(theirs.data, theirs.tensor_type))
+            )
             assert same_bits(read_tensor(real, theirs.name), weights)
     embedding = real_reference.tensors[0]
-    rows = torch.from_numpy(gguf.quants.dequantize(embedding.data[40_000:40_100], embedding.tensor_type))
+    rows = torch.from_numpy(
+        gguf.quants.dequantize(embedding.data[40_000:40_100], embedding.tensor_type)
+    )
     assert same_bits(read_tensor(real, "token_embd.weight", 40_000, 40_100), rows)
 
 
-# Models in parts ------------------------------------------------------------------------------------------------------
+# Models in parts
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -279,7 +308,9 @@ def test_parts_are_read_as_one_model(parts: list[Path]) -> None:
     assert sorted(model.tensors) == ["w0", "w1", "w2", "w3", "w4"]
     assert sorted({tensor.part for tensor in model.tensors.values()}) == [0, 1, 2]
     for seed in range(5):
-        assert same_bits(read_tensor(model, f"w{seed}"), expected(draw_bytes("Q5_K", 4, 256, seed), "Q5_K"))
+        assert same_bits(
+            read_tensor(model, f"w{seed}"), expected(draw_bytes("Q5_K", 4, 256, seed), "Q5_K")
+        )
 
 
 def test_parts_that_do_not_belong_together_are_refused(parts: list[Path]) -> None:
@@ -299,7 +330,8 @@ def test_parts_that_do_not_belong_together_are_refused(parts: list[Path]) -> Non
     refuse(parts[0], "promises 9 tensors")
 
 
-# Broken files ---------------------------------------------------------------------------------------------------------
+# Broken files
+# ---------------------------------------------------------------------------------------------------------
 
 
 def refuse(path: Path, reason: str, named: Path | None = None) -> None:
@@ -321,10 +353,18 @@ def tensor_entry(name: str, dims: tuple[int, ...], kind: int, offset: int) -> by
 
 
 def header(
-    tensors: list[bytes] | None = None, entries: list[bytes] | None = None, version: int = 3, alignment: int = 32
+    tensors: list[bytes] | None = None,
+    entries: list[bytes] | None = None,
+    version: int = 3,
+    alignment: int = 32,
 ) -> bytes:
-    tensors, entries = tensors or [], entries or []
-    whole = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(entries)) + b"".join([*entries, *tensors])
+    tensors = tensors or []
+    entries = entries or []
+    whole = (
+        b"GGUF"
+        + struct.pack("<IQQ", version, len(tensors), len(entries))
+        + b"".join([*entries, *tensors])
+    )
     return whole + b"\0" * (-len(whole) % alignment)
 
 
@@ -337,7 +377,10 @@ def set_number(whole: bytes, key: bytes, value: bytes) -> bytes:
     return whole[:at] + value + whole[at + len(value) :]
 
 
-F32, Q4_1, IQ4_XS, ALIGNMENT = 0, 3, 23, b"general.alignment"
+F32 = 0
+Q4_1 = 3
+IQ4_XS = 23
+ALIGNMENT = b"general.alignment"
 GOOD = tensor_entry("good", (4, 2), F32, 0)
 DATA = bytes(4096)
 
@@ -346,35 +389,86 @@ BROKEN = {
     "not GGUF": (b"PK\3\4" + DATA, "letters GGUF"),
     "version 1": (header([GOOD], version=1) + DATA, "version 1"),
     "version of the other endian": (header([GOOD], version=0x03000000) + DATA, "big endian"),
-    "cannot be so many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0) + DATA, "tensors, more than"),
-    "cannot be so many entries": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**64 - 1) + DATA, "entries, more than"),
+    "cannot be so many tensors": (
+        b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0) + DATA,
+        "tensors, more than",
+    ),
+    "cannot be so many entries": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2**64 - 1) + DATA,
+        "entries, more than",
+    ),
     "fewer entries than said": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + DATA, "'' is in it twice"),
     "key twice": (header(entries=[entry(0, b"1"), entry(0, b"1")]), "'key' is in it twice"),
-    "string past the end": (header(entries=[entry(8, struct.pack("<Q", 2**40))]) + DATA, "runs past the end"),
-    "string just past the end": (header(entries=[entry(8, struct.pack("<Q", 100) + b"short")]), "runs past the end"),
-    "string of nearly 2^64": (header(entries=[entry(8, struct.pack("<Q", 2**64 - 1))]), "runs past the end"),
+    "string past the end": (
+        header(entries=[entry(8, struct.pack("<Q", 2**40))]) + DATA,
+        "runs past the end",
+    ),
+    "string just past the end": (
+        header(entries=[entry(8, struct.pack("<Q", 100) + b"short")]),
+        "runs past the end",
+    ),
+    "string of nearly 2^64": (
+        header(entries=[entry(8, struct.pack("<Q", 2**64 - 1))]),
+        "runs past the end",
+    ),
     "not UTF-8": (header(entries=[entry(8, string(b"\xff\xfe"))]), "not UTF-8"),
     "truth value of 2": (header(entries=[entry(7, b"\2")]), "neither 0 nor 1"),
     "unknown type of value": (header(entries=[entry(13, bytes(8))]), "unknown type, 13"),
-    "array in an array": (header(entries=[entry(9, struct.pack("<IQ", 9, 1) + bytes(12))]), "an array in an array"),
-    "array of unknown items": (header(entries=[entry(9, struct.pack("<IQ", 77, 1))]) + DATA, "unknown type, 77"),
-    "array past the end": (header(entries=[entry(9, struct.pack("<IQ", 12, 4000))]) + DATA, "in the middle"),
-    "array with an absurd count": (header(entries=[entry(9, struct.pack("<IQ", 8, 2**60))]) + DATA, "items in an"),
+    "array in an array": (
+        header(entries=[entry(9, struct.pack("<IQ", 9, 1) + bytes(12))]),
+        "an array in an array",
+    ),
+    "array of unknown items": (
+        header(entries=[entry(9, struct.pack("<IQ", 77, 1))]) + DATA,
+        "unknown type, 77",
+    ),
+    "array past the end": (
+        header(entries=[entry(9, struct.pack("<IQ", 12, 4000))]) + DATA,
+        "in the middle",
+    ),
+    "array with an absurd count": (
+        header(entries=[entry(9, struct.pack("<IQ", 8, 2**60))]) + DATA,
+        "items in an",
+    ),
     "alignment 24": (header(entries=[entry(4, struct.pack("<I", 24), ALIGNMENT)]), "power of two"),
     "alignment 0": (header(entries=[entry(4, struct.pack("<I", 0), ALIGNMENT)]), "power of two"),
     "alignment as text": (header(entries=[entry(8, string(b"32"), ALIGNMENT)]), "power of two"),
-    "count of parts as text": (header(entries=[entry(8, string(b"3"), b"split.count")]), "number of its parts"),
-    "kind that is not read": (header([tensor_entry("w", (256,), IQ4_XS, 0)]) + DATA, "IQ4_XS; the kinds that are"),
-    "kind that does not exist": (header([tensor_entry("w", (256,), 4_000_000_000, 0)]) + DATA, "kind 4000000000"),
+    "count of parts as text": (
+        header(entries=[entry(8, string(b"3"), b"split.count")]),
+        "number of its parts",
+    ),
+    "kind that is not read": (
+        header([tensor_entry("w", (256,), IQ4_XS, 0)]) + DATA,
+        "IQ4_XS; the kinds that are",
+    ),
+    "kind that does not exist": (
+        header([tensor_entry("w", (256,), 4_000_000_000, 0)]) + DATA,
+        "kind 4000000000",
+    ),
     "tensor twice": (header([GOOD, GOOD]) + DATA, "'good' is in it twice"),
-    "tensors overlap": (header([GOOD, tensor_entry("w", (4,), F32, 0)]) + DATA, "starts inside tensor"),
-    "unaligned": (header([tensor_entry("w", (4,), F32, 4)]) + DATA, "not a multiple of the alignment"),
-    "part of a block": (header([tensor_entry("w", (48, 2), Q4_1, 0)]) + DATA, "a multiple of the 32"),
+    "tensors overlap": (
+        header([GOOD, tensor_entry("w", (4,), F32, 0)]) + DATA,
+        "starts inside tensor",
+    ),
+    "unaligned": (
+        header([tensor_entry("w", (4,), F32, 4)]) + DATA,
+        "not a multiple of the alignment",
+    ),
+    "part of a block": (
+        header([tensor_entry("w", (48, 2), Q4_1, 0)]) + DATA,
+        "a multiple of the 32",
+    ),
     "five dims": (header([tensor_entry("w", (1, 1, 1, 1, 1), F32, 0)]) + DATA, "5 dims"),
     "dim of 0": (header([tensor_entry("w", (4, 0), F32, 0)]) + DATA, "size 0"),
     "offset outside": (header([tensor_entry("w", (4,), F32, 2**40)]) + DATA, "cut short"),
-    "offset of nearly 2^64": (header([tensor_entry("w", (4,), F32, 2**64 - 32)]) + DATA, "cut short"),
-    "tensor of 2^252 weights": (header([tensor_entry("w", (2**63,) * 4, F32, 0)]) + DATA, "cut short"),
+    "offset of nearly 2^64": (
+        header([tensor_entry("w", (4,), F32, 2**64 - 32)]) + DATA,
+        "cut short",
+    ),
+    "tensor of 2^252 weights": (
+        header([tensor_entry("w", (2**63,) * 4, F32, 0)]) + DATA,
+        "cut short",
+    ),
     "data missing": (header([GOOD]), "cut short"),
 }
 
@@ -389,7 +483,8 @@ def test_each_kind_of_damage_is_named(name: str, tmp_path: Path) -> None:
 
 def test_what_the_format_allows_is_read(tmp_path: Path) -> None:
     path = tmp_path / "allowed.gguf"
-    scalar, wide = tensor_entry("scalar", (), F32, 0), tensor_entry("wide", (4,), F32, 128)
+    scalar = tensor_entry("scalar", (), F32, 0)
+    wide = tensor_entry("wide", (4,), F32, 128)
     aligned = entry(4, struct.pack("<I", 128), ALIGNMENT)
     nothing = entry(9, struct.pack("<IQ", 8, 0), b"nothing")
     path.write_bytes(header([wide, scalar], [aligned, nothing], version=2, alignment=128) + DATA)
@@ -414,7 +509,8 @@ def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
 
 
 def opens_or_refuses(path: Path) -> bool:
-    """Opens a damaged file and, if that works, looks at every tensor; nothing but ValueError may be raised."""
+    """Opens a damaged file and, if that works, looks at every tensor; nothing but ValueError may be
+    raised."""
     try:
         model = read_gguf(path)
     except ValueError as refusal:
@@ -429,7 +525,9 @@ def opens_or_refuses(path: Path) -> bool:
 
 @settings(max_examples=150, deadline=5000)
 @given(data=st.data())
-def test_a_file_cut_short_anywhere_is_refused(small: tuple[Path, bytes], data: st.DataObject) -> None:
+def test_a_file_cut_short_anywhere_is_refused(
+    small: tuple[Path, bytes], data: st.DataObject
+) -> None:
     path, whole = small
     path.write_bytes(whole)
     needed = max(tensor.offset + tensor.num_bytes for tensor in read_gguf(path).tensors.values())
@@ -439,7 +537,9 @@ def test_a_file_cut_short_anywhere_is_refused(small: tuple[Path, bytes], data: s
 
 @settings(max_examples=300, deadline=5000)
 @given(data=st.data())
-def test_bytes_changed_in_the_header_are_refused_or_harmless(small: tuple[Path, bytes], data: st.DataObject) -> None:
+def test_bytes_changed_in_the_header_are_refused_or_harmless(
+    small: tuple[Path, bytes], data: st.DataObject
+) -> None:
     path, whole = small
     changed = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -451,7 +551,10 @@ def test_bytes_changed_in_the_header_are_refused_or_harmless(small: tuple[Path, 
 
 
 @settings(max_examples=150, deadline=5000)
-@given(noise=st.binary(max_size=300), head=st.sampled_from([b"", b"GGUF", b"GGUF\3\0\0\0", header([GOOD])[:-40]]))
+@given(
+    noise=st.binary(max_size=300),
+    head=st.sampled_from([b"", b"GGUF", b"GGUF\3\0\0\0", header([GOOD])[:-40]]),
+)
 def test_noise_is_refused_or_harmless(small: tuple[Path, bytes], noise: bytes, head: bytes) -> None:
     small[0].write_bytes(head + noise)
     opens_or_refuses(small[0])

@@ -1,4 +1,5 @@
-"""Decode steps that are captured once: what is written into their fixed places, and which of them is run."""
+"""Decode steps that are captured once: what is written into their fixed places, and which of them
+is run."""
 
 from collections.abc import Sequence
 
@@ -8,16 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.kernels.paged import Span
-from shardwise.kernels.tables import NOWHERE, TableBatch, table_batch
-from shardwise.serve.batch import Part
-from shardwise.serve.graphs import DecodeGraphs, Step, captured_sizes, only_decodes
+from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.triton.batch import NOWHERE, TableBatch, table_batch
+from shardwise.serve.engine.batch import Part
+from shardwise.serve.engine.cuda_graphs import DecodeGraphs, Step, captured_sizes, only_decodes
 
-CPU, PAGE_TOKENS, WIDTH = torch.device("cpu"), 16, 6
+CPU = torch.device("cpu")
+PAGE_TOKENS = 16
+WIDTH = 6
 
 
 class Played:
-    """A decode step whose logits are all that a step reads, and a capture that notes which sizes were run."""
+    """A decode step whose logits are all that a step reads, and a capture that notes which sizes
+    were run."""
 
     def __init__(self) -> None:
         self.captured: list[int] = []
@@ -39,7 +43,9 @@ class Played:
     def capture(self, step: Step) -> Step:
         kept = step()
         self.captured.append(len(kept))
-        assert self.slots[-1] == [NOWHERE] * len(kept) and not any(self.lengths[-1]), "a first run writes nowhere"
+        assert self.slots[-1] == [NOWHERE] * len(kept) and not any(self.lengths[-1]), (
+            "a first run writes nowhere"
+        )
 
         def replay() -> Tensor:
             self.replayed.append(len(kept))
@@ -59,17 +65,23 @@ def part_of(id: int, token: int, start: int, pages: Sequence[int]) -> Part:
 parts = st.lists(
     st.integers(0, WIDTH * PAGE_TOKENS - 1).flatmap(
         lambda start: st.builds(
-            part_of, st.integers(0, 9), st.integers(0, 999), st.just(start),
+            part_of,
+            st.integers(0, 9),
+            st.integers(0, 999),
+            st.just(start),
             st.lists(st.integers(0, 99), min_size=start // PAGE_TOKENS + 1, max_size=WIDTH),
         )
     ),
-    min_size=1, max_size=7,
-)  # fmt: skip
+    min_size=1,
+    max_size=7,
+)
 
 
 @settings(max_examples=50)
 @given(steps=st.lists(parts, min_size=1, max_size=3), max_running=st.sampled_from([7, 8, 12]))
-def test_a_step_reads_what_its_batch_says_whatever_was_there_before(steps: list[list[Part]], max_running: int) -> None:
+def test_a_step_reads_what_its_batch_says_whatever_was_there_before(
+    steps: list[list[Part]], max_running: int
+) -> None:
     played = Played()
     graphs = graphs_of(played, max_running)
     kept = []
@@ -87,12 +99,20 @@ def test_a_step_reads_what_its_batch_says_whatever_was_there_before(steps: list[
         assert played.lengths[-1] == [1] * len(batch) + [0] * (size - len(batch))
         assert played.slots[-1][len(batch) :] == [NOWHERE] * (size - len(batch))
         kept.append((found, found.clone()))
-    assert all(torch.equal(found, copy) for found, copy in kept), "a later step changes nothing of an earlier one"
+    assert all(torch.equal(found, copy) for found, copy in kept), (
+        "a later step changes nothing of an earlier one"
+    )
 
 
 @pytest.mark.parametrize(
     ("max_running", "sizes"),
-    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (64, [1, 2, 4, 8, 16, 32, 64]), (65, [1, 2, 4, 8, 16, 32, 64, 65])],
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (64, [1, 2, 4, 8, 16, 32, 64]),
+        (65, [1, 2, 4, 8, 16, 32, 64, 65]),
+    ],
 )
 def test_sizes_that_are_captured(max_running: int, sizes: list[int]) -> None:
     assert captured_sizes(max_running) == sizes
@@ -108,4 +128,6 @@ def test_which_batches_decode() -> None:
         [Part(0, (5,), 20, (1, 2), 3, True)]
     )  # it forks, and no token follows one whose score is wanted
     assert not only_decodes([decoding, Part(1, (5, 6), 0, (3,), 1, False)])
-    assert not only_decodes([decoding, Part(1, (5,), 0, (3,), 0, False)])  # a prompt of which more is to come
+    assert not only_decodes(
+        [decoding, Part(1, (5,), 0, (3,), 0, False)]
+    )  # a prompt of which more is to come

@@ -9,20 +9,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Layout
 from shardwise.model import init
 from shardwise.model.init import init_weights
 from shardwise.params import Init, ParamSpec, Part, boxes, local_shape, model_specs
 
 SMALL = ModelConfig(
-    "qwen3", 2, 48, 80, 6, 3, 8, 101, 64, qkv_bias=True, out_bias=True, qk_norm=True, positions="rope"
+    "qwen3",
+    2,
+    48,
+    80,
+    6,
+    3,
+    8,
+    101,
+    64,
+    qkv_bias=True,
+    out_bias=True,
+    qk_norm=True,
+    positions="rope",
 )  # 6 heads and 3 kv heads: tp of 2, 3 and 6 cut them, replicate them or both
 GPT2 = ModelConfig(
-    "gpt2", 2, 48, 192, 6, 6, 8, 101, 37, tied=True, norm="layer", activation="gelu_tanh", gated=False,
-    positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True,
-)  # fmt: skip
+    "gpt2",
+    2,
+    48,
+    192,
+    6,
+    6,
+    8,
+    101,
+    37,
+    tied=True,
+    norm="layer",
+    activation="gelu_tanh",
+    gated=False,
+    positions="learned",
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+)
 
 PINNED = [0.6101998, 0.2357273, 1.4622494, -2.2281172, 0.6251228]
 
@@ -31,7 +58,9 @@ def whole(spec: ParamSpec, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     return init_weights(spec, Layout(), Layout().coord(0), seed, dtype)
 
 
-def matrix(rows: int, columns: int, name: str = "down", dims: tuple[str, str] = ("embed", "ffn")) -> ParamSpec:
+def matrix(
+    rows: int, columns: int, name: str = "down", dims: tuple[str, str] = ("embed", "ffn")
+) -> ParamSpec:
     return ParamSpec(name, (rows, columns), dims, Init("normal", 0.02))
 
 
@@ -50,7 +79,9 @@ def assert_every_rank_has_its_slices(spec: ParamSpec, layout: Layout, seed: int)
 @pytest.mark.parametrize("config", [SMALL, GPT2], ids=["qwen3", "gpt2"])
 @given(tp=st.sampled_from([1, 2, 3, 6]), block=st.integers(1, 6000), seed=st.integers(0, 2**63))
 @settings(max_examples=12)
-def test_every_layout_starts_from_one_model(config: ModelConfig, tp: int, block: int, seed: int) -> None:
+def test_every_layout_starts_from_one_model(
+    config: ModelConfig, tp: int, block: int, seed: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "BLOCK_ELEMENTS", block)  # so that small tensors have many blocks
         for spec in model_specs(config):
@@ -58,10 +89,15 @@ def test_every_layout_starts_from_one_model(config: ModelConfig, tp: int, block:
 
 
 @given(
-    rows=st.integers(1, 40), columns=st.integers(1, 40), tp=st.integers(1, 9), block=st.integers(1, 500),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    tp=st.integers(1, 9),
+    block=st.integers(1, 500),
     dims=st.sampled_from([("embed", "ffn"), ("vocab", "embed"), ("ffn", "embed")]),
-)  # fmt: skip
-def test_any_shape_and_any_number_of_ranks(rows: int, columns: int, tp: int, block: int, dims: tuple[str, str]) -> None:
+)
+def test_any_shape_and_any_number_of_ranks(
+    rows: int, columns: int, tp: int, block: int, dims: tuple[str, str]
+) -> None:
     """More ranks than rows, uneven and empty shares among them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "BLOCK_ELEMENTS", block)
@@ -70,7 +106,9 @@ def test_any_shape_and_any_number_of_ranks(rows: int, columns: int, tp: int, blo
 
 def test_a_real_block_size_is_cut_as_well() -> None:
     qkv = (Part("q", "q_heads", 576), Part("k", "kv_heads", 192), Part("v", "kv_heads", 192))
-    fused = ParamSpec("blocks.0.qkv", (960, 576), ("fused", "embed"), Init("normal", 0.02), qkv, head_dim=64)
+    fused = ParamSpec(
+        "blocks.0.qkv", (960, 576), ("fused", "embed"), Init("normal", 0.02), qkv, head_dim=64
+    )
     assert fused.numel > 2 * init.BLOCK_ELEMENTS
     for tp in (3, 9):
         assert_every_rank_has_its_slices(fused, Layout(tp=tp), 1)
@@ -89,12 +127,19 @@ def test_ranks_of_other_axes_draw_the_same() -> None:
 
 def test_seeds_names_and_blocks_differ() -> None:
     rows = 2 * init.BLOCK_ELEMENTS // 64 + 7
-    drawn = [whole(matrix(rows, 64, name), seed) for name in ("blocks.1.down", "blocks.11.down") for seed in (0, 1)]
+    drawn = [
+        whole(matrix(rows, 64, name), seed)
+        for name in ("blocks.1.down", "blocks.11.down")
+        for seed in (0, 1)
+    ]
     half = init.BLOCK_ELEMENTS // 64
     blocks = [block for each in drawn for block in (each[:half], each[half : 2 * half])]
     for i, first in enumerate(blocks):
         for second in blocks[:i]:
-            assert abs(float(torch.corrcoef(torch.stack((first.flatten(), second.flatten())))[0, 1])) < 0.01
+            assert (
+                abs(float(torch.corrcoef(torch.stack((first.flatten(), second.flatten())))[0, 1]))
+                < 0.01
+            )
     assert torch.equal(whole(matrix(rows, 64, "blocks.1.down"), 0), drawn[0])
 
 
@@ -105,7 +150,8 @@ def test_seed_and_name_do_not_run_together() -> None:
 
 
 def test_distribution_is_what_the_spec_says() -> None:
-    """2^20 elements: mean within 5 standard errors of 0, std within 5 of its value, 4th moment that of a normal."""
+    """2^20 elements: mean within 5 standard errors of 0, std within 5 of its value, 4th moment that
+    of a normal."""
     for std in (0.02, 0.02 / math.sqrt(60)):
         spec = ParamSpec("blocks.3.out", (1024, 1024), ("embed", "q_heads"), Init("normal", std))
         x = whole(spec).double() / std
@@ -117,14 +163,19 @@ def test_distribution_is_what_the_spec_says() -> None:
 
 
 def test_kinds_of_a_whole_model() -> None:
-    """Matrices are normal, and those that write into the residual smaller by sqrt(2 layers); norms 1, biases 0."""
+    """Matrices are normal, and those that write into the residual smaller by sqrt(2 layers); norms
+    1, biases 0."""
     for spec in model_specs(SMALL):
         weights = whole(spec)
         assert weights.shape == spec.shape
         if len(spec.shape) == 1:
             assert torch.all(weights == (0.0 if spec.name.endswith("_bias") else 1.0)), spec.name
         else:
-            std = 0.02 / math.sqrt(2 * SMALL.num_layers) if re.search(r"\.(out|down)$", spec.name) else 0.02
+            std = (
+                0.02 / math.sqrt(2 * SMALL.num_layers)
+                if re.search(r"\.(out|down)$", spec.name)
+                else 0.02
+            )
             assert abs(weights.std() / std - 1) < 5 / math.sqrt(2 * spec.numel), spec.name
 
 
@@ -134,12 +185,14 @@ def test_dtype_is_the_rounded_fp32() -> None:
 
 
 def test_pinned_values() -> None:
-    """The definition itself: a change of it changes every seed's model. Within 1e-6 of a standard deviation, since
-    processors differ in the last bit of a logarithm."""
+    """The definition itself: a change of it changes every seed's model. Within 1e-6 of a standard
+    deviation, since processors differ in the last bit of a logarithm."""
     spec = ParamSpec("blocks.0.down", (576, 1536), ("embed", "ffn"), Init("normal", 1.0))
     weights = whole(spec, seed=1234)
     places = [(0, 0), (0, 1535), (169, 7), (170, 0), (575, 1535)]  # 170 rows a block
-    torch.testing.assert_close(torch.stack([weights[at] for at in places]), torch.tensor(PINNED), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        torch.stack([weights[at] for at in places]), torch.tensor(PINNED), rtol=0, atol=1e-6
+    )
 
 
 def count_drawn(spec: ParamSpec, layout: Layout, patch: pytest.MonkeyPatch) -> tuple[int, int]:
@@ -158,8 +211,8 @@ def count_drawn(spec: ParamSpec, layout: Layout, patch: pytest.MonkeyPatch) -> t
 
 
 def test_no_rank_draws_a_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a matrix cut by rows a rank draws its share, rounded up to blocks of rows at both ends of each part; of one
-    cut by columns every row, but a block at a time."""
+    """Of a matrix cut by rows a rank draws its share, rounded up to blocks of rows at both ends of
+    each part; of one cut by columns every row, but a block at a time."""
     layout = Layout(tp=3)
     for spec in model_specs(CATALOGUE["smollm2-135m"])[:12]:
         in_all, at_once = count_drawn(spec, layout, monkeypatch)

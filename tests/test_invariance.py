@@ -1,4 +1,5 @@
-"""Greedy answers have the same bits in any company: on the real SmolLM2, and on drawn mixtures of requests."""
+"""Greedy answers have the same bits in any company: on the real SmolLM2, and on drawn mixtures of
+requests."""
 
 import json
 import re
@@ -21,10 +22,10 @@ from engines import (
     runner_of,
     tiny,
 )
+from shardwise.serve.engine.runner import Runner
+from shardwise.serve.engine.scheduler import Limits
 from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.serve.request import Ask, SamplingParams
-from shardwise.serve.runner import Runner
-from shardwise.serve.scheduler import Limits
 from smollm2 import smollm2_gguf
 
 ERROR = 3e-2  # of log-probabilities, on average, against a plain forward in bf16, which is 3e-2 from fp32; ours 2.5e-2
@@ -47,9 +48,13 @@ def smollm2_runner(smollm2: LoadedModel) -> Runner:
 
 
 def test_smollm2_is_as_a_plain_forward_has_it(smollm2: LoadedModel, smollm2_runner: Runner) -> None:
-    prompts = [smollm2.tokenizer.encode(text) for text in ("The capital of France is", "1, 2, 3, 4,")]
+    prompts = [
+        smollm2.tokenizer.encode(text) for text in ("The capital of France is", "1, 2, 3, 4,")
+    ]
     asks = [Ask(tuple(prompt), greedy(16, prompt_logprobs=2)) for prompt in prompts]
-    for prompt, (got,) in zip(prompts, answers(engine_of(smollm2_runner, smollm2.tokenizer), asks), strict=True):
+    for prompt, (got,) in zip(
+        prompts, answers(engine_of(smollm2_runner, smollm2.tokenizer), asks), strict=True
+    ):
         expected = plain_logprobs(smollm2, [*prompt, *got.tokens])
         told = torch.tensor([each.logprob for each in got.logprobs])
         chosen = expected[len(prompt) - 1 : -1].gather(1, torch.tensor(got.tokens)[:, None])[:, 0]
@@ -62,14 +67,32 @@ def test_smollm2_is_as_a_plain_forward_has_it(smollm2: LoadedModel, smollm2_runn
 @pytest.fixture(scope="module")
 def asks(smollm2: LoadedModel) -> list[Ask]:
     """24, greedy; the last 8 begin like each other."""
-    shared = smollm2.tokenizer.encode("You are a helpful assistant who answers every question in one short sentence. ")
+    shared = smollm2.tokenizer.encode(
+        "You are a helpful assistant who answers every question in one short sentence. "
+    )
     texts = [
-        "The capital of France is", "1, 2, 3, 4,", "Once upon a time", "def fibonacci(n):\n", "Water boils at",
-        "The quick brown fox", "In the beginning", "E = mc", "Dear Sir or Madam,", "Roses are red,", "import os\n",
-        "My favourite colour", "The best way to learn", "Q: What is 2 + 2?\nA:", "a", "It was a dark and stormy night",
-    ]  # fmt: skip
+        "The capital of France is",
+        "1, 2, 3, 4,",
+        "Once upon a time",
+        "def fibonacci(n):\n",
+        "Water boils at",
+        "The quick brown fox",
+        "In the beginning",
+        "E = mc",
+        "Dear Sir or Madam,",
+        "Roses are red,",
+        "import os\n",
+        "My favourite colour",
+        "The best way to learn",
+        "Q: What is 2 + 2?\nA:",
+        "a",
+        "It was a dark and stormy night",
+    ]
     prompts = [smollm2.tokenizer.encode(text) for text in texts]
-    prompts += [shared + smollm2.tokenizer.encode(f"Question {number}: what is {number}?") for number in range(8)]
+    prompts += [
+        shared + smollm2.tokenizer.encode(f"Question {number}: what is {number}?")
+        for number in range(8)
+    ]
     return [Ask(tuple(prompt), greedy(4 + number % 5)) for number, prompt in enumerate(prompts)]
 
 
@@ -92,14 +115,20 @@ def assert_same(found: Sequence[Sequence[Got]], wanted: Sequence[Sequence[Got]])
 
 @pytest.mark.parametrize(("budget", "num_running"), [(65, 8), (512, 32)])
 def test_smollm2_says_the_same_in_company(
-    smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask], alone: list[list[Got]], budget: int, num_running: int
+    smollm2: LoadedModel,
+    smollm2_runner: Runner,
+    asks: list[Ask],
+    alone: list[list[Got]],
+    budget: int,
+    num_running: int,
 ) -> None:
     engine = engine_of(smollm2_runner, smollm2.tokenizer, limits=Limits(budget, num_running, 64))
     assert_same(answers(engine, asks), alone)
     again = answers(engine, asks[-8:])
     assert_same(again, alone[-8:])
     assert all(
-        got.num_cached == 16 * ((len(ask.tokens) - 1) // 16) for ask, (got,) in zip(asks[-8:], again, strict=True)
+        got.num_cached == 16 * ((len(ask.tokens) - 1) // 16)
+        for ask, (got,) in zip(asks[-8:], again, strict=True)
     )
 
 
@@ -120,13 +149,24 @@ def test_smollm2_says_the_same_beside_all_kinds(
     pytest.importorskip("llguidance")
     engine = engine_of(smollm2_runner, smollm2.tokenizer)
     mine = [replace(ask, params=replace(ask.params, n=2)) for ask in asks[::6]]
-    drawn = [Ask(ask.tokens, SamplingParams(seed=number, max_tokens=8, n=2, min_p=0.01, repetition_penalty=1.2))
-             for number, ask in enumerate(asks[1::6])]  # fmt: skip
-    formed = [
-        Ask(ask.tokens, replace(ask.params, structure=("regex", "[a-z ]{4,9}"), max_tokens=8)) for ask in asks[2::6]
+    drawn = [
+        Ask(
+            ask.tokens,
+            SamplingParams(seed=number, max_tokens=8, n=2, min_p=0.01, repetition_penalty=1.2),
+        )
+        for number, ask in enumerate(asks[1::6])
     ]
-    scored = [Ask(ask.tokens, replace(ask.params, prompt_logprobs=1, logit_bias={5: 1.0})) for ask in asks[3::6]]
-    found = answers(engine, [ask for each in zip(mine, drawn, formed, scored, strict=True) for ask in each])
+    formed = [
+        Ask(ask.tokens, replace(ask.params, structure=("regex", "[a-z ]{4,9}"), max_tokens=8))
+        for ask in asks[2::6]
+    ]
+    scored = [
+        Ask(ask.tokens, replace(ask.params, prompt_logprobs=1, logit_bias={5: 1.0}))
+        for ask in asks[3::6]
+    ]
+    found = answers(
+        engine, [ask for each in zip(mine, drawn, formed, scored, strict=True) for ask in each]
+    )
     assert_same(found[::4], alone[::6])
     for kind, number in ((drawn, 1), (formed, 2), (scored, 3)):
         single = answers(engine_of(smollm2_runner, smollm2.tokenizer), kind[-1:])[0]
@@ -142,7 +182,9 @@ def test_drawn_company_changes_nothing(dtype: torch.dtype) -> None:
 
     def said(ask: Ask) -> list[tuple[object, ...]]:
         if repr(ask) not in memo:
-            memo[repr(ask)] = [got.said for got in answers(engine_of(runner, model.tokenizer), [ask])[0]]
+            memo[repr(ask)] = [
+                got.said for got in answers(engine_of(runner, model.tokenizer), [ask])[0]
+            ]
         return memo[repr(ask)]
 
     @given(data=st.data())
@@ -151,10 +193,21 @@ def test_drawn_company_changes_nothing(dtype: torch.dtype) -> None:
         kinds = st.builds(
             lambda seed, count, n, hot, most: Ask(
                 (*drawn_tokens(20, seed % 2), *drawn_tokens(count, seed)),
-                SamplingParams(temperature=hot, seed=seed, n=n, max_tokens=most, logprobs=1, presence_penalty=hot),
+                SamplingParams(
+                    temperature=hot,
+                    seed=seed,
+                    n=n,
+                    max_tokens=most,
+                    logprobs=1,
+                    presence_penalty=hot,
+                ),
             ),
-            st.integers(0, 3), st.integers(1, 25), st.integers(1, 3), st.sampled_from([0, 1.0]), st.integers(1, 16),
-        )  # fmt: skip
+            st.integers(0, 3),
+            st.integers(1, 25),
+            st.integers(1, 3),
+            st.sampled_from([0, 1.0]),
+            st.integers(1, 16),
+        )
         some = data.draw(st.lists(kinds, min_size=1, max_size=8))
         num_running = data.draw(st.integers(3, 9))
         limits = Limits(data.draw(st.integers(num_running + 1, 80)), num_running, 64)
@@ -171,9 +224,13 @@ def test_smollm2_answers_in_json_while_others_go_on(
 ) -> None:
     pytest.importorskip("llguidance")
     asked = Asked(engine_of(smollm2_runner, smollm2.tokenizer))
-    chat = smollm2.tokenizer.chat([{"role": "user", "content": "Make up a person, as JSON with name and age."}])
+    chat = smollm2.tokenizer.chat(
+        [{"role": "user", "content": "Make up a person, as JSON with name and age."}]
+    )
     prompt = tuple(smollm2.tokenizer.encode(chat))
-    params = SamplingParams(seed=5, temperature=0.7, n=2, max_tokens=60, structure=("json_schema", json.dumps(SCHEMA)))
+    params = SamplingParams(
+        seed=5, temperature=0.7, n=2, max_tokens=60, structure=("json_schema", json.dumps(SCHEMA))
+    )
     formed = asked.add(Ask(prompt, params))
     assert not asked.engine.has_work  # it is being compiled
     plain = asked.add(asks[0])
@@ -184,4 +241,8 @@ def test_smollm2_answers_in_json_while_others_go_on(
     for got in asked.got[formed]:
         person = json.loads(got.text)
         assert got.reason == "stop" and set(person) == {"name", "age"}
-        assert isinstance(person["name"], str) and isinstance(person["age"], int) and len(person["name"]) <= 12
+        assert (
+            isinstance(person["name"], str)
+            and isinstance(person["age"], int)
+            and len(person["name"]) <= 12
+        )

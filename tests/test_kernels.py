@@ -1,5 +1,5 @@
-"""Norm, rotation and gated activation compute what their definitions say, in any shape and memory layout, and keep for
-the backward what they claim to and nothing else."""
+"""Norm, rotation and gated activation compute what their definitions say, in any shape and memory
+layout, and keep for the backward what they claim to and nothing else."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from shardwise.kernels.gated import ACTIVATE, gated, gated_naive
-from shardwise.kernels.norm import rms_norm, rms_norm_naive
-from shardwise.kernels.rotary import rotate, rotate_naive
+from shardwise.kernels.reference.gated import ACTIVATE, gated, gated_naive
+from shardwise.kernels.reference.norm import rms_norm, rms_norm_naive
+from shardwise.kernels.reference.rotary import rotate, rotate_naive
 from tiny_training import relative, seeded
 
 EPS = 1e-5
@@ -26,7 +26,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operation and its definition, both called with `num_leaves` tensors that have gradients, and then the rest."""
+    """An operation and its definition, both called with `num_leaves` tensors that have gradients,
+    and then the rest."""
 
     fast: Callable[..., Tensor]
     naive: Callable[..., Tensor]
@@ -38,15 +39,17 @@ KERNELS = {
     "rotary": Kernel(rotate, rotate_naive),
     "silu": Kernel(lambda inner: gated(inner, "silu"), lambda inner: gated_naive(inner, "silu")),
     "gelu": Kernel(lambda inner: gated(inner, "gelu"), lambda inner: gated_naive(inner, "gelu")),
-    "gelu_tanh": Kernel(lambda inner: gated(inner, "gelu_tanh"), lambda inner: gated_naive(inner, "gelu_tanh")),
+    "gelu_tanh": Kernel(
+        lambda inner: gated(inner, "gelu_tanh"), lambda inner: gated_naive(inner, "gelu_tanh")
+    ),
 }
 assert {*ACTIVATE} < {*KERNELS}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of a kernel: x [*leading, width], for rotary [*leading, heads, width], and how x and the gradient of the
-    result lie in memory."""
+    """Inputs of a kernel: x [*leading, width], for rotary [*leading, heads, width], and how x and
+    the gradient of the result lie in memory."""
 
     kernel: str
     leading: tuple[int, ...]
@@ -60,14 +63,25 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Of any shape, also of no rows at all; a rank may have nothing of an MLP, but always has something to norm."""
+    """Of any shape, also of no rows at all; a rank may have nothing of an MLP, but always has
+    something to norm."""
     kernel = draw(st.sampled_from(sorted(KERNELS)))
     leading = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
-    width = draw(st.integers(1, 40)) if kernel == "norm" else 2 * draw(st.integers(int(kernel == "rotary"), 20))
+    width = (
+        draw(st.integers(1, 40))
+        if kernel == "norm"
+        else 2 * draw(st.integers(int(kernel == "rotary"), 20))
+    )
     return Case(
-        kernel, tuple(leading), width, draw(st.integers(1, 4)), draw(st.booleans()),
-        draw(st.sampled_from(sorted(MEMORY))), draw(st.sampled_from(sorted(MEMORY))), draw(st.integers(0, 99)),
-    )  # fmt: skip
+        kernel,
+        tuple(leading),
+        width,
+        draw(st.integers(1, 4)),
+        draw(st.booleans()),
+        draw(st.sampled_from(sorted(MEMORY))),
+        draw(st.sampled_from(sorted(MEMORY))),
+        draw(st.integers(0, 99)),
+    )
 
 
 def with_gaps(x: Tensor) -> Tensor:
@@ -84,19 +98,25 @@ def repeated(x: Tensor) -> Tensor:
 
 
 MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
-    "plain": lambda x: x, "gaps": with_gaps, "turned over": turned_over, "repeated": repeated,
-}  # fmt: skip
+    "plain": lambda x: x,
+    "gaps": with_gaps,
+    "turned over": turned_over,
+    "repeated": repeated,
+}
 
 
 def inputs_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-    """Arguments and the gradient of the result, all of order one, so that errors are relative to one: no row is so
-    short that its norm blows it up."""
-    random, heads = seeded(case.seed), (case.num_heads,) if case.kernel == "rotary" else ()
+    """Arguments and the gradient of the result, all of order one, so that errors are relative to
+    one: no row is so short that its norm blows it up."""
+    random = seeded(case.seed)
+    heads = (case.num_heads,) if case.kernel == "rotary" else ()
     x = torch.randn(*case.leading, *heads, case.width, generator=random)
     x = MEMORY[case.x_memory]((x + x.sign() / 2).to(dtype))
     half = case.width // 2
     out_width = case.width if case.kernel in ("norm", "rotary") else half
-    dy = MEMORY[case.dy_memory](torch.randn(*case.leading, *heads, out_width, generator=random).to(dtype))
+    dy = MEMORY[case.dy_memory](
+        torch.randn(*case.leading, *heads, out_width, generator=random).to(dtype)
+    )
     if case.kernel == "norm":
         return [x, (1 + 0.3 * torch.randn(case.width, generator=random)).to(dtype)], dy
     if case.kernel == "rotary":
@@ -106,7 +126,9 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Tens
     return [x], dy
 
 
-def results(run: Callable[..., Tensor], num_leaves: int, inputs: list[Tensor], dy: Tensor) -> list[Tensor]:
+def results(
+    run: Callable[..., Tensor], num_leaves: int, inputs: list[Tensor], dy: Tensor
+) -> list[Tensor]:
     """The result and the gradient of every leaf."""
     leaves = [x.detach().requires_grad_() for x in inputs[:num_leaves]]
     y = run(*leaves, *inputs[num_leaves:])
@@ -121,23 +143,27 @@ def wide(tensors: list[Tensor]) -> list[Tensor]:
 @given(case=cases())
 def test_any_shape_and_memory(case: Case) -> None:
     """In fp32 within 1e-6 of the definition in fp64."""
-    kernel, (inputs, dy) = KERNELS[case.kernel], inputs_of(case)
+    kernel = KERNELS[case.kernel]
+    inputs, dy = inputs_of(case)
     before = [x.clone() for x in (*inputs, dy)]
     found = results(kernel.fast, kernel.num_leaves, inputs, dy)
     exact = results(kernel.naive, kernel.num_leaves, wide(inputs), dy.double())
     for mine, other in zip(found, exact, strict=True):
         assert mine.shape == other.shape and mine.dtype == torch.float32
         assert (mine - other).norm() <= TOLERANCE * max(other.norm(), other.numel() ** 0.5)
-    assert all(torch.equal(x, old) for x, old in zip((*inputs, dy), before, strict=True)), "inputs stay as they are"
+    assert all(torch.equal(x, old) for x, old in zip((*inputs, dy), before, strict=True)), (
+        "inputs stay as they are"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_in_bf16_no_worse_than_the_definition(kernel: str, seed: int) -> None:
-    """The error against fp64, of the result and of every gradient, is at most 1.1 times that of the definition in bf16,
-    which is a rounding or two (2^-9 each)."""
+    """The error against fp64, of the result and of every gradient, is at most 1.1 times that of the
+    definition in bf16, which is a rounding or two (2^-9 each)."""
     case = Case(kernel, (7, 33), 96, seed=seed)
-    (inputs, dy), of = inputs_of(case, torch.bfloat16), KERNELS[kernel]
+    inputs, dy = inputs_of(case, torch.bfloat16)
+    of = KERNELS[kernel]
     exact = results(of.naive, of.num_leaves, wide(inputs), dy.double())
     mine, naive = (results(run, of.num_leaves, inputs, dy) for run in (of.fast, of.naive))
     for fast, slow, truth in zip(mine, naive, exact, strict=True):
@@ -151,10 +177,13 @@ def test_gradients_are_those_of_finite_differences(kernel: str, memory: str) -> 
     inputs, _ = inputs_of(Case(kernel, (2, 3), 6, num_heads=2, x_memory=memory), torch.float64)
     leaves = [x.detach().clone().requires_grad_() for x in inputs[: KERNELS[kernel].num_leaves]]
     rest = inputs[len(leaves) :]
-    assert torch.autograd.gradcheck(lambda *x: KERNELS[kernel].fast(MEMORY[memory](x[0]), *x[1:], *rest), leaves)
+    assert torch.autograd.gradcheck(
+        lambda *x: KERNELS[kernel].fast(MEMORY[memory](x[0]), *x[1:], *rest), leaves
+    )
 
 
-# -- what is kept for the backward --------------------------------------------------------------------------
+# -- what is kept for the backward
+# --------------------------------------------------------------------------
 
 
 def kept_by(run: Callable[..., Tensor], *inputs: Any) -> list[Tensor]:
@@ -180,7 +209,9 @@ def test_a_norm_keeps_its_input_and_a_number_a_row(dtype: torch.dtype) -> None:
     first, second, scale = kept_by(rms_norm, x, weight, EPS)
     assert is_view(first, x) and is_view(second, weight)
     assert scale.dtype == torch.float32 and scale.shape == (4, 9, 1) and not is_view(scale, x)
-    assert sum(each.numel() for each in kept_by(rms_norm_naive, x, weight, EPS)) >= 2 * x.numel(), "autograd keeps more"
+    assert sum(each.numel() for each in kept_by(rms_norm_naive, x, weight, EPS)) >= 2 * x.numel(), (
+        "autograd keeps more"
+    )
 
 
 def test_a_rotation_keeps_nothing_of_what_it_turns() -> None:
@@ -206,7 +237,8 @@ def test_without_gradients_nothing_is_kept(kernel: str) -> None:
         assert not kept_by(KERNELS[kernel].fast, *leaves, *inputs[len(leaves) :])
 
 
-# -- norm ---------------------------------------------------------------------------------------------------
+# -- norm
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
@@ -218,25 +250,30 @@ def test_norm_is_that_of_torch_and_of_transformers(scale: float, eps: float) -> 
     theirs = LlamaRMSNorm(33, eps)
     found = results(lambda x, w: rms_norm(x, w, eps), 2, [x, weight], dy)
     torchs = results(lambda x, w: F.rms_norm(x, (33,), w, eps), 2, [x, weight], dy)
-    llamas = results(lambda x, w: torch.func.functional_call(theirs, {"weight": w}, x), 2, [x, weight], dy)
+    llamas = results(
+        lambda x, w: torch.func.functional_call(theirs, {"weight": w}, x), 2, [x, weight], dy
+    )
     for others in (torchs, llamas):
         for mine, other in zip(found, others, strict=True):
             assert relative(mine, other) < TOLERANCE
 
 
 def test_the_weight_is_applied_to_what_was_rounded() -> None:
-    """As in transformers: the normed row is rounded to bf16 and then multiplied, in bf16. All but one in a thousand
-    elements are equal bit for bit; where the norm differs in its last bit, rounding may fall the other way."""
+    """As in transformers: the normed row is rounded to bf16 and then multiplied, in bf16. All but
+    one in a thousand elements are equal bit for bit; where the norm differs in its last bit,
+    rounding may fall the other way."""
     (x, weight), _ = inputs_of(Case("norm", (40,), 96), torch.bfloat16)
     expected = torch.func.functional_call(LlamaRMSNorm(96, EPS), {"weight": weight}, x)
     assert (rms_norm(x, weight, EPS) != expected).float().mean() < 1e-3
 
 
-# -- rotation -----------------------------------------------------------------------------------------------
+# -- rotation
+# -----------------------------------------------------------------------------------------------
 
 
 def test_rotation_is_that_of_transformers() -> None:
-    """Within 1e-6; there heads come before tokens, and cosine and sine are repeated for both halves."""
+    """Within 1e-6; there heads come before tokens, and cosine and sine are repeated for both
+    halves."""
     (q, cos, sin), _ = inputs_of(Case("rotary", (2, 9), 8, num_heads=4))
     k = q.flip(1)
     twice = [each.squeeze(-2).repeat(1, 1, 2) for each in (cos, sin)]
@@ -248,8 +285,8 @@ def test_rotation_is_that_of_transformers() -> None:
 @settings(max_examples=30)
 @given(case=cases().filter(lambda case: case.kernel == "rotary"))
 def test_turned_there_and_back(case: Case) -> None:
-    """A rotation keeps lengths, to 1e-6, and its gradient turns back, to 1e-5. Head by head the result lies in one
-    piece, as attention wants it."""
+    """A rotation keeps lengths, to 1e-6, and its gradient turns back, to 1e-5. Head by head the
+    result lies in one piece, as attention wants it."""
     (x, cos, sin), _ = inputs_of(case)
     leaf = x.detach().requires_grad_()
     y = rotate(leaf, cos, sin)
@@ -262,7 +299,8 @@ def test_turned_there_and_back(case: Case) -> None:
 def test_scores_depend_on_the_distance_alone() -> None:
     """q at i + n and k at i have one score for all i, to 1e-5 of angles of up to 40."""
     (x, *_), _ = inputs_of(Case("rotary", (1,), 8, num_heads=1))
-    q, k = x.expand(40, 1, 8), x.flip(-1).expand(40, 1, 8)
+    q = x.expand(40, 1, 8)
+    k = x.flip(-1).expand(40, 1, 8)
     angles = torch.arange(40.0)[:, None, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
     q, k = (rotate(each, angles.cos(), angles.sin())[:, 0] for each in (q, k))
     scores = q @ k.T

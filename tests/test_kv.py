@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits: what is kept of them, attention over it, the same bits in any company, and the bytes."""
+"""Keys and values in 8 bits: what is kept of them, attention over it, the same bits in any company,
+and the bytes."""
 
 from pathlib import Path
 from typing import get_args
@@ -10,22 +11,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import answers, drawn_tokens, engine_of, greedy, runner_of, tiny
-from shardwise.catalogue import CATALOGUE
 from shardwise.cli import main
-from shardwise.config import from_hugging_face
-from shardwise.kernels.kv import CODES, FP8_NORMAL, quantize
+from shardwise.formats.catalogue import CATALOGUE
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.kernels.kv_cache import CODES, FP8_NORMAL, quantize
 from shardwise.layout import Layout
-from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.parallel.launch import Place
 from shardwise.plan import plan
-from shardwise.plan.memory import serving_ledgers
-from shardwise.quant.cache import KvDtype
+from shardwise.plan.ledger import serving_ledgers
+from shardwise.quant.kv_dtype import KvDtype
+from shardwise.serve.engine.scheduler import Limits
+from shardwise.serve.engine.worker import start
 from shardwise.serve.llm import LLM
 from shardwise.serve.request import Ask, SamplingParams
-from shardwise.serve.scheduler import Limits
 from shardwise.serve.settings import EngineSettings
-from shardwise.serve.worker import start
-from test_paged import DTYPES, PAGE_TOKENS, assert_same_bits, cut, definition, drawn, over_pages, served, whole
+from test_paged import (
+    DTYPES,
+    PAGE_TOKENS,
+    assert_same_bits,
+    cut,
+    definition,
+    drawn,
+    over_pages,
+    served,
+    whole,
+)
 from tiny_models import our_weights, tiny_model
 
 CPU = torch.device("cpu")
@@ -48,7 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# -- codes --------------------------------------------------------------------------------------------------
+# -- codes
+# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30)
@@ -56,23 +68,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_codes_are_the_nearest(kv_dtype: KvDtype, seed: int, size: int, power: int) -> None:
     x = torch.randn(7, 3, size, generator=torch.Generator().manual_seed(seed)) * 2.0**power
-    error, largest = (kept(x, kv_dtype) - x).abs(), x.double().abs().amax(-1, keepdim=True)
+    error = (kept(x, kv_dtype) - x).abs()
+    largest = x.double().abs().amax(-1, keepdim=True)
     slack = 1 + 1e-5  # of fp32
     if kv_dtype == "int8":
         assert (error <= largest * STEP["int8"] * slack).all()
     else:  # below FP8_NORMAL there is only zero
-        assert (error <= torch.maximum(x.double().abs() * STEP["fp8"], largest * FP8_NORMAL / 448) * slack).all()
+        assert (
+            error
+            <= torch.maximum(x.double().abs() * STEP["fp8"], largest * FP8_NORMAL / 448) * slack
+        ).all()
     codes, _ = quantize(x, CODES[kv_dtype])
     floats = codes.float().abs()
-    assert (floats.amax(-1) == (127 if kv_dtype == "int8" else 448)).all(), "the largest has the largest code"
+    assert (floats.amax(-1) == (127 if kv_dtype == "int8" else 448)).all(), (
+        "the largest has the largest code"
+    )
     assert kv_dtype == "int8" or ((floats == 0) | (floats >= FP8_NORMAL)).all()
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_vectors_without_a_range(kv_dtype: KvDtype) -> None:
-    """Zeros stay zeros, what is not finite does not become so, and numbers that are hardly there stay small."""
+    """Zeros stay zeros, what is not finite does not become so, and numbers that are hardly there
+    stay small."""
     x = torch.zeros(4, 8)
-    x[1, 3], x[2, 3] = torch.nan, torch.inf
+    x[1, 3] = torch.nan
+    x[2, 3] = torch.inf
     x[3] = 1e-45
     found = kept(x, kv_dtype)
     assert (found[0] == 0).all()
@@ -80,25 +100,42 @@ def test_vectors_without_a_range(kv_dtype: KvDtype) -> None:
     assert (found[3].abs() <= 1e-42).all()
 
 
-# -- attention ----------------------------------------------------------------------------------------------
+# -- attention
+# ----------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=6)
 @given(
     lengths=st.lists(st.integers(1, 280), min_size=1, max_size=2),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 1)]),
-    size=st.sampled_from([16, 64, 80]), window=st.sampled_from([None, 1, 40, 130]), dtype=st.sampled_from(DTYPES),
-    kv_dtype=st.sampled_from(KV_DTYPES), most=st.sampled_from([1, 7, 64]), seed=st.integers(0, 1000),
-)  # fmt: skip
+    size=st.sampled_from([16, 64, 80]),
+    window=st.sampled_from([None, 1, 40, 130]),
+    dtype=st.sampled_from(DTYPES),
+    kv_dtype=st.sampled_from(KV_DTYPES),
+    most=st.sampled_from([1, 7, 64]),
+    seed=st.integers(0, 1000),
+)
 def test_attention_is_that_over_what_is_kept_and_its_bits_do_not_depend_on_chunks_or_company(
-    lengths: list[int], heads: tuple[int, int], size: int, window: int | None, dtype: torch.dtype, kv_dtype: KvDtype,
-    most: int, seed: int,
-) -> None:  # fmt: skip
-    """Within 3e-6 of the largest value in fp32, and 2^-7 in bf16, which rounds weights and results."""
+    lengths: list[int],
+    heads: tuple[int, int],
+    size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    kv_dtype: KvDtype,
+    most: int,
+    seed: int,
+) -> None:
+    """Within 3e-6 of the largest value in fp32, and 2^-7 in bf16, which rounds weights and
+    results."""
     case = drawn(lengths, *heads, size, dtype, seed)
     alone = over_pages(case, whole(lengths), window, kv_dtype)
     for q, k, v, found in zip(case.q, case.k, case.v, alone, strict=True):
-        error = (found.double() - definition(q, kept(k, kv_dtype), kept(v, kv_dtype), window)).abs().max().item()
+        error = (
+            (found.double() - definition(q, kept(k, kv_dtype), kept(v, kv_dtype), window))
+            .abs()
+            .max()
+            .item()
+        )
         assert error < (3e-6 if dtype == torch.float32 else 2**-7) * max(1.0, v.abs().max().item())
     random = torch.Generator().manual_seed(seed)
     together = over_pages(case, cut(lengths, most, random), window, kv_dtype)
@@ -111,7 +148,9 @@ def test_a_tiny_model_has_the_same_bits(name: str, dtype: torch.dtype, kv_dtype:
     theirs = tiny_model(name, dtype)
     model = served(from_hugging_face(theirs.config.to_dict()), our_weights(theirs), dtype, kv_dtype)
     random = torch.Generator().manual_seed(0)
-    assert_same_bits(model, [torch.randint(0, 101, (n,), generator=random).tolist() for n in (40, 5, 60)])
+    assert_same_bits(
+        model, [torch.randint(0, 101, (n,), generator=random).tolist() for n in (40, 5, 60)]
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -121,14 +160,16 @@ def test_a_tiny_model_has_the_same_bits(name: str, dtype: torch.dtype, kv_dtype:
 def test_an_engine_says_the_same_after_hits_preemption_and_in_company(
     dtype: torch.dtype, head_dim: int, kv_dtype: KvDtype
 ) -> None:
-    """Also several answers to one prompt, which share its pages and copy the last; and close to what is said with keys
-    and values as they are: 0.1 of log-probabilities."""
+    """Also several answers to one prompt, which share its pages and copy the last; and close to
+    what is said with keys and values as they are: 0.1 of log-probabilities."""
     model = tiny("llama", dtype, head_dim=head_dim)
     runner = runner_of(model, kv_dtype)
     shared = drawn_tokens(20, 7)
     asks = [Ask((*shared, *drawn_tokens(3 + 4 * n, n)), greedy(24)) for n in range(5)]
     asks.append(Ask((*shared, 1, 2), SamplingParams(seed=3, n=3, max_tokens=14, logprobs=1)))
-    alone = [[got.said for got in answers(engine_of(runner, model.tokenizer), [ask])[0]] for ask in asks]
+    alone = [
+        [got.said for got in answers(engine_of(runner, model.tokenizer), [ask])[0]] for ask in asks
+    ]
     engine = engine_of(runner, model.tokenizer, 7, Limits(33, 8, 64))
     assert [[got.said for got in each] for each in answers(engine, asks)] == alone
     assert engine.scheduler.counters().num_preemptions > 0
@@ -140,32 +181,45 @@ def test_an_engine_says_the_same_after_hits_preemption_and_in_company(
     assert max(abs(logprobs[n].logprob - plain.logprobs[n].logprob) for n in range(num_same)) < 0.1
 
 
-# -- bytes --------------------------------------------------------------------------------------------------
+# -- bytes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
 def test_pages_take_what_is_planned(kv_dtype: KvDtype) -> None:
-    """To the byte: tensors as they are made, the runner's count, the planner's row, and its bytes a token."""
-    model, num_pages = tiny("llama"), 3
+    """To the byte: tensors as they are made, the runner's count, the planner's row, and its bytes a
+    token."""
+    model = tiny("llama")
+    num_pages = 3
     runner = runner_of(model, kv_dtype)
     runner.make_pages(num_pages)
     held = sum(tensor.nbytes for pages in runner.pages for tensor in pages.tensors)
     assert held == num_pages * runner.page_bytes
-    (ledger,) = serving_ledgers(model.config, Layout(), num_pages * PAGE_TOKENS, "fp32", kv_dtype=kv_dtype)
+    (ledger,) = serving_ledgers(
+        model.config, Layout(), num_pages * PAGE_TOKENS, "fp32", kv_dtype=kv_dtype
+    )
     assert ledger.rows["kv"] == held
-    told = plan(model.config, "h100-80gb", mode="serve", precision="fp32", kv_dtype=kv_dtype).to_json()
+    told = plan(
+        model.config, "h100-80gb", mode="serve", precision="fp32", kv_dtype=kv_dtype
+    ).to_json()
     assert told["model"]["kv_bytes_per_token"] * num_pages * PAGE_TOKENS == held
     assert told["kv_dtype"] == kv_dtype
 
 
 def test_bytes_of_published_shapes() -> None:
-    """Llama 3.1 70B: 80 layers, 8 kv heads of 128: a byte a number and four of a scale, where bf16 has two a number."""
+    """Llama 3.1 70B: 80 layers, 8 kv heads of 128: a byte a number and four of a scale, where bf16
+    has two a number."""
     config = CATALOGUE["llama-3.1-70b"]
 
     def kv(layout: str, kv_dtype: KvDtype) -> int:
         return serving_ledgers(config, Layout.parse(layout), 1, kv_dtype=kv_dtype)[0].rows["kv"]
 
-    assert kv("dp1", "int8") == kv("dp1", "fp8") == 2 * 80 * 8 * (128 + 4) == kv("dp1", "auto") * 132 // 256
+    assert (
+        kv("dp1", "int8")
+        == kv("dp1", "fp8")
+        == 2 * 80 * 8 * (128 + 4)
+        == kv("dp1", "auto") * 132 // 256
+    )
     assert kv("tp8", "int8") == kv("tp16", "int8") == 2 * 80 * (128 + 4)  # a kv head is not cut
     longer = plan("llama-3.1-8b", "rtx-4090", mode="serve", seq=65536, kv_dtype="int8")
     assert longer.fits and not plan("llama-3.1-8b", "rtx-4090", mode="serve", seq=65536).fits
@@ -174,31 +228,45 @@ def test_bytes_of_published_shapes() -> None:
 def test_a_server_has_as_many_pages_as_memory_allows(folder: Path) -> None:
     given = 1 << 18
     found = {
-        kv_dtype: start(Place(0, 1, CPU), EngineSettings(folder, dtype="bf16", kv_bytes=given, kv_dtype=kv_dtype))
+        kv_dtype: start(
+            Place(0, 1, CPU),
+            EngineSettings(folder, dtype="bf16", kv_bytes=given, kv_dtype=kv_dtype),
+        )
         for kv_dtype in get_args(KvDtype)
     }
     for kv_dtype, started in found.items():
         assert started.num_pages == given // started.runner.page_bytes
-        assert started.runner.page_bytes == PAGE_TOKENS * 2 * 2 * 2 * (16 + 4 if kv_dtype != "auto" else 32)
+        assert started.runner.page_bytes == PAGE_TOKENS * 2 * 2 * 2 * (
+            16 + 4 if kv_dtype != "auto" else 32
+        )
 
 
-# -- commands -----------------------------------------------------------------------------------------------
+# -- commands
+# -----------------------------------------------------------------------------------------------
 
 
 def test_llm_takes_it(folder: Path) -> None:
     asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     found = [
-        LLM(str(folder), kv_bytes=1 << 20, kv_dtype=kv_dtype).generate("abc", asked, use_tqdm=False)[0].outputs[0]
+        LLM(str(folder), kv_bytes=1 << 20, kv_dtype=kv_dtype)
+        .generate("abc", asked, use_tqdm=False)[0]
+        .outputs[0]
         for kv_dtype in get_args(KvDtype)
     ]
     assert all(len(output.token_ids) == 8 for output in found)
 
 
 def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["serve", str(folder), "--port", "0"], ["plan", "llama-3.1-8b", "--gpu", "h100-80gb"]):
+    for command in (
+        ["serve", str(folder), "--port", "0"],
+        ["plan", "llama-3.1-8b", "--gpu", "h100-80gb"],
+    ):
         assert main([*command, "--kv-dtype", "int4"]) == 2
         said = capsys.readouterr().err
-        assert "'int4' is no way to keep keys and values; auto, int8, fp8 are" in said and said.count("\n") == 1
+        assert (
+            "'int4' is no way to keep keys and values; auto, int8, fp8 are" in said
+            and said.count("\n") == 1
+        )
     with pytest.raises(ValueError, match="leave kv_dtype out of training"):
         plan("llama-3.1-8b", "h100-80gb", mode="train", kv_dtype="fp8")
 
@@ -208,4 +276,7 @@ def test_a_plan_says_what_keys_and_values_are_in(capsys: pytest.CaptureFixture[s
     assert main(["plan", "llama-3.1-70b", *flags]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "Serving in bf16, keys and values in fp8, one request" in said
-    assert "(168,960 bytes a token: keys and values of 80 layers x 8 kv heads x 128 in fp8, each with a scale)" in said
+    assert (
+        "(168,960 bytes a token: keys and values of 80 layers x 8 kv heads x 128 in fp8, each with a scale)"
+        in said
+    )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Coord, Layout, nearest_divisor
 from shardwise.params import stage_layers
 
@@ -71,7 +71,10 @@ def test_parts_are_read_in_any_order(layout: Layout, chance: random.Random) -> N
         (Layout(pp=2, schedule="interleaved", chunks=3, microbatches=4), "pp2.interleaved.v3.m4"),
         (Layout(pp=3, layers=(3, 4, 2), microbatches=4), "pp3.1f1b.l3-4-2.m4"),
         (Layout(dp=8, shard="zero3", shard_group=4, keep=True), "dp8.z3.s4.keep"),
-        (Layout(tp=2, cp=2, sequence_parallel=True, all_to_all=True, recompute="full"), "tp2.cp2.sp.a2a.rc-full"),
+        (
+            Layout(tp=2, cp=2, sequence_parallel=True, all_to_all=True, recompute="full"),
+            "tp2.cp2.sp.a2a.rc-full",
+        ),
     ],
 )
 def test_short_form_as_documented(layout: Layout, short: str) -> None:
@@ -107,7 +110,13 @@ def test_bad_text_is_refused_by_name(text: str, said: str) -> None:
 
 
 def test_bad_values_are_refused() -> None:
-    for field, value in (("dp", 0), ("tp", 1.5), ("shard", "zero4"), ("schedule", "2f2b"), ("recompute", "some")):
+    for field, value in (
+        ("dp", 0),
+        ("tp", 1.5),
+        ("shard", "zero4"),
+        ("schedule", "2f2b"),
+        ("recompute", "some"),
+    ):
         with pytest.raises(ValueError, match=field):
             Layout(**{field: value})
 
@@ -122,18 +131,30 @@ def test_nearest_divisor(of: int, number: int) -> None:
 def test_ranks_and_coords_are_a_bijection(dp: int, tp: int, pp: int, cp: int) -> None:
     layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
     coords = [layout.coord(rank) for rank in range(layout.world_size)]
-    assert coords == [Coord(d, t, p, c) for p, d, c, t in product(range(pp), range(dp), range(cp), range(tp))]
+    assert coords == [
+        Coord(d, t, p, c) for p, d, c, t in product(range(pp), range(dp), range(cp), range(tp))
+    ]
     assert [layout.rank(coord) for coord in coords] == list(range(layout.world_size))
 
 
 @given(small, small, small, small, st.data())
-def test_every_axis_partitions_the_world(dp: int, tp: int, pp: int, cp: int, data: st.DataObject) -> None:
+def test_every_axis_partitions_the_world(
+    dp: int, tp: int, pp: int, cp: int, data: st.DataObject
+) -> None:
     groups = [size for size in range(1, dp * cp + 1) if dp * cp % size == 0]
-    layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, shard="zero2", shard_group=data.draw(st.sampled_from(groups)))
+    layout = Layout(
+        dp=dp, tp=tp, pp=pp, cp=cp, shard="zero2", shard_group=data.draw(st.sampled_from(groups))
+    )
     sizes_of = {
-        "dp": dp, "tp": tp, "pp": pp, "cp": cp, "data": dp * cp, "shard": layout.shard_size,
-        "replicate": dp * cp // layout.shard_size, "world": layout.world_size,
-    }  # fmt: skip
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "data": dp * cp,
+        "shard": layout.shard_size,
+        "replicate": dp * cp // layout.shard_size,
+        "world": layout.world_size,
+    }
     for axis, size in sizes_of.items():
         groups_of_axis = set()
         for rank in range(layout.world_size):
@@ -141,18 +162,21 @@ def test_every_axis_partitions_the_world(dp: int, tp: int, pp: int, cp: int, dat
             assert rank in ranks
             assert len(ranks) == size
             groups_of_axis.add(ranks)
-        assert sorted(rank for ranks in groups_of_axis for rank in ranks) == list(range(layout.world_size))
+        assert sorted(rank for ranks in groups_of_axis for rank in ranks) == list(
+            range(layout.world_size)
+        )
 
 
 def test_a_shard_group_and_its_replicas_meet_in_one_rank() -> None:
     layout = Layout(dp=4, cp=2, tp=2, shard="zero3", shard_group=4)
     for rank in range(layout.world_size):
         coord = layout.coord(rank)
-        shard, replicate = layout.ranks("shard", coord), layout.ranks("replicate", coord)
+        shard = layout.ranks("shard", coord)
+        replicate = layout.ranks("replicate", coord)
         assert set(shard) & set(replicate) == {rank}
-        assert {other for each in replicate for other in layout.ranks("shard", layout.coord(each))} == set(
-            layout.ranks("data", coord)
-        )
+        assert {
+            other for each in replicate for other in layout.ranks("shard", layout.coord(each))
+        } == set(layout.ranks("data", coord))
 
 
 @given(st.integers(1, 200), sizes, sizes)
@@ -181,7 +205,9 @@ def test_no_other_shares_leave_the_busiest_rank_less_work(
         work[-1] += last  # type: ignore[call-overload]
         return max(sum(work[rank::pp]) for rank in range(pp))
 
-    found = [len(each) for each in Layout(pp=pp, chunks=chunks).stage_layers(num_layers, first, last)]
+    found = [
+        len(each) for each in Layout(pp=pp, chunks=chunks).stage_layers(num_layers, first, last)
+    ]
     cuts = combinations(range(1, num_layers), stages - 1)
     ways = [[b - a for a, b in pairwise((0, *cut, num_layers))] for cut in cuts]
     assert found in ways
@@ -189,7 +215,8 @@ def test_no_other_shares_leave_the_busiest_rank_less_work(
 
 
 def test_embedding_and_head_count_as_work() -> None:
-    """The head of SmolLM2 is as much work as 8 of its 30 blocks, that of Llama 3.1 405B as two thirds."""
+    """The head of SmolLM2 is as much work as 8 of its 30 blocks, that of Llama 3.1 405B as two
+    thirds."""
     shared = {
         ("smollm2-135m", "pp2.1f1b"): [19, 11],
         ("smollm2-135m", "pp2.1f1b.l10-20"): [10, 20],
@@ -197,7 +224,9 @@ def test_embedding_and_head_count_as_work() -> None:
         ("llama-3.1-405b", "pp16.1f1b"): [7, *[8] * 14, 7],
     }
     for (model, short), lengths in shared.items():
-        assert [len(each) for each in stage_layers(CATALOGUE[model], Layout.parse(short))] == lengths
+        assert [
+            len(each) for each in stage_layers(CATALOGUE[model], Layout.parse(short))
+        ] == lengths
 
 
 def small_model(heads: int, kv_heads: int, layers: int) -> ModelConfig:
@@ -225,19 +254,30 @@ def test_what_is_said_to_work_has_no_such_problem(layout: Layout, model: ModelCo
             change |= {"chunks": 1, "schedule": "1f1b"}
         better = replace(layout, **change)  # type: ignore[arg-type]
         kind = re.sub(r"\d+", "#", problem)
-        assert kind not in {re.sub(r"\d+", "#", other) for other in better.problems(model)}, (layout, problem)
+        assert kind not in {re.sub(r"\d+", "#", other) for other in better.problems(model)}, (
+            layout,
+            problem,
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "model", "sentence"),
     [
-        ("tp2", "smollm2-135m", "tp2 does not divide 9 heads with 3 kv heads evenly; tp1 works (1, 3, 9 do)"),
+        (
+            "tp2",
+            "smollm2-135m",
+            "tp2 does not divide 9 heads with 3 kv heads evenly; tp1 works (1, 3, 9 do)",
+        ),
         ("tp3", "smollm2-135m", None),
         ("tp9", "smollm2-135m", None),  # 3 kv heads on 9 ranks: each is held by three
         ("tp16", "llama-3.1-8b", None),
         ("tp7", "llama-3.1-8b", "tp8 works"),
         ("pp2.1f1b.l10-10", "smollm2-135m", "l10-10 makes 20 layers, not 30; l15-15 works"),
-        ("pp2.1f1b.l10-10-10", "smollm2-135m", "l10-10-10 is for 3 stages, not 2; leave it out, or name 2"),
+        (
+            "pp2.1f1b.l10-10-10",
+            "smollm2-135m",
+            "l10-10-10 is for 3 stages, not 2; leave it out, or name 2",
+        ),
         ("l30", "smollm2-135m", "l30 shares the layers out among stages; leave it out, or add pp2"),
         ("pp40", "llama-3.1-8b", "40 stages are more than 32 layers; pp32 works"),
         ("pp8.interleaved.v5.m8", "llama-3.1-8b", "v4 works"),

@@ -1,5 +1,5 @@
-"""Any model in any layout computes what one rank computes: both are drawn, run side by side and compared. And what is
-refused is told what works."""
+"""Any model in any layout computes what one rank computes: both are drawn, run side by side and
+compared. And what is refused is told what works."""
 
 import math
 import re
@@ -18,17 +18,7 @@ from torch import Tensor
 from ranks import Ranks
 from shardwise.config import Activation, ModelConfig, Positions
 from shardwise.layout import Layout, Recompute, Schedule, Shard
-from shardwise.model.batch import MicroBatch
-from shardwise.model.init import generator_of
-from shardwise.model.loss import IGNORED
-from shardwise.parallel.apply import check_trainable
-from shardwise.parallel.launch import Place
-from shardwise.parallel.schedule import stage_pieces
-from shardwise.parallel.unit import Owned
-from shardwise.params import Box, ParamSpec, boxes, model_specs, stage_units
-from shardwise.train.data import Batch
-from shardwise.train.loop import all_loss, take_step
-from shardwise.train.parity import (
+from shardwise.measure.parity import (
     LR,
     MAX_NORM,
     Parity,
@@ -40,29 +30,69 @@ from shardwise.train.parity import (
     size,
     vanishes,
 )
+from shardwise.model.batch import MicroBatch
+from shardwise.model.init import generator_of
+from shardwise.model.loss import IGNORED
+from shardwise.parallel.apply import check_trainable
+from shardwise.parallel.launch import Place
+from shardwise.parallel.pipeline.actions import stage_pieces
+from shardwise.parallel.unit import Owned
+from shardwise.params import Box, ParamSpec, boxes, model_specs, stage_units
+from shardwise.train.data import Batch
+from shardwise.train.loop import all_loss, take_step
 from tiny_training import fill_store, plain_loss, tiny_weights
 
 CPU = torch.device("cpu")
 SIZES = [
     Layout.parse(short)
     for short in (
-        "tp2", "tp3", "tp4", "tp8", "cp2", "cp3", "cp4", "dp2", "dp2.tp2", "dp2.cp2", "tp2.cp2", "dp3.tp2", "tp2.cp3",
-        "dp2.cp3", "dp2.tp2.cp2", "tp4.cp2", "dp4.cp2", "pp2", "pp3", "pp4", "dp2.pp2", "tp2.pp2", "pp2.cp2", "dp3.pp2",
-        "dp2.pp3", "tp2.pp3", "pp3.cp2", "dp4.pp2", "dp2.tp2.pp2", "dp2.pp2.cp2", "tp2.pp2.cp2",
+        "tp2",
+        "tp3",
+        "tp4",
+        "tp8",
+        "cp2",
+        "cp3",
+        "cp4",
+        "dp2",
+        "dp2.tp2",
+        "dp2.cp2",
+        "tp2.cp2",
+        "dp3.tp2",
+        "tp2.cp3",
+        "dp2.cp3",
+        "dp2.tp2.cp2",
+        "tp4.cp2",
+        "dp4.cp2",
+        "pp2",
+        "pp3",
+        "pp4",
+        "dp2.pp2",
+        "tp2.pp2",
+        "pp2.cp2",
+        "dp3.pp2",
+        "dp2.pp3",
+        "tp2.pp3",
+        "pp3.cp2",
+        "dp4.pp2",
+        "dp2.tp2.pp2",
+        "dp2.pp2.cp2",
+        "tp2.pp2.cp2",
     )
-]  # fmt: skip
+]
 
-# -- a model in a layout, and what it learns from -----------------------------------------------------------
+# -- a model in a layout, and what it learns from
+# -----------------------------------------------------------
 
 NUM_STEPS = 2
 SMALL = 1e-4
-"""Of the whole gradient: with these weights that of any parameter is more, but for a bias of one element or two whose
-terms cancel."""
+"""Of the whole gradient: with these weights that of any parameter is more, but for a bias of one
+element or two whose terms cancel."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`rows` sequences in a micro-batch of every data rank, each of `length` tokens; `packed` ones hold documents."""
+    """`rows` sequences in a micro-batch of every data rank, each of `length` tokens; `packed` ones
+    hold documents."""
 
     trial: Trial
     rows: int
@@ -71,18 +101,23 @@ class Case:
 
 
 def batch_of(case: Case, step: int) -> MicroBatch:
-    """All sequences of a step, with ever fewer targets, down to none. In packed ones a low id ends a document: after it
-    positions begin anew, and itself it has no target.
+    """All sequences of a step, with ever fewer targets, down to none. In packed ones a low id ends
+    a document: after it positions begin anew, and itself it has no target.
 
-    The first sequence is one document of ids that differ from their neighbours, and has all targets: if all that each
-    token saw were alike, gradients of queries and keys would be zero, and what is compared would be rounding."""
-    random, vocab = generator_of(case.trial.seed, "sequences", step), case.trial.config.vocab_size
+    The first sequence is one document of ids that differ from their neighbours, and has all
+    targets: if all that each token saw were alike, gradients of queries and keys would be zero, and
+    what is compared would be rounding."""
+    random = generator_of(case.trial.seed, "sequences", step)
+    vocab = case.trial.config.vocab_size
     num_sequences = case.trial.layout.dp * case.trial.layout.microbatches * case.rows
     ids = torch.randint(vocab, (num_sequences, case.length + 1), generator=random)
     lowest = 1 + vocab // 6
     ids[0] = lowest + torch.arange(case.length + 1) % (vocab - lowest)
     tokens = ids[:, :-1].contiguous()
-    has_target = torch.rand(tokens.shape, generator=random) < torch.linspace(1.0, 0.0, num_sequences)[:, None]
+    has_target = (
+        torch.rand(tokens.shape, generator=random)
+        < torch.linspace(1.0, 0.0, num_sequences)[:, None]
+    )
     places = torch.arange(case.length).expand_as(tokens)
     if not case.packed:
         return MicroBatch(tokens, ids[:, 1:].where(has_target, IGNORED), places, None)
@@ -90,7 +125,12 @@ def batch_of(case: Case, step: int) -> MicroBatch:
     is_first = is_last.roll(1, 1)
     is_first[:, 0] = True
     starts = places.where(is_first, 0).cummax(1).values
-    return MicroBatch(tokens, ids[:, 1:].where(has_target & ~is_last, IGNORED), places - starts, is_first.cumsum(1))
+    return MicroBatch(
+        tokens,
+        ids[:, 1:].where(has_target & ~is_last, IGNORED),
+        places - starts,
+        is_first.cumsum(1),
+    )
 
 
 def part_of(batch: MicroBatch, layout: Layout, data_rank: int) -> Batch:
@@ -100,11 +140,13 @@ def part_of(batch: MicroBatch, layout: Layout, data_rank: int) -> Batch:
     documents = batch.documents
     microbatches = tuple(
         MicroBatch(
-            batch.tokens[part][:rows], batch.targets[part][:rows], batch.positions[part][:rows],
+            batch.tokens[part][:rows],
+            batch.targets[part][:rows],
+            batch.positions[part][:rows],
             None if documents is None else documents[part][:rows],
         )
         for part in parts
-    )  # fmt: skip
+    )
     return Batch(microbatches, sum(int((each.targets != IGNORED).sum()) for each in microbatches))
 
 
@@ -114,8 +156,9 @@ Shares = dict[str, list[tuple[Box, Tensor]]]
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells: of every step the loss, the norm and the gradient, after the first step the loss of an
-    evaluation, and what it ends with: its masters, and the weights as it would compute with them."""
+    """What one rank tells: of every step the loss, the norm and the gradient, after the first step
+    the loss of an evaluation, and what it ends with: its masters, and the weights as it would
+    compute with them."""
 
     losses: list[float]
     evaluation: float
@@ -128,7 +171,8 @@ class Told:
 def run_on(rank: int, world: int, case: Case, layout: Layout) -> Told:
     """Every weight is drawn, norms and biases too."""
     side = make_side(case.trial, layout, Place(rank, world, CPU))
-    program, store = side.program, side.program.store
+    program = side.program
+    store = side.program.store
     fill_store(store, tiny_weights(program.config))  # type: ignore[arg-type]
 
     def shares(kind: Owned) -> Shares:
@@ -137,7 +181,10 @@ def run_on(rank: int, world: int, case: Case, layout: Layout) -> Told:
             found[spec.name].append((box, view.detach().clone()))
         return found
 
-    losses, norms, gradients, evaluation = [], [], [], math.nan
+    losses = []
+    norms = []
+    gradients = []
+    evaluation = math.nan
     for step in range(NUM_STEPS):
         batch = part_of(batch_of(case, step), layout, side.mesh.coord.dp)
         loss, norm = take_step(program, side.mesh, batch, LR, MAX_NORM)
@@ -145,13 +192,16 @@ def run_on(rank: int, world: int, case: Case, layout: Layout) -> Told:
         norms.append(norm)
         gradients.append(shares("gradient"))
         if step == 0:
-            summed = sum(program.pipeline.evaluate(program.evaluation, each) for each in batch.microbatches)
+            summed = sum(
+                program.pipeline.evaluate(program.evaluation, each) for each in batch.microbatches
+            )
             evaluation = all_loss(side.mesh, summed) / side.mesh.dp.sum(batch.num_targets)[0]
     weights = {name: weight.clone() for name, weight in store.gathered()}
     return Told(losses, evaluation, norms, gradients, shares("master"), weights)
 
 
-# -- the comparison -----------------------------------------------------------------------------------------
+# -- the comparison
+# -----------------------------------------------------------------------------------------
 
 
 def wholes(config: ModelConfig, by_rank: Sequence[Shares]) -> Iterator[tuple[ParamSpec, Tensor]]:
@@ -168,54 +218,84 @@ def wholes(config: ModelConfig, by_rank: Sequence[Shares]) -> Iterator[tuple[Par
             yield spec, whole
 
 
-def parts(config: ModelConfig, found: Sequence[Shares], expected: Shares) -> Iterator[tuple[str, Tensor, Tensor]]:
+def parts(
+    config: ModelConfig, found: Sequence[Shares], expected: Shares
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, found, expected) of what a model's author calls a parameter."""
-    for (spec, whole), (_, one) in zip(wholes(config, found), wholes(config, [expected]), strict=True):
+    for (spec, whole), (_, one) in zip(
+        wholes(config, found), wholes(config, [expected]), strict=True
+    ):
         for name, rows in logical_parts(spec):
             yield name, whole[rows], one[rows]
 
 
 def compare(case: Case, told: Sequence[Told], alone: Told) -> Parity:
     """By the measures of `shardwise parity`."""
-    config, layout, found = case.trial.config, case.trial.layout, Parity()
+    config = case.trial.config
+    layout = case.trial.layout
+    found = Parity()
     for step, (loss1, norm1) in enumerate(zip(alone.losses, alone.norms, strict=True)):
-        for name, mine, one in parts(config, [each.gradients[step] for each in told], alone.gradients[step]):
+        for name, mine, one in parts(
+            config, [each.gradients[step] for each in told], alone.gradients[step]
+        ):
             floor = norm1 if vanishes(config, name) else SMALL * norm1
             found.note(step, "grad", ratio(size(mine - one), max(size(one), floor)), name)
         for each in told:
             found.note(step, "loss", ratio(abs(each.losses[step] - loss1), loss1))
             found.note(step, "grad_norm", ratio(abs(each.norms[step] - norm1), norm1))
     for each in told:
-        found.note(1, "loss", ratio(abs(each.evaluation - alone.evaluation), alone.evaluation), "of an evaluation")
+        found.note(
+            1,
+            "loss",
+            ratio(abs(each.evaluation - alone.evaluation), alone.evaluation),
+            "of an evaluation",
+        )
     masters = [each.masters for each in told]
     for name, mine, one in parts(config, masters, alone.masters):
-        found.note(NUM_STEPS, "param", ratio(size(mine - one), max(size(one), drawn_size(one))), name)
+        found.note(
+            NUM_STEPS, "param", ratio(size(mine - one), max(size(one), drawn_size(one))), name
+        )
     for spec, master in wholes(config, masters):
         for rank, each in enumerate(told):
             if spec.unit in stage_units(config, layout, layout.coord(rank).pp):
                 held = boxes(spec, layout, layout.coord(rank))
-                equal = [torch.equal(each.weights[spec.name][box.local_slices], master[box.slices]) for box in held]
+                equal = [
+                    torch.equal(each.weights[spec.name][box.local_slices], master[box.slices])
+                    for box in held
+                ]
                 found.note(NUM_STEPS, "replica", float(not all(equal)), spec.name)
     return found
 
 
 def check_alone(case: Case, alone: Told) -> None:
-    """One rank computes what plain autograd does of the same model: its loss within 1e-6, its gradients within 1e-5."""
-    config, weights = case.trial.config, tiny_weights(case.trial.config)
-    loss = plain_loss(config, {name: weight.requires_grad_() for name, weight in weights.items()}, batch_of(case, 0))
+    """One rank computes what plain autograd does of the same model: its loss within 1e-6, its
+    gradients within 1e-5."""
+    config = case.trial.config
+    weights = tiny_weights(case.trial.config)
+    loss = plain_loss(
+        config,
+        {name: weight.requires_grad_() for name, weight in weights.items()},
+        batch_of(case, 0),
+    )
     loss.backward()
     assert alone.losses[0] == pytest.approx(loss.item(), rel=1e-6)
     for spec, mine in wholes(config, alone.gradients[:1]):
         expected = weights[spec.name].grad
         assert expected is not None
-        assert size(mine - expected) <= 1e-5 * max(size(expected), SMALL * alone.norms[0]), spec.name
+        assert size(mine - expected) <= 1e-5 * max(size(expected), SMALL * alone.norms[0]), (
+            spec.name
+        )
 
 
-# -- what works, and what is said of what does not ----------------------------------------------------------
+# -- what works, and what is said of what does not
+# ----------------------------------------------------------
 
 NAMED: list[tuple[str, list[dict[str, Any]]]] = [
     (r"; z3 in its place works$", [{"shard": "zero3"}]),
-    (r"; add z1, z2 or z3, or leave it out$", [{"shard": f"zero{n}"} for n in (1, 2, 3)] + [{"shard_group": None}]),
+    (
+        r"; add z1, z2 or z3, or leave it out$",
+        [{"shard": f"zero{n}"} for n in (1, 2, 3)] + [{"shard_group": None}],
+    ),
     (r"; add tp2, or leave sp out$", [{"tp": 2}, {"sequence_parallel": False}]),
     (r"; add cp2, or leave a2a out$", [{"cp": 2}, {"all_to_all": False}]),
     (r"; add z3, or leave keep out$", [{"shard": "zero3"}, {"keep": False}]),
@@ -233,7 +313,9 @@ def refusal(layout: Layout, config: ModelConfig) -> str | None:
         check_trainable(layout, config)
     except ValueError as error:
         sentence = str(error)
-        assert sentence.startswith((f"layout {layout}: ", f"layout {layout} ", "a memory limit of "))
+        assert sentence.startswith(
+            (f"layout {layout}: ", f"layout {layout} ", "a memory limit of ")
+        )
         assert "\n" not in sentence
         return sentence
     return None
@@ -247,13 +329,22 @@ def named_in(sentence: str, layout: Layout) -> list[Layout]:
         assert found[1] in found[2].split(", ")
         return [replace(layout, tp=int(size)) for size in found[2].split(", ")]
     if found := re.search(r"; write interleaved.v(\d+), or leave both out$", sentence):
-        return [replace(layout, schedule="interleaved", chunks=int(found[1])), without_chunks(layout, layout.pp)]
+        return [
+            replace(layout, schedule="interleaved", chunks=int(found[1])),
+            without_chunks(layout, layout.pp),
+        ]
     if found := re.search(r"; pp(\d+)( without chunks)? works$", sentence):
-        return [without_chunks(layout, int(found[1])) if found[2] else resized(layout, int(found[1]))]
+        return [
+            without_chunks(layout, int(found[1])) if found[2] else resized(layout, int(found[1]))
+        ]
     if found := re.search(r", so (\S+) works$", sentence):
         return [replace(layout, memory_limit=float(found[1]))]
-    others = [replace(layout, **change) for pattern, changes in NAMED if re.search(pattern, sentence)
-              for change in changes]  # fmt: skip
+    others = [
+        replace(layout, **change)
+        for pattern, changes in NAMED
+        if re.search(pattern, sentence)
+        for change in changes
+    ]
     if found := re.search(r"; ([smv])(\d+) works(, or \S+)?$", sentence):
         size: dict[str, Any] = {SIZES_NAMED[found[1]]: int(found[2])}
         others.append(replace(layout, **size))
@@ -271,13 +362,15 @@ def without_chunks(layout: Layout, pp: int) -> Layout:
 
 
 def heeded(layout: Layout, config: ModelConfig) -> Layout:
-    """The layout, or what refusals lead to, each time the last that is named: of tensor ranks the most."""
+    """The layout, or what refusals lead to, each time the last that is named: of tensor ranks the
+    most."""
     while (sentence := refusal(layout, config)) is not None:
         layout = named_in(sentence, layout)[-1]
     return layout
 
 
-# -- drawing ------------------------------------------------------------------------------------------------
+# -- drawing
+# ------------------------------------------------------------------------------------------------
 
 
 def drawn_layout(random: Random, sizes: Layout) -> Layout:
@@ -285,24 +378,33 @@ def drawn_layout(random: Random, sizes: Layout) -> Layout:
     if sizes.pp > 1 or random.random() < 0.1:
         sizes = drawn_schedule(random, sizes)
     return replace(
-        sizes, shard=random.choice([*get_args(Shard), "fsdp"]),
-        shard_group=random.choice([None, 2, 2, 2, 3] if sizes.data_size > 3 else [None, None, 2, 3]),
+        sizes,
+        shard=random.choice([*get_args(Shard), "fsdp"]),
+        shard_group=random.choice(
+            [None, 2, 2, 2, 3] if sizes.data_size > 3 else [None, None, 2, 3]
+        ),
         microbatches=random.choice([1, 2, 3, 5] if sizes.pp > 1 else [1, 2, 3]),
-        sequence_parallel=random.random() < 0.5, all_to_all=random.random() < 0.35, keep=random.random() < 0.5,
+        sequence_parallel=random.random() < 0.5,
+        all_to_all=random.random() < 0.35,
+        keep=random.random() < 0.5,
         recompute=random.choice(get_args(Recompute)),
-    )  # fmt: skip
+    )
 
 
 def drawn_schedule(random: Random, sizes: Layout) -> Layout:
     schedule = random.choice([*get_args(Schedule), "interleaved"])
     limits = [None, 0.5, 0.75, 1.0, 1.5, 2.0] if schedule == "zb-auto" else [None]
     chunks = [2, 2, 3] if schedule == "interleaved" else [1]
-    return replace(sizes, schedule=schedule, memory_limit=random.choice(limits), chunks=random.choice(chunks))
+    return replace(
+        sizes, schedule=schedule, memory_limit=random.choice(limits), chunks=random.choice(chunks)
+    )
 
 
 def drawn_heads(random: Random, layout: Layout) -> tuple[int, int]:
-    """Heads and kv heads that the layout can cut: as few kv heads as one, or as many as trading them takes."""
-    tp, least = layout.tp, layout.tp * layout.cp if layout.all_to_all else 1
+    """Heads and kv heads that the layout can cut: as few kv heads as one, or as many as trading
+    them takes."""
+    tp = layout.tp
+    least = layout.tp * layout.cp if layout.all_to_all else 1
     fewest, *more = (kv for kv in range(least, 25, least) if kv % tp == 0 or tp % kv == 0)
     kv_heads = random.choice([fewest, fewest, fewest, *more[:2]])
     each = math.lcm(kv_heads, tp)
@@ -310,19 +412,38 @@ def drawn_heads(random: Random, layout: Layout) -> tuple[int, int]:
 
 
 def drawn_model(random: Random, layout: Layout) -> ModelConfig:
-    """Small; some look like Llama, some like GPT-2, and most may differ from both wherever they can."""
-    (heads, kv_heads), choose = drawn_heads(random, layout), random.choice
+    """Small; some look like Llama, some like GPT-2, and most may differ from both wherever they
+    can."""
+    heads, kv_heads = drawn_heads(random, layout)
+    choose = random.choice
     style = choose(["llama", "gpt2", "any", "any", "any"])
-    num_layers = layout.pp * layout.chunks + choose([0, 1, 1, 2, 3]) if layout.pp > 1 else choose([1, 2])
+    num_layers = (
+        layout.pp * layout.chunks + choose([0, 1, 1, 2, 3]) if layout.pp > 1 else choose([1, 2])
+    )
     config = ModelConfig(
-        style, num_layers, choose([6, 8, 13, 17]), random.randint(1, 23), heads, kv_heads, choose([2, 4, 6]),
-        choose([5, 5, 6, 7, 13, 53, random.randint(5, 60)]), 32, tied=choose([True, False]),
-    )  # fmt: skip
+        style,
+        num_layers,
+        choose([6, 8, 13, 17]),
+        random.randint(1, 23),
+        heads,
+        kv_heads,
+        choose([2, 4, 6]),
+        choose([5, 5, 6, 7, 13, 53, random.randint(5, 60)]),
+        32,
+        tied=choose([True, False]),
+    )
     if style == "gpt2":
         return replace(
-            config, num_kv_heads=heads, norm="layer", activation="gelu_tanh", gated=False, positions="learned",
-            qkv_bias=True, out_bias=True, mlp_bias=True,
-        )  # fmt: skip
+            config,
+            num_kv_heads=heads,
+            norm="layer",
+            activation="gelu_tanh",
+            gated=False,
+            positions="learned",
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+        )
     if style == "llama":
         return config
     names = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "gated")
@@ -330,55 +451,94 @@ def drawn_model(random: Random, layout: Layout) -> ModelConfig:
     layer_norm = random.random() < 0.25
     windowed = frozenset(layer for layer in range(config.num_layers) if random.random() < 0.7)
     return replace(
-        config, **flags | {"qk_norm": flags["qk_norm"] and not layer_norm}, norm="layer" if layer_norm else "rms",
-        positions=choose(get_args(Positions)), activation=choose(get_args(Activation)),
-        sliding_window=choose([2, 3, 8]), windowed_layers=windowed,
-    )  # fmt: skip
+        config,
+        **flags | {"qk_norm": flags["qk_norm"] and not layer_norm},
+        norm="layer" if layer_norm else "rms",
+        positions=choose(get_args(Positions)),
+        activation=choose(get_args(Activation)),
+        sliding_window=choose([2, 3, 8]),
+        windowed_layers=windowed,
+    )
 
 
 def drawn_case(random: Random, sizes: Layout) -> Case:
     layout = drawn_layout(random, sizes)
     layout = replace(
-        layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        layout,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
         all_to_all=layout.all_to_all and layout.cp > 1,
-        shard=random.choice(["zero2", "zero3"]) if layout.pp > 1 and layout.shard == "fsdp" else layout.shard,
-    )  # fmt: skip
+        shard=random.choice(["zero2", "zero3"])
+        if layout.pp > 1 and layout.shard == "fsdp"
+        else layout.shard,
+    )
     config = drawn_model(random, layout)
     trial = Trial(
-        config, heeded(layout, config), NUM_STEPS, random.randint(0, 99), random.random() < 0.5,
+        config,
+        heeded(layout, config),
+        NUM_STEPS,
+        random.randint(0, 99),
+        random.random() < 0.5,
         random.choice([1 << 10, 64 << 20]),
-    )  # fmt: skip
-    return Case(trial, random.choice([1, 2]), random.choice([4, 11, 19, 24, 31]), random.random() < 0.6)
+    )
+    return Case(
+        trial, random.choice([1, 2]), random.choice([4, 11, 19, 24, 31]), random.random() < 0.6
+    )
 
 
-# -- the heart ----------------------------------------------------------------------------------------------
+# -- the heart
+# ----------------------------------------------------------------------------------------------
 
 
 def features(case: Case) -> Iterator[str]:
     """What a case tries, for the tally."""
-    layout, config = case.trial.layout, case.trial.config
-    stages = {sum(piece.name.startswith("blocks.") for piece in stage) for stage in stage_pieces(config, layout)}
+    layout = case.trial.layout
+    config = case.trial.config
+    stages = {
+        sum(piece.name.startswith("blocks.") for piece in stage)
+        for stage in stage_pieces(config, layout)
+    }
     held = {
-        "dp": layout.dp > 1, "tp": layout.tp > 1, "cp": layout.cp > 1, "sp": layout.sequence_parallel,
-        "ring": layout.cp > 1 and not layout.all_to_all, "a2a": layout.all_to_all, layout.shard: True,
-        "sN": layout.shard_group is not None and 1 < layout.shard_group < layout.data_size, "keep": layout.keep,
-        "mN": layout.microbatches > 1, f"rc-{layout.recompute}": True,
-        "kv heads < tp": config.num_kv_heads < layout.tp, "kv heads < heads": config.num_kv_heads < config.num_heads,
+        "dp": layout.dp > 1,
+        "tp": layout.tp > 1,
+        "cp": layout.cp > 1,
+        "sp": layout.sequence_parallel,
+        "ring": layout.cp > 1 and not layout.all_to_all,
+        "a2a": layout.all_to_all,
+        layout.shard: True,
+        "sN": layout.shard_group is not None and 1 < layout.shard_group < layout.data_size,
+        "keep": layout.keep,
+        "mN": layout.microbatches > 1,
+        f"rc-{layout.recompute}": True,
+        "kv heads < tp": config.num_kv_heads < layout.tp,
+        "kv heads < heads": config.num_kv_heads < config.num_heads,
         "vocabulary that tp does not divide": config.vocab_size % layout.tp > 0,
-        "a rank with padding alone": -(-config.vocab_size // layout.tp) * (layout.tp - 1) >= config.vocab_size,
+        "a rank with padding alone": -(-config.vocab_size // layout.tp) * (layout.tp - 1)
+        >= config.vocab_size,
         "ffn that tp does not divide": config.ffn_size % layout.tp > 0,
-        "tied": config.tied, "untied": not config.tied, "q/k norm": config.qk_norm,
-        "window": bool(config.windowed_layers), "biases": config.qkv_bias or config.out_bias or config.mlp_bias,
-        "gpt2": config.family == "gpt2", "layer norm": config.norm == "layer",
-        "learned": config.positions == "learned", "documents": case.packed,
+        "tied": config.tied,
+        "untied": not config.tied,
+        "q/k norm": config.qk_norm,
+        "window": bool(config.windowed_layers),
+        "biases": config.qkv_bias or config.out_bias or config.mlp_bias,
+        "gpt2": config.family == "gpt2",
+        "layer norm": config.norm == "layer",
+        "learned": config.positions == "learned",
+        "documents": case.packed,
         "padding": layout.padded_tokens(case.length) > case.length,
-        "window within a chunk": (config.window(0) or math.inf) * layout.sequence_chunks <= case.length,
-        "pp": layout.pp > 1, str(layout.schedule): True, "zb": str(layout.schedule).startswith("zb"),
-        "dp & tp": layout.dp > 1 and layout.tp > 1, "tp & cp": layout.tp > 1 and layout.cp > 1, "v3": layout.chunks > 2,
-        "a memory limit": layout.memory_limit is not None, "unequal stages": len(stages) > 1,
+        "window within a chunk": (config.window(0) or math.inf) * layout.sequence_chunks
+        <= case.length,
+        "pp": layout.pp > 1,
+        str(layout.schedule): True,
+        "zb": str(layout.schedule).startswith("zb"),
+        "dp & tp": layout.dp > 1 and layout.tp > 1,
+        "tp & cp": layout.tp > 1 and layout.cp > 1,
+        "v3": layout.chunks > 2,
+        "a memory limit": layout.memory_limit is not None,
+        "unequal stages": len(stages) > 1,
         "fewer micro-batches than stages": layout.microbatches < layout.pp,
-        "m that pp does not divide": layout.microbatches > layout.pp and layout.microbatches % layout.pp > 0,
-    }  # fmt: skip
+        "m that pp does not divide": layout.microbatches > layout.pp
+        and layout.microbatches % layout.pp > 0,
+    }
     yield from (name for name, is_so in held.items() if is_so)
     for one, other in TOGETHER:
         if held.get(one) and held.get(other):
@@ -413,8 +573,8 @@ EVERY = {
 
 @pytest.fixture(scope="module")
 def tally() -> Iterator[Counter[str]]:
-    """How many cases had what; once all sizes have run, none may be missing. Another version of hypothesis draws other
-    cases, of which one set in six is not enough."""
+    """How many cases had what; once all sizes have run, none may be missing. Another version of
+    hypothesis draws other cases, of which one set in six is not enough."""
     found = Counter[str]()
     yield found
     if all(found[str(size)] for size in SIZES):
@@ -423,14 +583,20 @@ def tally() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: str(sizes).removesuffix(".1f1b"))
-def test_any_model_in_any_layout_equals_one_rank(ranks: Ranks, tally: Counter[str], sizes: Layout) -> None:
-    """Loss, every gradient, their norm, the parameters after two clipped steps, within the tolerances of parity, and
-    replicas bit for bit. The cases are the same in every run."""
+def test_any_model_in_any_layout_equals_one_rank(
+    ranks: Ranks, tally: Counter[str], sizes: Layout
+) -> None:
+    """Loss, every gradient, their norm, the parameters after two clipped steps, within the
+    tolerances of parity, and replicas bit for bit. The cases are the same in every run."""
 
     num_examples = max(2, (17 if sizes.pp > 1 else 10) // sizes.world_size)
 
-    @settings(max_examples=num_examples, derandomize=True, phases=[Phase.generate])  # to shrink takes minutes
-    @given(case=st.integers(0, 1 << 32).map(lambda seed: drawn_case(Random(f"{sizes} {seed}"), sizes)))
+    @settings(
+        max_examples=num_examples, derandomize=True, phases=[Phase.generate]
+    )  # to shrink takes minutes
+    @given(
+        case=st.integers(0, 1 << 32).map(lambda seed: drawn_case(Random(f"{sizes} {seed}"), sizes))
+    )
     def equals(case: Case) -> None:
         tally.update([str(sizes), *features(case)])
         alone = run_on(0, 1, case, Layout())
@@ -444,7 +610,8 @@ def test_any_model_in_any_layout_equals_one_rank(ranks: Ranks, tally: Counter[st
 @settings(max_examples=300)
 @given(random=st.randoms(use_true_random=True))
 def test_a_refusal_names_layouts_that_work(random: Random) -> None:
-    """None of those that it names is refused for the same reason, and one of them works, or leads to one that does."""
+    """None of those that it names is refused for the same reason, and one of them works, or leads
+    to one that does."""
     layout = replace(drawn_layout(random, random.choice(SIZES)), pp=random.choice([1, 1, 2]))
     kv_heads = random.randint(1, 6)
     config = ModelConfig("llama", 2, 8, 8, kv_heads * random.randint(1, 3), kv_heads, 2, 11, 32)
@@ -465,9 +632,11 @@ def leads_on(layout: Layout, config: ModelConfig, passed: Sequence[Layout]) -> b
 
 
 def works(layout: Layout, config: ModelConfig) -> bool:
-    """Whether every rank has whole heads, as many as the others, every group of states as many ranks, every stage a
-    layer."""
-    heads, kv_heads, traded = config.num_heads, config.num_kv_heads, layout.tp * layout.cp if layout.all_to_all else 1
+    """Whether every rank has whole heads, as many as the others, every group of states as many
+    ranks, every stage a layer."""
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    traded = layout.tp * layout.cp if layout.all_to_all else 1
     has_heads = heads % layout.tp == 0 and (kv_heads % layout.tp == 0 or layout.tp % kv_heads == 0)
     has_parts = layout.data_size % layout.shard_size == 0 and layout.pp <= config.num_layers
     return has_heads and kv_heads % traded == 0 and has_parts

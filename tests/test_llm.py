@@ -1,4 +1,5 @@
-"""LLM, in the shape that vLLM's users know: what comes back, in which order, and what it leaves behind."""
+"""LLM, in the shape that vLLM's users know: what comes back, in which order, and what it leaves
+behind."""
 
 import json
 import subprocess
@@ -10,8 +11,8 @@ import pytest
 
 from engines import assert_empty
 from shardwise import LLM, SamplingParams
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
 from shardwise.layout import Layout
-from shardwise.model.tokenizer import byte_tokenizer
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
@@ -28,7 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(folder: Path) -> LLM:
-    return LLM(str(folder), dtype="fp32", kv_bytes=1 << 20, max_batch_tokens=64, max_running=6, max_queued=3)
+    return LLM(
+        str(folder),
+        dtype="fp32",
+        kv_bytes=1 << 20,
+        max_batch_tokens=64,
+        max_running=6,
+        max_queued=3,
+    )
 
 
 @pytest.fixture
@@ -41,10 +49,19 @@ def test_smollm2_completes_chats_and_streams() -> None:
     llm = LLM(str(smollm2_gguf()), kv_bytes=1 << 28)
     prompts = ["The capital of France is", "1, 2, 3, 4,"]
     paris, count = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert (paris.prompt, paris.prompt_token_ids) == (prompts[0], llm.engine.tokenizer.encode(prompts[0]))
+    assert (paris.prompt, paris.prompt_token_ids) == (
+        prompts[0],
+        llm.engine.tokenizer.encode(prompts[0]),
+    )
     assert "Paris" in paris.outputs[0].text and "5, 6" in count.outputs[0].text
-    assert paris.finished and paris.outputs[0].finish_reason == "length" and len(paris.outputs[0].token_ids) == 8
-    (chatted,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY, use_tqdm=False)
+    assert (
+        paris.finished
+        and paris.outputs[0].finish_reason == "length"
+        and len(paris.outputs[0].token_ids) == 8
+    )
+    (chatted,) = llm.chat(
+        [{"role": "user", "content": "What is the capital of France?"}], GREEDY, use_tqdm=False
+    )
     assert chatted.prompt is None and "Paris" in chatted.outputs[0].text
     streamed = [piece.text for _, piece in llm.stream(prompts[0], GREEDY)]
     assert len(streamed) > 2 and "".join(streamed) == paris.outputs[0].text
@@ -54,10 +71,15 @@ def test_smollm2_completes_chats_and_streams() -> None:
 def test_outputs_are_in_the_order_of_prompts(llm: LLM) -> None:
     """More prompts than may wait or run; each with parameters of its own."""
     prompts = [f"prompt {number}" for number in range(12)]
-    params = [SamplingParams(temperature=0, max_tokens=20 - number, ignore_eos=True) for number in range(12)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=20 - number, ignore_eos=True)
+        for number in range(12)
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.prompt for output in outputs] == prompts
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [20 - number for number in range(12)]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [
+        20 - number for number in range(12)
+    ]
     for prompt, mine, output in zip(prompts, params, outputs, strict=True):
         assert llm.generate(prompt, mine, use_tqdm=False)[0].outputs == output.outputs
 
@@ -71,16 +93,23 @@ def test_the_queue_is_never_longer_than_it_may_be(llm: LLM) -> None:
 
 
 def test_what_is_asked_comes_back(llm: LLM) -> None:
-    asked = SamplingParams(n=3, seed=1, max_tokens=5, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    asked = SamplingParams(
+        n=3, seed=1, max_tokens=5, logprobs=2, prompt_logprobs=1, ignore_eos=True
+    )
     (output,) = llm.generate([1, 2, 3], asked, use_tqdm=False)
     assert output.prompt is None and output.prompt_token_ids == [1, 2, 3] and output.finished
     assert [each.index for each in output.outputs] == [0, 1, 2]
     assert all(len(each.token_ids) == len(each.logprobs) == 5 for each in output.outputs)
-    assert output.prompt_logprobs is not None and [each.id for each in output.prompt_logprobs] == [2, 3]
+    assert output.prompt_logprobs is not None and [each.id for each in output.prompt_logprobs] == [
+        2,
+        3,
+    ]
     assert len({tuple(each.token_ids) for each in output.outputs}) > 1
     assert llm.generate([[1, 2, 3], [4]], asked, use_tqdm=False)[0].outputs == output.outputs
     long = list(range(40))
-    assert [llm.generate([long], GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)] == [0, 32]
+    assert [
+        llm.generate([long], GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)
+    ] == [0, 32]
     assert llm.generate([], GREEDY, use_tqdm=False) == []
     assert llm.generate("no parameters", use_tqdm=False)[0].finished
 
@@ -93,7 +122,8 @@ def test_progress_can_be_off(llm: LLM, progress: bool, capfd: pytest.CaptureFixt
 
 
 def test_structures_are_followed(llm: LLM) -> None:
-    """All prompts have one, so that there is nothing else to do while they are compiled; and more than may wait."""
+    """All prompts have one, so that there is nothing else to do while they are compiled; and more
+    than may wait."""
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -102,17 +132,29 @@ def test_structures_are_followed(llm: LLM) -> None:
         "additionalProperties": False,
     }
     forms = [("regex", "[ab]{3,5}"), ("json_schema", json.dumps(schema))] * 4
-    params = [SamplingParams(max_tokens=60, seed=number, structure=form) for number, form in enumerate(forms)]
+    params = [
+        SamplingParams(max_tokens=60, seed=number, structure=form)
+        for number, form in enumerate(forms)
+    ]
     outputs = llm.generate(["x"] * 8, params, use_tqdm=False)
     assert all(output.finished for output in outputs)
-    assert all(set(output.outputs[0].text) <= {"a", "b"} and output.outputs[0].text for output in outputs[::2])
-    assert all(isinstance(json.loads(output.outputs[0].text)["ok"], bool) for output in outputs[1::2])
+    assert all(
+        set(output.outputs[0].text) <= {"a", "b"} and output.outputs[0].text
+        for output in outputs[::2]
+    )
+    assert all(
+        isinstance(json.loads(output.outputs[0].text)["ok"], bool) for output in outputs[1::2]
+    )
     with pytest.raises(ValueError, match="the regex cannot be used"):
-        llm.generate(["a", "b"], [GREEDY, SamplingParams(structure=("regex", "(("))], use_tqdm=False)
+        llm.generate(
+            ["a", "b"], [GREEDY, SamplingParams(structure=("regex", "(("))], use_tqdm=False
+        )
 
 
 def test_who_stops_early_leaves_nothing(llm: LLM) -> None:
-    for output, _ in llm.stream(["a", "b", "c", "d", "e"], SamplingParams(max_tokens=100, ignore_eos=True)):
+    for output, _ in llm.stream(
+        ["a", "b", "c", "d", "e"], SamplingParams(max_tokens=100, ignore_eos=True)
+    ):
         if len(output.outputs[0].token_ids) == 3:
             break
     assert_empty(llm.engine)
@@ -135,7 +177,9 @@ def test_who_stops_early_leaves_nothing(llm: LLM) -> None:
         ("a", SamplingParams(logit_bias={264: 1.0}), "logit_bias must .* 264 is not"),
     ],
 )
-def test_mistakes_are_sentences_before_anything_is_run(llm: LLM, prompts: Any, params: Any, said: str) -> None:
+def test_mistakes_are_sentences_before_anything_is_run(
+    llm: LLM, prompts: Any, params: Any, said: str
+) -> None:
     steps = llm.engine.num_steps
     with pytest.raises(ValueError, match=said):
         llm.generate(prompts, params, use_tqdm=False)
@@ -152,7 +196,9 @@ def test_mistakes_are_sentences_before_anything_is_run(llm: LLM, prompts: Any, p
         ({"layout": Layout(tp=2)}, "one device"),
     ],
 )
-def test_what_cannot_be_loaded_is_a_sentence(folder: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_loaded_is_a_sentence(
+    folder: Path, changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         LLM(str(folder), **{"dtype": "fp32"} | changes)
 
@@ -163,8 +209,6 @@ def test_a_model_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    told = (
-        "import sys, shardwise; from shardwise import SamplingParams; SamplingParams(); print('torch' in sys.modules)"
-    )
+    told = "import sys, shardwise; from shardwise import SamplingParams; SamplingParams(); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"

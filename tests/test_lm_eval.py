@@ -1,5 +1,6 @@
-"""lm-eval's `local-completions` and `local-chat-completions`: what version 0.4.13 sends, written down from its runs,
-and what it reads of the answers, against transformers. It is not needed itself; docs/serving.md says how to run it."""
+"""lm-eval's `local-completions` and `local-chat-completions`: what version 0.4.13 sends, written
+down from its runs, and what it reads of the answers, against transformers. It is not needed itself;
+docs/serving.md says how to run it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,14 +9,21 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from shardwise.serve.server import make_app
-from shardwise.serve.service import ServerSettings
+from shardwise.serve.api.server import make_app
+from shardwise.serve.api.service import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
 LOGPROB = 1e-4  # absolute, in fp32, of a sum over an answer
 CONTEXT = "Question: How many legs does a spider have?\nAnswer:"
 ANSWERS = (" six", " eight", " ten 🕷")
-SCORING = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+SCORING = {
+    "model": "tiny",
+    "temperature": 0,
+    "max_tokens": 1,
+    "logprobs": 1,
+    "seed": 1234,
+    "echo": True,
+}
 WRITING = {"model": "tiny", "max_tokens": 24, "temperature": 0.0, "seed": 1234}
 STOPS = ["\n", "Question:", "<|endoftext|>"]
 QUESTION = {"role": "user", "content": CONTEXT}
@@ -29,7 +37,9 @@ def model() -> TinyModel:
 @pytest.fixture
 def client(model: TinyModel) -> Iterator[TestClient]:
     app = make_app(TinyEngine(model), ServerSettings(("tiny",), ("sesame",)))
-    with TestClient(app, headers={"authorization": "Bearer sesame", "user-agent": "python-requests/2.34.2"}) as client:
+    with TestClient(
+        app, headers={"authorization": "Bearer sesame", "user-agent": "python-requests/2.34.2"}
+    ) as client:
         yield client
 
 
@@ -52,8 +62,10 @@ def next_rows(model: TinyModel, ids: Sequence[int]) -> torch.Tensor:
 
 def likelihood(model: TinyModel, context: str, answer: str) -> tuple[float, bool]:
     """Of an answer after its context, and whether greedy decoding would give it."""
-    num_context, ids = len(ids_of(context)), ids_of(context + answer)
-    rows, own = next_rows(model, ids)[num_context - 1 : -1], torch.tensor(ids[num_context:])
+    num_context = len(ids_of(context))
+    ids = ids_of(context + answer)
+    rows = next_rows(model, ids)[num_context - 1 : -1]
+    own = torch.tensor(ids[num_context:])
     return float(rows.gather(-1, own[:, None]).sum()), bool((rows.argmax(-1) == own).all())
 
 
@@ -64,30 +76,38 @@ def continuation(model: TinyModel, ids: list[int], num_tokens: int) -> list[int]
 
 
 def read_likelihoods(answer: Any, context_lengths: Sequence[int]) -> list[tuple[float, bool]]:
-    """As lm-eval does: the log-probabilities after the context but for the token made, and whether each is the highest
-    that is told at its place."""
+    """As lm-eval does: the log-probabilities after the context but for the token made, and whether
+    each is the highest that is told at its place."""
     found = []
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     for choice, length in zip(choices, context_lengths, strict=True):
         own = choice["logprobs"]["token_logprobs"][length:-1]
         top = choice["logprobs"]["top_logprobs"][length:-1]
-        found.append((sum(own), all(mine == max(each.values()) for mine, each in zip(own, top, strict=True))))
+        found.append(
+            (sum(own), all(mine == max(each.values()) for mine, each in zip(own, top, strict=True)))
+        )
     return found
 
 
 @pytest.mark.parametrize("form", ["ids", "batch of ids", "text", "batch of texts"])
-def test_likelihoods_are_those_of_transformers(client: TestClient, model: TinyModel, form: str) -> None:
+def test_likelihoods_are_those_of_transformers(
+    client: TestClient, model: TinyModel, form: str
+) -> None:
     greedy = next(
-        text for length in range(1, 9) if (text := as_text(continuation(model, ids_of(CONTEXT), length))) is not None
+        text
+        for length in range(1, 9)
+        if (text := as_text(continuation(model, ids_of(CONTEXT), length))) is not None
     )
     answers = [*ANSWERS, greedy]
     expected = [likelihood(model, CONTEXT, answer) for answer in answers]
     assert [is_greedy for _, is_greedy in expected] == [False] * len(ANSWERS) + [True]
     texts = [CONTEXT + answer for answer in answers]
     forms: dict[str, list[Any]] = {
-        "ids": [[ids_of(text)] for text in texts], "batch of ids": [[ids_of(text) for text in texts]],
-        "text": texts, "batch of texts": [texts],
-    }  # fmt: skip
+        "ids": [[ids_of(text)] for text in texts],
+        "batch of ids": [[ids_of(text) for text in texts]],
+        "text": texts,
+        "batch of texts": [texts],
+    }
     found: list[tuple[float, bool]] = []
     for prompt in forms[form]:
         told = post(client, "/v1/completions", {**SCORING, "prompt": prompt})
@@ -104,7 +124,9 @@ def as_text(ids: list[int]) -> str | None:
         return None
 
 
-def test_a_whole_text_is_scored_after_the_end_of_another(client: TestClient, model: TinyModel) -> None:
+def test_a_whole_text_is_scored_after_the_end_of_another(
+    client: TestClient, model: TinyModel
+) -> None:
     """Of perplexity tasks, which begin with the end token instead of a context."""
     eos = model.tokenizer.eos_id
     assert eos is not None
@@ -122,26 +144,42 @@ def test_a_whole_text_is_scored_after_the_end_of_another(client: TestClient, mod
         ("/v1/completions", {"prompt": [ids_of(CONTEXT), ids_of("Question: 2 + 3?")], "stop": []}),
         ("/v1/chat/completions", {"messages": [QUESTION], "stop": ["\n", "Question:"]}),
         ("/v1/chat/completions", {"messages": [QUESTION], "stop": []}),
-        ("/v1/chat/completions", {"messages": [{**QUESTION, "type": "text"}], "stop": ["é"], "do_sample": False}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{**QUESTION, "type": "text"}], "stop": ["é"], "do_sample": False},
+        ),
     ],
-)  # fmt: skip
-def test_texts_are_those_of_transformers(client: TestClient, model: TinyModel, path: str, body: dict[str, Any]) -> None:
-    choices = sorted(post(client, path, {**body, **WRITING})["choices"], key=lambda choice: int(choice["index"]))
+)
+def test_texts_are_those_of_transformers(
+    client: TestClient, model: TinyModel, path: str, body: dict[str, Any]
+) -> None:
+    choices = sorted(
+        post(client, path, {**body, **WRITING})["choices"], key=lambda choice: int(choice["index"])
+    )
     if "messages" in body:
         prompts = [ids_of(model.tokenizer.chat(body["messages"]))]
         found = [choice["message"]["content"] for choice in choices]
     else:
         several = body["prompt"] if isinstance(body["prompt"], list) else [ids_of(body["prompt"])]
-        prompts, found = several, [choice["text"] for choice in choices]
+        prompts = several
+        found = [choice["text"] for choice in choices]
     for prompt, text in zip(prompts, found, strict=True):
         made = continuation(model, prompt, WRITING["max_tokens"])  # type: ignore[arg-type]
         ended = next((at for at, id in enumerate(made) if id in model.tokenizer.eos_ids), len(made))
         whole = model.tokenizer.decode(made[:ended])
-        assert text == whole[: min((whole.find(stop) for stop in body["stop"] if stop in whole), default=len(whole))]
+        assert (
+            text
+            == whole[
+                : min(
+                    (whole.find(stop) for stop in body["stop"] if stop in whole), default=len(whole)
+                )
+            ]
+        )
 
 
 def test_the_server_cuts_texts_for_it(client: TestClient) -> None:
-    """`tokenizer_backend=auto` asks for these, and falls back to a tokenizer of its own without them."""
+    """`tokenizer_backend=auto` asks for these, and falls back to a tokenizer of its own without
+    them."""
     info = client.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>" and "message.role" in info["chat_template"]
     cut = {"add_special_tokens": False}

@@ -1,4 +1,5 @@
-"""Reading any rectangle of a parameter, from whatever holds a model: what ZeRO asks for, whose cuts know no rows."""
+"""Reading any rectangle of a parameter, from whatever holds a model: what ZeRO asks for, whose cuts
+know no rows."""
 
 import functools
 import math
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from shardwise.cli import main
 from shardwise.config import ModelConfig
+from shardwise.formats import load
+from shardwise.formats.load import Reader, load_weights, open_weights, read_box, read_config
 from shardwise.layout import Layout
-from shardwise.model import load
-from shardwise.model.load import Reader, load_weights, open_weights, read_box, read_config
 from shardwise.params import Box, ParamSpec, boxes_within, model_specs
 from shardwise.train.settings import to_toml
 from test_gguf_weights import write_gguf
@@ -27,8 +28,18 @@ from tiny_training import build_data, tiny_settings
 ONE = Layout()
 COORD = ONE.coord(0)
 FOLDERS = ["llama", "qwen3", "llama-biases", "gpt2"]
-FILES = [("llama", "F32"), ("llama-biases", "Q8_0"), ("mistral", "Q4_1"), ("qwen2", "F16"), ("gpt2", "Q8_0")]
-SOURCES = [*(f"folder {name}" for name in FOLDERS), *(f"gguf {name} {kind}" for name, kind in FILES), "run"]
+FILES = [
+    ("llama", "F32"),
+    ("llama-biases", "Q8_0"),
+    ("mistral", "Q4_1"),
+    ("qwen2", "F16"),
+    ("gpt2", "Q8_0"),
+]
+SOURCES = [
+    *(f"folder {name}" for name in FOLDERS),
+    *(f"gguf {name} {kind}" for name, kind in FILES),
+    "run",
+]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +82,10 @@ def stored(config: ModelConfig) -> list[ParamSpec]:
 
 def inside(part: Box, data: st.DataObject) -> Box:
     """A rectangle drawn within a part."""
-    spans = [sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2))) for size in part.shape]
+    spans = [
+        sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2)))
+        for size in part.shape
+    ]
     start = tuple(first + a for first, (a, _) in zip(part.start, spans, strict=True))
     return Box(part.part, start, tuple(0 for _ in start), tuple(b - a for a, b in spans))
 
@@ -85,9 +99,11 @@ def read(path: Path, spec: ParamSpec, box: Box) -> Tensor:
 @pytest.mark.parametrize("source", SOURCES)
 @settings(max_examples=40)
 @given(data=st.data(), strip=st.integers(1, 3000))
-def test_a_rectangle_is_the_slice_of_the_whole(folder: Path, source: str, data: st.DataObject, strip: int) -> None:
-    """Bit for bit, of any rows and columns, with files that keep the rows of a head in another order or many weights in
-    a block; in strips of any size."""
+def test_a_rectangle_is_the_slice_of_the_whole(
+    folder: Path, source: str, data: st.DataObject, strip: int
+) -> None:
+    """Bit for bit, of any rows and columns, with files that keep the rows of a head in another
+    order or many weights in a block; in strips of any size."""
     path = written(folder, source)
     config, weights = whole_of(path)
     spec = data.draw(st.sampled_from(stored(config)))
@@ -100,7 +116,9 @@ def test_a_rectangle_is_the_slice_of_the_whole(folder: Path, source: str, data: 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("num_cuts", [1, 6])
-def test_ranges_of_a_flat_tensor_are_read_piece_by_piece(folder: Path, source: str, num_cuts: int) -> None:
+def test_ranges_of_a_flat_tensor_are_read_piece_by_piece(
+    folder: Path, source: str, num_cuts: int
+) -> None:
     """As the shards of a unit ask for them: cut anywhere, within a row and within a head."""
     path = written(folder, source)
     config, weights = whole_of(path)
@@ -109,7 +127,12 @@ def test_ranges_of_a_flat_tensor_are_read_piece_by_piece(folder: Path, source: s
         cuts = [spec.numel * cut // (num_cuts + 1) + cut % 2 for cut in range(1, num_cuts + 1)]
         for start, stop in pairwise([0, *cuts, spec.numel]):
             for box, first in boxes_within(spec, ONE, COORD, start, stop):
-                read_box(opened(path), spec, box, flat[first : first + math.prod(box.shape)].view(box.shape))
+                read_box(
+                    opened(path),
+                    spec,
+                    box,
+                    flat[first : first + math.prod(box.shape)].view(box.shape),
+                )
         assert torch.equal(flat.view(spec.shape), weights[spec.name]), spec.name
 
 
@@ -117,7 +140,9 @@ class Counting:
     """A reader that counts the elements it is asked for."""
 
     def __init__(self, reader: Reader) -> None:
-        self._reader, self.dtype, self.num_elements = reader, reader.dtype, 0
+        self._reader = reader
+        self.dtype = reader.dtype
+        self.num_elements = 0
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         self.num_elements += math.prod(box.shape)
@@ -146,5 +171,9 @@ def test_a_share_reads_little_more_than_itself(folder: Path, source: str) -> Non
                 for box in share:
                     read_box(reader, spec, box, torch.empty(box.shape))
                 wanted = sum(math.prod(box.shape) for box in share)
-                rounded = sum(2 * spec.head_dim * math.prod(box.shape[1:]) for box in share) if spec.head_dim > 1 else 0
+                rounded = (
+                    sum(2 * spec.head_dim * math.prod(box.shape[1:]) for box in share)
+                    if spec.head_dim > 1
+                    else 0
+                )
                 assert wanted <= reader.num_elements <= wanted + rounded, spec.name

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.kernels.choice import Kernels
-from shardwise.kernels.logprobs import most_probable
-from shardwise.serve.logprobs import log_probabilities
-from shardwise.serve.penalties import Sampling
+from shardwise.kernels.interface import Kernels
+from shardwise.kernels.reference.logprobs import most_probable
 from shardwise.serve.request import Logprob, SamplingParams
-from shardwise.serve.sampler import pick
+from shardwise.serve.sampling.logprobs import log_probabilities
+from shardwise.serve.sampling.penalties import Sampling
+from shardwise.serve.sampling.sampler import pick
 from test_sampler import KERNELS
 
 of_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
@@ -21,14 +21,26 @@ of_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: ker
 
 @of_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_log_probabilities_are_of_the_logits_as_they_came(kernels: Kernels, dtype: torch.dtype) -> None:
-    """Against log_softmax in fp64 of the same (rounded) logits: within 1e-5, whatever is changed or filtered."""
+def test_log_probabilities_are_of_the_logits_as_they_came(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    """Against log_softmax in fp64 of the same (rounded) logits: within 1e-5, whatever is changed or
+    filtered."""
     logits = (5 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(2))).to(dtype)
     given_logits = logits.clone()
-    filters: dict[str, Any] = {"top_p": 0.9, "repetition_penalty": 1.5, "logit_bias": {3: 20}, "logprobs": 5}
-    params = [SamplingParams(temperature=0.3 * row, top_k=row, seed=row, **filters) for row in range(8)]
+    filters: dict[str, Any] = {
+        "top_p": 0.9,
+        "repetition_penalty": 1.5,
+        "logit_bias": {3: 20},
+        "logprobs": 5,
+    }
+    params = [
+        SamplingParams(temperature=0.3 * row, top_k=row, seed=row, **filters) for row in range(8)
+    ]
     expected = logits.double().log_softmax(-1)
-    for row, picked in enumerate(pick(logits, [Sampling(each, [5, 6]) for each in params], kernels=kernels)):
+    for row, picked in enumerate(
+        pick(logits, [Sampling(each, [5, 6]) for each in params], kernels=kernels)
+    ):
         assert picked.logprob and picked.logprob.id == picked.token
         assert picked.logprob.logprob == pytest.approx(float(expected[row, picked.token]), abs=1e-5)
         assert_top(picked.logprob, logits[row], 5)
@@ -43,7 +55,10 @@ def assert_top(told: Logprob, logits: Tensor, num_top: int) -> None:
     assert [logprob for _, logprob in told.top] == pytest.approx(expected, abs=1e-5)
 
 
-@given(rows=st.lists(st.lists(st.integers(0, 3), min_size=9, max_size=9), min_size=1, max_size=4), k=st.integers(1, 10))
+@given(
+    rows=st.lists(st.lists(st.integers(0, 3), min_size=9, max_size=9), min_size=1, max_size=4),
+    k=st.integers(1, 10),
+)
 def test_the_most_probable_of_equal_ones_have_the_lowest_ids(rows: list[list[int]], k: int) -> None:
     logits = torch.tensor(rows).float()
     expected = logits.argsort(dim=-1, descending=True, stable=True)[:, :k].tolist()
@@ -55,21 +70,26 @@ def test_the_most_probable_of_equal_ones_have_the_lowest_ids(rows: list[list[int
 
 @of_kernels
 def test_log_probabilities_of_a_prompt(kernels: Kernels) -> None:
-    """Of the tokens that are there, not chosen: rows with and without the most probable beside them, of a vocabulary
-    that no register divides."""
-    logits = 3 * torch.randn(70, 5003, generator=torch.Generator().manual_seed(13)).round(decimals=2)
+    """Of the tokens that are there, not chosen: rows with and without the most probable beside
+    them, of a vocabulary that no register divides."""
+    logits = 3 * torch.randn(70, 5003, generator=torch.Generator().manual_seed(13)).round(
+        decimals=2
+    )
     tokens = torch.randint(5003, (70,), generator=torch.Generator().manual_seed(14)).tolist()
     told = log_probabilities(logits, tokens, [row % 4 for row in range(70)], kernels)
     expected = logits.double().log_softmax(-1)
     for row, each in enumerate(told):
-        assert each.id == tokens[row] and each.logprob == pytest.approx(float(expected[row, tokens[row]]), abs=1e-5)
+        assert each.id == tokens[row] and each.logprob == pytest.approx(
+            float(expected[row, tokens[row]]), abs=1e-5
+        )
         assert_top(each, logits[row], row % 4)
 
 
 @of_kernels
 @pytest.mark.parametrize("fault", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_none(kernels: Kernels, fault: float) -> None:
-    """A row that has one has no log-probabilities; the others have those that they have alone, bit for bit."""
+    """A row that has one has no log-probabilities; the others have those that they have alone, bit
+    for bit."""
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(20))
     expected = log_probabilities(logits, [1, 2, 3], [2] * 3, kernels)
     logits[1, 400] = fault
@@ -83,5 +103,9 @@ def test_log_probabilities_are_told_to_those_who_ask(kernels: Kernels) -> None:
     asked = [SamplingParams(logprobs=num) for num in (None, 0, 2)]
     none, zero, two = pick(torch.randn(3, 20), [Sampling(each) for each in asked], kernels=kernels)
     assert (
-        none.logprob is None and zero.logprob and zero.logprob.top == () and two.logprob and len(two.logprob.top) == 2
+        none.logprob is None
+        and zero.logprob
+        and zero.logprob.top == ()
+        and two.logprob
+        and len(two.logprob.top) == 2
     )

@@ -1,4 +1,5 @@
-"""The chunked cross entropy against its definition: value, gradients, memory, and what it must not do."""
+"""The chunked cross entropy against its definition: value, gradients, memory, and what it must not
+do."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,14 +27,16 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 def drawn(rows: int, width: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of about 1, so that their own rounding stays below the tolerance."""
     random = torch.Generator().manual_seed(seed)
-    x, weight = torch.randn(rows, width, generator=random), torch.randn(vocab, width, generator=random) / width**0.5
+    x = torch.randn(rows, width, generator=random)
+    weight = torch.randn(vocab, width, generator=random) / width**0.5
     return x, weight, torch.randint(vocab, (rows,), generator=random)
 
 
 def with_gradients(
     function: Function, x: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, ...]:
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    weight = weight.clone().requires_grad_()
     total = function(x, weight, targets)
     return (total.detach(), *torch.autograd.grad(total, (x, weight), torch.full_like(total, scale)))
 
@@ -50,7 +53,9 @@ def assert_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], tolerance:
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours.shape == theirs.shape
         if theirs.numel():
-            assert (ours.double() - theirs.double()).abs().max() <= tolerance * theirs.abs().max().clamp(min=1)
+            assert (
+                ours.double() - theirs.double()
+            ).abs().max() <= tolerance * theirs.abs().max().clamp(min=1)
 
 
 def assert_is_definition(x: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> None:
@@ -61,13 +66,25 @@ def assert_is_definition(x: Tensor, weight: Tensor, targets: Tensor, scale: floa
 
 
 @given(
-    rows=st.integers(0, 40), width=st.integers(1, 20), vocab=st.integers(1, 70), seed=st.integers(0, 2**31),
-    ignored=st.sampled_from([0.0, 0.3, 1.0]), softmax_bytes=st.integers(0, 4000), product_bytes=st.integers(0, 8000),
+    rows=st.integers(0, 40),
+    width=st.integers(1, 20),
+    vocab=st.integers(1, 70),
+    seed=st.integers(0, 2**31),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    softmax_bytes=st.integers(0, 4000),
+    product_bytes=st.integers(0, 8000),
     scale=st.sampled_from([1.0, 0.125, -3.0]),
-)  # fmt: skip
+)
 @settings(max_examples=150)
 def test_any_size_and_chunking_is_the_definition(
-    rows: int, width: int, vocab: int, seed: int, ignored: float, softmax_bytes: int, product_bytes: int, scale: float
+    rows: int,
+    width: int,
+    vocab: int,
+    seed: int,
+    ignored: float,
+    softmax_bytes: int,
+    product_bytes: int,
+    scale: float,
 ) -> None:
     x, weight, targets = drawn(rows, width, vocab, seed)
     targets[torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < ignored] = IGNORED
@@ -115,7 +132,8 @@ def test_leading_dims_are_free() -> None:
 def test_strides_do_not_matter() -> None:
     x, weight, targets = drawn(24, 8, 33)
     plain = with_gradients(cross_entropy, x, weight, targets)
-    x_turned, weight_turned = x.t().contiguous().t(), weight.t().contiguous().t()
+    x_turned = x.t().contiguous().t()
+    weight_turned = weight.t().contiguous().t()
     strided = torch.stack((targets, targets), 1)[:, 0]
     assert_close(with_gradients(cross_entropy, x_turned, weight_turned, strided), plain, FP32)
 
@@ -124,7 +142,8 @@ def test_strides_do_not_matter() -> None:
 def test_bf16_is_the_definition_to_its_own_rounding(rows: int) -> None:
     x, weight, targets = drawn(rows, 64, 999)
     targets[3:20:5] = IGNORED
-    x, weight = x.bfloat16(), weight.bfloat16()
+    x = x.bfloat16()
+    weight = weight.bfloat16()
     wanted = with_gradients(definition, x.double(), weight.double(), targets)
     with patch.multiple(loss, PRODUCT_BYTES=2 * 999 * 17, SOFTMAX_BYTES=4 * 999 * 5):
         total, dx, dw = with_gradients(cross_entropy, x, weight, targets)
@@ -135,7 +154,8 @@ def test_bf16_is_the_definition_to_its_own_rounding(rows: int) -> None:
 
 def test_bf16_keeps_the_gradient_of_a_token_that_is_all_but_certain() -> None:
     """1 - p is about 1e-4 here, which bf16 loses when it subtracts from 1; within 1 % of fp64."""
-    x, weight = torch.eye(2).bfloat16(), torch.tensor([[9.25, 0], [0, 9.25]]).bfloat16()
+    x = torch.eye(2).bfloat16()
+    weight = torch.tensor([[9.25, 0], [0, 9.25]]).bfloat16()
     targets = torch.tensor([0, 1])
     wanted = with_gradients(definition, x.double(), weight.double(), targets)
     got = with_gradients(cross_entropy, x, weight, targets)
@@ -144,13 +164,15 @@ def test_bf16_keeps_the_gradient_of_a_token_that_is_all_but_certain() -> None:
 
 @pytest.mark.parametrize("scale", [2.0, 2.0**10, 2.0**100])
 def test_large_logits_do_not_overflow(scale: float) -> None:
-    """Small whole numbers times a power of two, so that products are exact and rounding is none of the difference."""
+    """Small whole numbers times a power of two, so that products are exact and rounding is none of
+    the difference."""
     x, weight, targets = drawn(30, 16, 101)
     assert_is_definition((2 * x).round(), (8 * weight).round() * scale, targets)
 
 
 def test_a_hopeless_target_costs_its_distance() -> None:
-    x, weight = torch.ones(1, 1), torch.tensor([[500.0], [-500.0]])
+    x = torch.ones(1, 1)
+    weight = torch.tensor([[500.0], [-500.0]])
     total, dx, dw = with_gradients(cross_entropy, x, weight, torch.tensor([1]))
     assert total.item() == 1000.0 and dx.item() == 1000.0 and dw.flatten().tolist() == [1.0, -1.0]
 
@@ -178,7 +200,9 @@ def test_only_the_wanted_gradient_is_worked_out(of_x: bool, of_weight: bool) -> 
     weight.requires_grad_(of_weight)
     assert products(lambda: cross_entropy(x, weight, targets)) == 1 + of_x + of_weight
     cross_entropy(x, weight, targets).backward()
-    grads = [wanted_grad for wanted_grad, on in zip(wanted[1:], (of_x, of_weight), strict=True) if on]
+    grads = [
+        wanted_grad for wanted_grad, on in zip(wanted[1:], (of_x, of_weight), strict=True) if on
+    ]
     assert torch.equal(x.grad if of_x else weight.grad, grads[0])
     assert (weight.grad if of_x else x.grad) is None
 
@@ -198,13 +222,19 @@ def products(run: Callable[[], object]) -> int:
     """How many matrix products `run` asks for."""
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         run()
-    return sum(event.name in ("aten::mm", "aten::addmm", "aten::addmm_") for event in recorded.events())
+    return sum(
+        event.name in ("aten::mm", "aten::addmm", "aten::addmm_") for event in recorded.events()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 40])
-def test_gradients_hold_nothing_of_what_was_in_their_memory(rows: int, dtype: torch.dtype, monkeypatch) -> None:
-    x, weight, targets = (each.to(dtype) if each.is_floating_point() else each for each in drawn(rows, 8, 65))
+def test_gradients_hold_nothing_of_what_was_in_their_memory(
+    rows: int, dtype: torch.dtype, monkeypatch
+) -> None:
+    x, weight, targets = (
+        each.to(dtype) if each.is_floating_point() else each for each in drawn(rows, 8, 65)
+    )
     wanted = with_gradients(cross_entropy, x, weight, targets)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda tensor: empty_like(tensor).fill_(torch.nan))
@@ -214,15 +244,21 @@ def test_gradients_hold_nothing_of_what_was_in_their_memory(rows: int, dtype: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_are_never_held_whole(dtype: torch.dtype, tmp_path: Path) -> None:
-    """1000 rows of 8000 logits, 32 MB in fp32; allowed are 1 MB of fp32, 2 MB of logits, and the gradients."""
+    """1000 rows of 8000 logits, 32 MB in fp32; allowed are 1 MB of fp32, 2 MB of logits, and the
+    gradients."""
     x, weight, targets = drawn(1000, 32, 8000)
-    x, weight = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    x = x.to(dtype).requires_grad_()
+    weight = weight.to(dtype).requires_grad_()
     whole = 1000 * 8000 * 4
     gradients = (x.numel() + weight.numel()) * x.element_size()
-    naive, _ = peak_bytes(lambda: cross_entropy_naive(x, weight, targets).backward(), tmp_path / "naive.json")
+    naive, _ = peak_bytes(
+        lambda: cross_entropy_naive(x, weight, targets).backward(), tmp_path / "naive.json"
+    )
     assert naive > whole  # so the measure sees what it is meant to see
     with patch.multiple(loss, SOFTMAX_BYTES=1 << 20, PRODUCT_BYTES=2 << 20):
-        peak, largest = peak_bytes(lambda: cross_entropy(x, weight, targets), tmp_path / "ours.json")
+        peak, largest = peak_bytes(
+            lambda: cross_entropy(x, weight, targets), tmp_path / "ours.json"
+        )
     small = 200_000  # columns of one number a row
     assert largest <= max(2 << 20, weight.numel() * x.element_size())
     assert peak <= gradients + (3 << 20) + small

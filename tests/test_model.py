@@ -1,4 +1,5 @@
-"""The decoder against transformers: every family, real weights, gradients, and what a token may see."""
+"""The decoder against transformers: every family, real weights, gradients, and what a token may
+see."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,13 +9,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from shardwise.config import ModelConfig, RopeScaling, from_hugging_face, to_hugging_face
-from shardwise.kernels.rotary import rotate
+from shardwise.config import ModelConfig, RopeScaling
+from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
+from shardwise.formats.load import load_weights, read_config
+from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.rotary import rotate
 from shardwise.layout import Layout
 from shardwise.model.layers import Causal, linear, rotary_frequencies, rotation
-from shardwise.model.load import load_weights, read_config
 from shardwise.model.loss import cross_entropy
-from shardwise.model.tokenizer import load_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
 from smollm2 import smollm2_gguf
@@ -64,7 +67,8 @@ def tiny(case: str) -> tuple[PreTrainedModel, ModelConfig, dict[str, Tensor]]:
     """A drawn model, its config and weights as ours."""
     name, changes = CASES[case]
     model = tiny_model(name, **changes)
-    weights, config = our_weights(model), from_hugging_face(model.config.to_dict())
+    weights = our_weights(model)
+    config = from_hugging_face(model.config.to_dict())
     if config.family == "gpt2" and not config.tied:
         weights["head"] = model.state_dict()["lm_head.weight"]
     assert {spec.name: spec.shape for spec in model_specs(config) if not spec.tied_to} == {
@@ -77,10 +81,14 @@ def drawn_tokens(rows: int, num_tokens: int, vocab: int = VOCAB, seed: int = 0) 
     return torch.randint(vocab, (rows, num_tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def logits_of(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, first: int = 0, **causal: Any) -> Tensor:
+def logits_of(
+    config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, first: int = 0, **causal: Any
+) -> Tensor:
     positions = torch.arange(first, first + tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
-        return Transformer(config).forward(weights, tokens, positions, Causal(config, **causal))
+        return Transformer(config, TORCH).forward(
+            weights, tokens, positions, Causal(config, **causal)
+        )
 
 
 def assert_close(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
@@ -112,23 +120,37 @@ def test_stretching_matters_in_these_tests(case: str) -> None:
     _, config, weights = tiny(case)
     tokens = drawn_tokens(1, 48)
     plain = ModelConfig(**{**vars(config), "rope_scaling": None})
-    with_it, without = logits_of(config, weights, tokens), logits_of(plain, weights, tokens)
+    with_it = logits_of(config, weights, tokens)
+    without = logits_of(plain, weights, tokens)
     assert (with_it - without).abs().max() > 100 * LOGITS * with_it.abs().max()
 
 
-@pytest.mark.parametrize("case", ["llama 3.1: stretched", "qwen3: q/k norm, tied", "biases everywhere", "gpt2",
-                                  "qwen2: windows from layer 1 on", "gpt2: untied"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama 3.1: stretched",
+        "qwen3: q/k norm, tied",
+        "biases everywhere",
+        "gpt2",
+        "qwen2: windows from layer 1 on",
+        "gpt2: untied",
+    ],
+)
 def test_gradients_are_those_of_transformers(case: str) -> None:
-    """Every parameter's, of the summed loss of the next token; q/k norms among them, which move the loss little."""
+    """Every parameter's, of the summed loss of the next token; q/k norms among them, which move the
+    loss little."""
     model, config, weights = tiny(case)
     tokens = drawn_tokens(2, 40)
     targets = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), 1)
     logits = model(tokens).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     loss.backward()
     theirs = our_gradients(model, config)
     weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    decoder, positions = Transformer(config), torch.arange(40).expand(2, -1)
+    decoder = Transformer(config, TORCH)
+    positions = torch.arange(40).expand(2, -1)
     hidden = decoder.hidden(weights, tokens, positions, Causal(config))
     ours = cross_entropy(hidden, weights[decoder.head_name], targets)
     assert abs(ours.item() - loss.item()) <= 1e-6 * loss.item()
@@ -138,7 +160,8 @@ def test_gradients_are_those_of_transformers(case: str) -> None:
 
 
 def our_gradients(model: PreTrainedModel, config: ModelConfig) -> dict[str, Tensor]:
-    """The gradients of a transformers model under our names: those of a model whose weights they are."""
+    """The gradients of a transformers model under our names: those of a model whose weights they
+    are."""
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     model = type(model)(model.config)
     with torch.no_grad():
@@ -150,9 +173,15 @@ def our_gradients(model: PreTrainedModel, config: ModelConfig) -> dict[str, Tens
     return ours
 
 
-# What a token may see -------------------------------------------------------------------------------------------------
+# What a token may see
+# -------------------------------------------------------------------------------------------------
 
-SEEING = ["llama 3.1: stretched", "mistral: window of 8 in 48", "qwen2: windows from layer 1 on", "gpt2"]
+SEEING = [
+    "llama 3.1: stretched",
+    "mistral: window of 8 in 48",
+    "qwen2: windows from layer 1 on",
+    "gpt2",
+]
 
 
 @pytest.mark.parametrize("case", SEEING)
@@ -161,19 +190,24 @@ def test_batch_rows_are_independent(case: str) -> None:
     tokens = drawn_tokens(3, 30)
     together = logits_of(config, weights, tokens)
     for row in range(3):
-        assert_close(together[row : row + 1], logits_of(config, weights, tokens[row : row + 1]), TINY_LOGITS)
+        assert_close(
+            together[row : row + 1], logits_of(config, weights, tokens[row : row + 1]), TINY_LOGITS
+        )
 
 
 @pytest.mark.parametrize("case", SEEING)
 def test_packed_documents_are_as_if_apart(case: str) -> None:
-    """Documents of 11, 1, 20 and 8 tokens in one row, each with positions from 0; cut otherwise in the second row."""
+    """Documents of 11, 1, 20 and 8 tokens in one row, each with positions from 0; cut otherwise in
+    the second row."""
     _, config, weights = tiny(case)
     tokens = drawn_tokens(2, 40)
     lengths = [[11, 1, 20, 8], [40]]
     documents = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in lengths])
     positions = torch.stack([torch.cat([torch.arange(each) for each in row]) for row in lengths])
     with torch.no_grad():
-        packed = Transformer(config).forward(weights, tokens, positions, Causal(config, documents))
+        packed = Transformer(config, TORCH).forward(
+            weights, tokens, positions, Causal(config, documents)
+        )
     for row, sizes in enumerate(lengths):
         start = 0
         for size in sizes:
@@ -188,7 +222,8 @@ def test_no_token_sees_what_follows(case: str) -> None:
     tokens = drawn_tokens(1, 30)
     other = tokens.clone()
     other[0, 20:] = (other[0, 20:] + 1) % VOCAB
-    before, after = logits_of(config, weights, tokens), logits_of(config, weights, other)
+    before = logits_of(config, weights, tokens)
+    after = logits_of(config, weights, other)
     assert_close(after[:, :20], before[:, :20], TINY_LOGITS)
     assert (after[:, 20:] - before[:, 20:]).abs().max() > 0.01
 
@@ -204,7 +239,8 @@ def test_a_window_reaches_as_far_as_its_layers_together() -> None:
         assert (not torch.equal(logits, logits_of(config, weights, other)[0, -1])) == seen
 
 
-# Pieces ---------------------------------------------------------------------------------------------------------------
+# Pieces
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_rotation_turns_pairs_and_keeps_lengths() -> None:
@@ -229,8 +265,12 @@ def test_published_stretching_of_llama_3_1() -> None:
     stretched = rotary_frequencies(128, 500000.0, RopeScaling("llama3", 8.0))
     ratio = plain / stretched
     wavelength = 2 * torch.pi / plain
-    torch.testing.assert_close(ratio[wavelength < 8192 / 4], torch.ones(int((wavelength < 8192 / 4).sum())))
-    torch.testing.assert_close(ratio[wavelength > 8192], torch.full((int((wavelength > 8192).sum()),), 8.0))
+    torch.testing.assert_close(
+        ratio[wavelength < 8192 / 4], torch.ones(int((wavelength < 8192 / 4).sum()))
+    )
+    torch.testing.assert_close(
+        ratio[wavelength > 8192], torch.full((int((wavelength > 8192).sum()),), 8.0)
+    )
     between = ratio[(wavelength >= 8192 / 4) & (wavelength <= 8192)]
     assert len(between) > 3 and torch.all(between.diff() > 0)
 
@@ -243,7 +283,9 @@ def test_linear_takes_what_stands_in_for_a_weight() -> None:
         def apply(self, x: Tensor) -> Tensor:
             return 2 * x @ self.weight.T
 
-    x, weight, bias = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
+    x = torch.randn(2, 3)
+    weight = torch.randn(4, 3)
+    bias = torch.randn(4)
     torch.testing.assert_close(linear(x, Doubled(weight)), linear(x, 2 * weight))
     torch.testing.assert_close(linear(x, Doubled(weight), bias), linear(x, 2 * weight, bias))
 
@@ -253,12 +295,15 @@ def test_bf16_stays_near_fp32(case: str) -> None:
     """8 bits in every product: within 5 % of the largest logit, and in bf16 throughout."""
     _, config, weights = tiny(case)
     tokens = drawn_tokens(2, 48)
-    narrow = logits_of(config, {name: weight.bfloat16() for name, weight in weights.items()}, tokens)
+    narrow = logits_of(
+        config, {name: weight.bfloat16() for name, weight in weights.items()}, tokens
+    )
     assert narrow.dtype == torch.bfloat16
     assert_close(narrow.float(), logits_of(config, weights, tokens), 0.05)
 
 
-# The real model -------------------------------------------------------------------------------------------------------
+# The real model
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -271,26 +316,36 @@ def smollm2() -> tuple[ModelConfig, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def theirs(smollm2: tuple[ModelConfig, dict[str, Tensor]]) -> Iterator[LlamaForCausalLM]:
-    """The same weights in transformers' model, put there by hand, from the parts of our fused ones."""
+    """The same weights in transformers' model, put there by hand, from the parts of our fused
+    ones."""
     config, weights = smollm2
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**to_hugging_face(config)), dtype=torch.float32)
-    q, kv, state = config.q_size, config.kv_size, {}
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(**to_hugging_face(config)), dtype=torch.float32
+        )
+    q = config.q_size
+    kv = config.kv_size
+    state = {}
     for i in range(config.num_layers):
-        old, new = f"blocks.{i}.", f"model.layers.{i}."
+        old = f"blocks.{i}."
+        new = f"model.layers.{i}."
         fused = zip(("q", "k", "v"), weights[old + "qkv"].split((q, kv, kv)), strict=True)
         state |= {f"{new}self_attn.{part}_proj.weight": weight for part, weight in fused}
         gate, up = weights[old + "gate_up"].chunk(2)
         state |= {
-            f"{new}self_attn.o_proj.weight": weights[old + "out"], f"{new}mlp.gate_proj.weight": gate,
-            f"{new}mlp.up_proj.weight": up, f"{new}mlp.down_proj.weight": weights[old + "down"],
+            f"{new}self_attn.o_proj.weight": weights[old + "out"],
+            f"{new}mlp.gate_proj.weight": gate,
+            f"{new}mlp.up_proj.weight": up,
+            f"{new}mlp.down_proj.weight": weights[old + "down"],
             f"{new}input_layernorm.weight": weights[old + "norm1"],
             f"{new}post_attention_layernorm.weight": weights[old + "norm2"],
-        }  # fmt: skip
+        }
     state |= {"model.norm.weight": weights["norm"], "model.embed_tokens.weight": weights["embed"]}
     state["lm_head.weight"] = weights["embed"]
     model.load_state_dict(state, strict=True, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffer was on the meta device
+    model.model.rotary_emb = type(model.model.rotary_emb)(
+        model.config
+    )  # its buffer was on the meta device
     yield model.eval()
 
 
@@ -310,10 +365,13 @@ def test_the_real_model_computes_what_transformers_does(smollm2, theirs) -> None
 
 
 def test_the_real_model_expects_real_text(smollm2) -> None:
-    """Less than 3 nats a token where a uniform guess costs 10.8: the weights are in their places."""
+    """Less than 3 nats a token where a uniform guess costs 10.8: the weights are in their
+    places."""
     config, weights = smollm2
     tokens = torch.tensor([load_tokenizer(smollm2_gguf()).encode(TEXT)])
-    decoder = Transformer(config)
+    decoder = Transformer(config, TORCH)
     with torch.no_grad():
-        x = decoder.hidden(weights, tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], Causal(config))
+        x = decoder.hidden(
+            weights, tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], Causal(config)
+        )
         assert cross_entropy(x, weights["embed"], tokens[:, 1:]) / (tokens.shape[1] - 1) < 3

@@ -15,27 +15,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import fill_with_anything
-from shardwise.kernels.choice import CHOICE, TORCH, Heads, Kernels, TorchAttention, kernels_for
-from shardwise.kernels.gated import gated, gated_naive
-from shardwise.kernels.kv import CODES, KVPages, as_bytes
-from shardwise.kernels.kv import quantize as quantize_vectors
-from shardwise.kernels.native import Native, NativeAttention, PackedQuantized, PackedWeight, instruction_sets
-from shardwise.kernels.native_training import NativeTraining
-from shardwise.kernels.norm import rms_norm_naive
-from shardwise.kernels.paged import Span
-from shardwise.kernels.rotary import rotate_naive
-from shardwise.kernels.rows import Head, RowWeight
-from shardwise.kernels.training import TRAINING_IN_TORCH, TrainingKernels, training_kernels
-from shardwise.quant.cache import KvDtype
+from shardwise.kernels.interface import Heads, Kernels, TrainingKernels
+from shardwise.kernels.kv_cache import CODES, KVPages, as_bytes
+from shardwise.kernels.kv_cache import quantize as quantize_vectors
+from shardwise.kernels.native.library import instruction_sets
+from shardwise.kernels.native.serving import Native, NativeAttention, PackedQuantized, PackedWeight
+from shardwise.kernels.native.training import NativeTraining
+from shardwise.kernels.reference.batch_invariant import Head, RowWeight
+from shardwise.kernels.reference.bundle import TORCH, TRAINING_IN_TORCH, TorchAttention
+from shardwise.kernels.reference.gated import gated, gated_naive
+from shardwise.kernels.reference.norm import rms_norm_naive
+from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.reference.rotary import rotate_naive
+from shardwise.kernels.registry import CHOICE, kernels_for, training_kernels
 from shardwise.quant.dynamic import dynamic_matmul
 from shardwise.quant.format import Quantized, dequantize, quantize
+from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme
 from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 from test_kv import KV_DTYPES, kept
 
-pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not built: no compiler")
+pytestmark = pytest.mark.skipif(
+    not instruction_sets(), reason="the native kernels are not built: no compiler"
+)
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
 HALF_STEP = 2.0**-8
 """Rounding to bf16 moves a number by at most this, relatively."""
 
@@ -49,11 +54,16 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
-# -- products -------------------------------------------------------------------------------------------------
+# -- products
+# -------------------------------------------------------------------------------------------------
 
 
 def weight_of(native: Native, weight: Tensor, wide: bool) -> PackedWeight:
-    packed = native.weights({"blocks.0.w": weight})["blocks.0.w"] if not wide else native.head(weight, BF16)[0]
+    packed = (
+        native.weights({"blocks.0.w": weight})["blocks.0.w"]
+        if not wide
+        else native.head(weight, BF16)[0]
+    )
     assert isinstance(packed, PackedWeight)
     return packed
 
@@ -69,10 +79,12 @@ def test_a_product_is_right_and_a_row_has_the_same_bits_alone(
     name: str, num_rows: int, num_in: int, num_out: int
 ) -> None:
     native = Native.of(name)
-    x, weight = drawn(num_rows, num_in), drawn(num_out, num_in, seed=1)
+    x = drawn(num_rows, num_in)
+    weight = drawn(num_out, num_in, seed=1)
     exact = x.double() @ weight.double().t()
     most = x.double().abs() @ weight.double().abs().t()
-    wide, narrow = weight_of(native, weight, True), weight_of(native, weight, False)
+    wide = weight_of(native, weight, True)
+    narrow = weight_of(native, weight, False)
     found = wide.apply(x)
     assert found.dtype == torch.float32
     assert ((found - exact).abs() <= num_in * 2.0**-23 * most).all()
@@ -82,7 +94,8 @@ def test_a_product_is_right_and_a_row_has_the_same_bits_alone(
 
 
 def test_rows_may_lie_apart_and_have_leading_dims(native: Native) -> None:
-    x, weight = drawn(3, 5, 200), drawn(40, 64, seed=1)
+    x = drawn(3, 5, 200)
+    weight = drawn(40, 64, seed=1)
     packed = weight_of(native, weight, False)
     assert torch.equal(packed.apply(x[..., 10:74]), packed.apply(x[..., 10:74].contiguous()))
     assert packed.apply(x[..., 10:74]).shape == (3, 5, 40)
@@ -90,8 +103,11 @@ def test_rows_may_lie_apart_and_have_leading_dims(native: Native) -> None:
 
 
 def test_what_is_no_number_stays_in_its_row_and_column(native: Native) -> None:
-    x, weight = drawn(8, 32), drawn(20, 32, seed=1)
-    x[3, 5], weight[7, 0], x[6, 1] = torch.nan, torch.inf, 0
+    x = drawn(8, 32)
+    weight = drawn(20, 32, seed=1)
+    x[3, 5] = torch.nan
+    weight[7, 0] = torch.inf
+    x[6, 1] = 0
     x[6, 0] = 1
     found = weight_of(native, weight, True).apply(x)
     assert found[3].isnan().all() and not found[[0, 1, 2, 4, 5, 6, 7]].isnan().any()
@@ -99,7 +115,8 @@ def test_what_is_no_number_stays_in_its_row_and_column(native: Native) -> None:
 
 
 def test_tiny_numbers_are_no_trouble(native: Native) -> None:
-    """Numbers too small to be normal may count as zero, as bf16 instructions have it, and nothing else."""
+    """Numbers too small to be normal may count as zero, as bf16 instructions have it, and nothing
+    else."""
     x = torch.full((2, 64), 1e-39, dtype=BF16)
     found = weight_of(native, torch.full((16, 64), 1.0, dtype=BF16), True).apply(x)
     assert ((found == 0) | ((found - 64e-39).abs() < 1e-39)).all()
@@ -108,7 +125,9 @@ def test_tiny_numbers_are_no_trouble(native: Native) -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(instruction_sets() or ("none",)),
-    scheme=st.sampled_from(["int8", "int8-g32", "int8z-g64", "int4", "int4-g32", "int4z-g32", "int4-g128", "int4z"]),
+    scheme=st.sampled_from(
+        ["int8", "int8-g32", "int8z-g64", "int4", "int4-g32", "int4z-g32", "int4-g128", "int4z"]
+    ),
     num_rows=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 13, 65]),
     num_in=st.integers(1, 3).map(lambda groups: 128 * groups),
     num_out=st.integers(1, 150),
@@ -116,26 +135,44 @@ def test_tiny_numbers_are_no_trouble(native: Native) -> None:
     minima=st.booleans(),
 )
 def test_a_quantized_product_is_as_defined_and_a_row_has_the_same_bits_alone(
-    name: str, scheme: str, num_rows: int, num_in: int, num_out: int, scales: torch.dtype, minima: bool
+    name: str,
+    scheme: str,
+    num_rows: int,
+    num_in: int,
+    num_out: int,
+    scales: torch.dtype,
+    minima: bool,
 ) -> None:
-    """Sums of integers are exact, so fp32 sums of a stretch each are all that differs from the definition in fp64."""
-    native, x = Native.of(name), drawn(num_rows, num_in)
-    held = with_numbers(quantize(drawn(num_out, num_in, seed=1).float(), Scheme.parse(scheme)), scales, minima)
+    """Sums of integers are exact, so fp32 sums of a stretch each are all that differs from the
+    definition in fp64."""
+    native = Native.of(name)
+    x = drawn(num_rows, num_in)
+    held = with_numbers(
+        quantize(drawn(num_out, num_in, seed=1).float(), Scheme.parse(scheme)), scales, minima
+    )
     head, table = native.head(QuantizedWeight((held,)), BF16)
-    found, exact = head.apply(x), dynamic_matmul(x.double(), held)
-    most = x.double().abs() @ dequantize(held, torch.float64).abs().t() + x.double().abs().sum(1, keepdim=True)
+    found = head.apply(x)
+    exact = dynamic_matmul(x.double(), held)
+    most = x.double().abs() @ dequantize(held, torch.float64).abs().t() + x.double().abs().sum(
+        1, keepdim=True
+    )
     assert found.dtype == torch.float32
     assert ((found - exact).abs() <= (num_in / 16 + 8) * 2.0**-23 * most).all()
-    narrow = native.weights({"blocks.0.w": QuantizedWeight((held,)), "norm": drawn(1)})["blocks.0.w"]
+    narrow = native.weights({"blocks.0.w": QuantizedWeight((held,)), "norm": drawn(1)})[
+        "blocks.0.w"
+    ]
     assert isinstance(narrow, PackedQuantized) and torch.equal(narrow.apply(x), found.to(BF16))
     for row in {0, num_rows // 2, num_rows - 1}:
         assert torch.equal(head.apply(x[row]), found[row])
     ids = torch.tensor([[0, num_out - 1], [num_out // 2, 0]])
-    torch.testing.assert_close(table.look_up(ids), dequantize(held, BF16)[ids], rtol=HALF_STEP, atol=1e-6)
+    torch.testing.assert_close(
+        table.look_up(ids), dequantize(held, BF16)[ids], rtol=HALF_STEP, atol=1e-6
+    )
 
 
 def with_numbers(held: Quantized, scales: torch.dtype, minima: bool) -> Quantized:
-    """The same codes with scales of another dtype and, where they have offsets, minima in place of zero points."""
+    """The same codes with scales of another dtype and, where they have offsets, minima in place of
+    zero points."""
     zeros = held.zeros
     if zeros is not None and minima:
         zeros = (-held.scales.float() * zeros.float()).to(scales)
@@ -144,17 +181,22 @@ def with_numbers(held: Quantized, scales: torch.dtype, minima: bool) -> Quantize
 
 @given(num_in=st.integers(1, 140), num_out=st.integers(1, 40))
 def test_one_scale_a_row_needs_no_whole_stretches(num_in: int, num_out: int) -> None:
-    held, x = quantize(drawn(num_out, num_in).float(), Scheme.parse("int8")), drawn(3, 2 * num_in, seed=1)[:, :num_in]
+    held = quantize(drawn(num_out, num_in).float(), Scheme.parse("int8"))
+    x = drawn(3, 2 * num_in, seed=1)[:, :num_in]
     for name in instruction_sets():
         head, table = Native.of(name).head(QuantizedWeight((held,)), BF16)
-        torch.testing.assert_close(head.apply(x).double(), dynamic_matmul(x.double(), held), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            head.apply(x).double(), dynamic_matmul(x.double(), held), rtol=1e-5, atol=1e-4
+        )
         assert torch.equal(table.look_up(torch.arange(num_out)), dequantize(held, BF16))
 
 
 def test_a_stretch_that_is_no_number_spoils_its_row_alone(native: Native) -> None:
     held = quantize(drawn(20, 96, seed=1).float(), Scheme.parse("int4-g32"))
     x = drawn(8, 96)
-    x[3, 40], x[5, 95], x[6] = torch.nan, torch.inf, 1e-38
+    x[3, 40] = torch.nan
+    x[5, 95] = torch.inf
+    x[6] = 1e-38
     found = native.head(QuantizedWeight((held,)), BF16)[0].apply(x)
     assert not found[[3, 5]].isfinite().any() and found[[0, 1, 2, 4, 6, 7]].isfinite().all()
     assert found[6].eq(0).all()
@@ -178,22 +220,31 @@ def test_what_has_no_native_product_is_made_plain_as_it_is_needed(native: Native
             assert torch.equal(table.look_up(torch.tensor([5, 0])), weight.plain(BF16)[[5, 0]])
 
 
-@given(rows=st.integers(1, 4), num_out=st.integers(1, 70), num_in=st.integers(1, 20).map(lambda pairs: 2 * pairs))
+@given(
+    rows=st.integers(1, 4),
+    num_out=st.integers(1, 70),
+    num_in=st.integers(1, 20).map(lambda pairs: 2 * pairs),
+)
 def test_rows_are_looked_up_in_what_makes_logits(rows: int, num_out: int, num_in: int) -> None:
-    weight, ids = drawn(num_out, num_in), torch.arange(rows)[:, None] * 7 % num_out
+    weight = drawn(num_out, num_in)
+    ids = torch.arange(rows)[:, None] * 7 % num_out
     for name in instruction_sets():
         assert torch.equal(Native.of(name).head(weight, BF16)[1].look_up(ids), weight[ids])
 
 
-# -- rows -----------------------------------------------------------------------------------------------------
+# -- rows
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 15, 64, 100, 576])
 def test_norm(native: Native, size: int) -> None:
-    x, weight = drawn(7, size) * 3, drawn(size, seed=1)
+    x = drawn(7, size) * 3
+    weight = drawn(size, seed=1)
     found = native.rms_norm(x, weight, 1e-5)
     expected = rms_norm_naive(x.double(), weight.double(), 1e-5)
-    torch.testing.assert_close(found.double(), expected, rtol=2 * HALF_STEP, atol=0)  # rounded twice
+    torch.testing.assert_close(
+        found.double(), expected, rtol=2 * HALF_STEP, atol=0
+    )  # rounded twice
     assert torch.equal(native.rms_norm(x[3], weight, 1e-5), found[3])
 
 
@@ -208,9 +259,14 @@ def test_gated(native: Native, size: int) -> None:
 
 
 def test_a_rank_may_hold_nothing_of_an_mlp(native: Native) -> None:
-    """Where there are more ranks than units: no rows of one matrix, no columns of the next, plain and quantized."""
-    x, none = drawn(3, 64), torch.empty(0, 64, dtype=BF16)
-    for up, down in ((none, none.t()), tuple(QuantizedWeight((empty_codes(each),)) for each in (none, none.t()))):
+    """Where there are more ranks than units: no rows of one matrix, no columns of the next, plain
+    and quantized."""
+    x = drawn(3, 64)
+    none = torch.empty(0, 64, dtype=BF16)
+    for up, down in (
+        (none, none.t()),
+        tuple(QuantizedWeight((empty_codes(each),)) for each in (none, none.t())),
+    ):
         ready = native.weights({"blocks.0.gate_up": up, "blocks.0.down": down, "norm": drawn(1)})
         inner = ready["blocks.0.gate_up"].apply(x)  # type: ignore[union-attr]
         assert inner.shape == (3, 0) and native.gated(inner, "silu").shape == (3, 0)
@@ -226,10 +282,16 @@ def empty_codes(weight: Tensor) -> Quantized:
     """In groups: of no columns there are none."""
     num_rows, num_columns = weight.shape
     codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
-    return Quantized(Scheme.parse("int8-g32"), (num_rows, num_columns), codes, torch.empty(num_rows, num_columns // 32))
+    return Quantized(
+        Scheme.parse("int8-g32"),
+        (num_rows, num_columns),
+        codes,
+        torch.empty(num_rows, num_columns // 32),
+    )
 
 
-# -- attention ------------------------------------------------------------------------------------------------
+# -- attention
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -244,28 +306,35 @@ class Story:
 
 @st.composite
 def stories(draw: st.DrawFn) -> Story:
-    num_kv, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 3, 4, 50]))
-    head_dim, page_tokens = draw(st.sampled_from([32, 64, 96])), draw(st.sampled_from([16, 32, 128]))
+    num_kv = draw(st.sampled_from([1, 2, 3]))
+    group = draw(st.sampled_from([1, 3, 4, 50]))
+    head_dim = draw(st.sampled_from([32, 64, 96]))
+    page_tokens = draw(st.sampled_from([16, 32, 128]))
     window = draw(st.sampled_from([None, 5, 130, 600]))
     step = st.sampled_from([1, 1, 2, 17, 40, 130, 500])
     steps = draw(st.lists(st.lists(step, min_size=1, max_size=3), min_size=1, max_size=3))
     lengths = tuple(tuple(sum(each[: number + 1]) for number in range(len(each))) for each in steps)
     kv_dtype = draw(st.sampled_from(get_args(KvDtype)))
-    heads = Heads(num_kv * group, num_kv, head_dim, page_tokens, frozenset({window}), BF16, CPU, kv_dtype)
+    heads = Heads(
+        num_kv * group, num_kv, head_dim, page_tokens, frozenset({window}), BF16, CPU, kv_dtype
+    )
     return Story(heads, window, lengths, draw(st.booleans()))
 
 
 class Told:
-    """A story with its numbers: q, k and v of every sequence, the angles of every position, pages full of NaN."""
+    """A story with its numbers: q, k and v of every sequence, the angles of every position, pages
+    full of NaN."""
 
     def __init__(self, story: Story, seed: int) -> None:
-        self.story, heads = story, story.heads
+        self.story = story
+        heads = story.heads
         torch.manual_seed(seed)
         totals = [lengths[-1] for lengths in story.lengths]
         shapes = [(heads.num_heads,), (heads.num_kv,), (heads.num_kv,)]
         self.qkv = [[torch.randn(n, *h, heads.head_dim).to(BF16) for h in shapes] for n in totals]
         angles = torch.rand(max(totals), 1, heads.head_dim // 2) * 6
-        self.cos, self.sin = angles.cos().to(BF16), angles.sin().to(BF16)
+        self.cos = angles.cos().to(BF16)
+        self.sin = angles.sin().to(BF16)
         counts = [-(-n // heads.page_tokens) for n in totals]
         order = random.Random(seed).sample(range(sum(counts)), sum(counts))
         self.pages = [tuple(order.pop() for _ in range(count)) for count in counts]
@@ -273,31 +342,48 @@ class Told:
         self.kv = KVPages.empty(shape, heads.kv_dtype, BF16)
         fill_with_anything(self.kv)
 
-    def step(self, attention: NativeAttention | TorchAttention, parts: list[tuple[int, int, int]]) -> Tensor:
+    def step(
+        self, attention: NativeAttention | TorchAttention, parts: list[tuple[int, int, int]]
+    ) -> Tensor:
         """Attention of tokens [start, stop) of each (sequence, start, stop)."""
         spans = [Span(start, stop - start, self.pages[number]) for number, start, stop in parts]
-        q, k, v = (torch.cat([self.qkv[number][i][start:stop] for number, start, stop in parts]) for i in range(3))
-        cos, sin = (torch.cat([each[start:stop] for _, start, stop in parts]) for each in (self.cos, self.sin))
+        q, k, v = (
+            torch.cat([self.qkv[number][i][start:stop] for number, start, stop in parts])
+            for i in range(3)
+        )
+        cos, sin = (
+            torch.cat([each[start:stop] for _, start, stop in parts])
+            for each in (self.cos, self.sin)
+        )
         turns = (cos, sin) if self.story.turned else None
         return attention.attend(q, k, v, turns, self.kv, attention.batch(spans), self.story.window)
 
     def expected(self, number: int) -> Tensor:
         q, k, v = (x.double() for x in self.qkv[number])
-        heads, count = self.story.heads, len(q)
+        heads = self.story.heads
+        count = len(q)
         if self.story.turned:
-            cos, sin = self.cos[:count].double(), self.sin[:count].double()
+            cos = self.cos[:count].double()
+            sin = self.sin[:count].double()
             q, k = (rotate_naive(x, cos, sin).to(BF16).double() for x in (q, k))
         if heads.kv_dtype != "auto":
-            k, v = kept(k, heads.kv_dtype), kept(v, heads.kv_dtype)
+            k = kept(k, heads.kv_dtype)
+            v = kept(v, heads.kv_dtype)
         k, v = (x.repeat_interleave(heads.group, 1) for x in (k, v))
         scores = torch.einsum("nhc,thc->hnt", q, k) / math.sqrt(heads.head_dim)
         behind = torch.arange(count)[:, None] - torch.arange(count)
-        hidden = behind < 0 if self.story.window is None else (behind < 0) | (behind >= self.story.window)
+        hidden = (
+            behind < 0
+            if self.story.window is None
+            else (behind < 0) | (behind >= self.story.window)
+        )
         return torch.einsum("hnt,thc->nhc", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
 @settings(max_examples=15, deadline=None)
-@given(story=stories(), name=st.sampled_from(instruction_sets() or ("none",)), seed=st.integers(0, 9))
+@given(
+    story=stories(), name=st.sampled_from(instruction_sets() or ("none",)), seed=st.integers(0, 9)
+)
 def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
     story: Story, name: str, seed: int
 ) -> None:
@@ -317,29 +403,40 @@ def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_com
     for sequence, lengths in enumerate(story.lengths):
         whole = torch.cat(found[sequence])
         # weights are rounded to bf16, and the result is
-        torch.testing.assert_close(whole.double(), alone.expected(sequence), rtol=2 * HALF_STEP, atol=2 * HALF_STEP)
+        torch.testing.assert_close(
+            whole.double(), alone.expected(sequence), rtol=2 * HALF_STEP, atol=2 * HALF_STEP
+        )
         assert torch.equal(alone.step(attention, [(sequence, 0, lengths[-1])]), whole)
 
 
 @pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
-def test_decoding_token_by_token_has_the_bits_of_one_chunk(native: Native, kv_dtype: KvDtype) -> None:
-    story = Story(Heads(9, 3, 64, 16, frozenset({None}), BF16, CPU, kv_dtype), None, ((150,),), turned=True)
-    whole, single = Told(story, 1), Told(story, 1)
+def test_decoding_token_by_token_has_the_bits_of_one_chunk(
+    native: Native, kv_dtype: KvDtype
+) -> None:
+    story = Story(
+        Heads(9, 3, 64, 16, frozenset({None}), BF16, CPU, kv_dtype), None, ((150,),), turned=True
+    )
+    whole = Told(story, 1)
+    single = Told(story, 1)
     attention = native.attention(story.heads)
     out = whole.step(attention, [(0, 0, 150)])
-    assert torch.equal(torch.cat([single.step(attention, [(0, at, at + 1)]) for at in range(150)]), out)
+    assert torch.equal(
+        torch.cat([single.step(attention, [(0, at, at + 1)]) for at in range(150)]), out
+    )
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_codes_are_those_of_the_definition(native: Native, kv_dtype: KvDtype) -> None:
-    """In an order of their own, page by page; scales where they are expected, bit for bit; what is no number has none
-    that is one. With vectors of zeros, and numbers from hardly there to huge."""
+    """In an order of their own, page by page; scales where they are expected, bit for bit; what is
+    no number has none that is one. With vectors of zeros, and numbers from hardly there to huge."""
     heads = Heads(2, 2, 64, 16, frozenset({None}), BF16, CPU, kv_dtype)
     told = Told(Story(heads, None, ((32,),), turned=False), 3)
     _, k, v = told.qkv[0]
     k *= torch.logspace(-44, 38, 32)[:, None, None]
-    k[3], v[4] = 0, 0
-    v[5, 0, 7], v[5, 1, 8] = torch.nan, torch.inf
+    k[3] = 0
+    v[4] = 0
+    v[5, 0, 7] = torch.nan
+    v[5, 1, 8] = torch.inf
     told.step(native.attention(heads), [(0, 0, 32)])
     for kept_there, new in ((told.kv.keys, k), (told.kv.values, v)):
         codes, scales = quantize_vectors(new, CODES[kv_dtype])
@@ -351,7 +448,8 @@ def test_codes_are_those_of_the_definition(native: Native, kv_dtype: KvDtype) ->
             assert not there[~finite[tokens]].isfinite().any()
             for head in range(2):
                 if finite[tokens, head].all():
-                    found, expected = as_bytes(kept_there.numbers)[head, page], as_bytes(codes)[tokens, head]
+                    found = as_bytes(kept_there.numbers)[head, page]
+                    expected = as_bytes(codes)[tokens, head]
                     assert torch.equal(found.flatten().sort()[0], expected.flatten().sort()[0])
 
 
@@ -374,19 +472,27 @@ def test_attention_over_codes_is_that_of_torch(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_codes_that_are_no_numbers_stay_in_their_sequence(native: Native, kv_dtype: KvDtype) -> None:
+def test_codes_that_are_no_numbers_stay_in_their_sequence(
+    native: Native, kv_dtype: KvDtype
+) -> None:
     heads = Heads(2, 1, 32, 16, frozenset({None}), BF16, CPU, kv_dtype)
     told = Told(Story(heads, None, ((40,), (40,), (40,)), turned=True), 5)
-    told.qkv[0][1][30, 0, 1], told.qkv[1][2][30, 0, 1] = torch.nan, torch.inf
-    first, second, third = told.step(native.attention(heads), [(0, 0, 40), (1, 0, 40), (2, 0, 40)]).split(40)
+    told.qkv[0][1][30, 0, 1] = torch.nan
+    told.qkv[1][2][30, 0, 1] = torch.inf
+    first, second, third = told.step(
+        native.attention(heads), [(0, 0, 40), (1, 0, 40), (2, 0, 40)]
+    ).split(40)
     assert first[30:].isnan().all() and first[:30].isfinite().all()
     assert not second[30:].isfinite().any() and second[:30].isfinite().all()
     assert third.isfinite().all()
 
 
 def test_threads_change_nothing(native: Native) -> None:
-    story = Story(Heads(4, 2, 64, 16, frozenset({None}), BF16, CPU), None, ((1100,), (3,)), turned=True)
-    x, weight = drawn(40, 256), weight_of(native, drawn(300, 256, seed=1), True)
+    story = Story(
+        Heads(4, 2, 64, 16, frozenset({None}), BF16, CPU), None, ((1100,), (3,)), turned=True
+    )
+    x = drawn(40, 256)
+    weight = weight_of(native, drawn(300, 256, seed=1), True)
     found = []
     before = torch.get_num_threads()
     try:
@@ -400,14 +506,18 @@ def test_threads_change_nothing(native: Native) -> None:
     assert all(torch.equal(found[i], found[i % 2]) for i in range(6))
 
 
-# -- the choice -----------------------------------------------------------------------------------------------
+# -- the choice
+# -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("choose", "plain"), [(kernels_for, TORCH), (training_kernels, TRAINING_IN_TORCH)])
+@pytest.mark.parametrize(
+    ("choose", "plain"), [(kernels_for, TORCH), (training_kernels, TRAINING_IN_TORCH)]
+)
 def test_the_choice(
-    choose: Callable[[torch.device, torch.dtype], Kernels | TrainingKernels], plain: object,
+    choose: Callable[[torch.device, torch.dtype], Kernels | TrainingKernels],
+    plain: object,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """For serving and for training."""
     monkeypatch.delenv(CHOICE, raising=False)
     assert choose(CPU, BF16).name == f"native {instruction_sets()[0]}"
@@ -424,6 +534,6 @@ def test_the_choice(
 
 def test_one_openmp_runtime_is_loaded() -> None:
     """Two would each start threads of their own, and torch's count would not bind the kernels."""
-    code = "import shardwise.kernels.native; print({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l})"
+    code = "import shardwise.kernels.native.serving; print({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.count("libgomp") == 1

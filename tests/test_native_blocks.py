@@ -10,26 +10,36 @@ from torch import Tensor
 
 from engines import fill_with_anything, tiny
 from shardwise.config import ModelConfig
-from shardwise.kernels.choice import native_kernels
-from shardwise.kernels.native import NativeAttention, instruction_sets
+from shardwise.kernels.native.library import instruction_sets
+from shardwise.kernels.native.serving import NativeAttention
+from shardwise.kernels.registry import native_kernels
 from shardwise.layout import Layout
-from shardwise.model.quantized import Weights
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs
-from shardwise.quant.cache import KvDtype
 from shardwise.quant.format import quantize
+from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme, quantizable
 from shardwise.quant.weight import QuantizedWeight
-from shardwise.serve.batch import Batch, Part
-from shardwise.serve.runner import Runner
+from shardwise.quantize.load_quantized import Weights
+from shardwise.serve.engine.batch import Batch, Part
+from shardwise.serve.engine.runner import Runner
 
-pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not built: no compiler")
+pytestmark = pytest.mark.skipif(
+    not instruction_sets(), reason="the native kernels are not built: no compiler"
+)
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 
 
-def runner(config: ModelConfig, plain: Mapping[str, Tensor], kv_dtype: KvDtype, quant: str | None, name: str) -> Runner:
+def runner(
+    config: ModelConfig,
+    plain: Mapping[str, Tensor],
+    kv_dtype: KvDtype,
+    quant: str | None,
+    name: str,
+) -> Runner:
     weights: Weights = dict(plain)
     scheme = Scheme.parse(quant) if quant else None
     for spec in model_specs(config):
@@ -43,14 +53,17 @@ def runner(config: ModelConfig, plain: Mapping[str, Tensor], kv_dtype: KvDtype, 
     return made
 
 
-def runner_of_family(family: str, kv_dtype: KvDtype, quant: str | None, name: str, **changes: object) -> Runner:
+def runner_of_family(
+    family: str, kv_dtype: KvDtype, quant: str | None, name: str, **changes: object
+) -> Runner:
     model = tiny(family, BF16, **WIDE | changes)
     return runner(model.config, model.weights, kv_dtype, quant, name)
 
 
 def batches() -> list[Batch]:
     """A prompt, then another beside a token of the first, then a token of both."""
-    first, second = tuple(range(40)), tuple(range(7, 30))
+    first = tuple(range(40))
+    second = tuple(range(7, 30))
     return [
         Batch((Part(0, first, 0, (3, 1, 2), 1, 0),), ()),
         Batch((Part(0, (5,), 40, (3, 1, 2), 1, None), Part(1, second, 0, (0, 5), 1, None)), ()),
@@ -62,7 +75,8 @@ def check_bits(together: Runner, apart: Runner) -> None:
     assert together.blocks is not None
     apart.blocks = None
     for batch in batches():
-        found, expected = together.run(batch), apart.run(batch)
+        found = together.run(batch)
+        expected = apart.run(batch)
         assert found.scores == expected.scores
         for id, logits in expected.logits.items():
             assert torch.equal(found.logits[id], logits)
@@ -91,21 +105,35 @@ def test_the_bits_are_those_of_blocks_run_one_by_one(
 @st.composite
 def decoders(draw: st.DrawFn, quant: str | None) -> ModelConfig:
     """With biases, norms of q and k and a window or without, each by itself."""
-    num_kv_heads, flag, unit = draw(st.integers(1, 3)), st.booleans(), 32 if quant and "-g" in quant else 16
+    num_kv_heads = draw(st.integers(1, 3))
+    flag = st.booleans()
+    unit = 32 if quant and "-g" in quant else 16
     hidden_unit = unit if quant else 2  # a row ends anywhere
     windowed = draw(st.sampled_from([frozenset(), frozenset({1}), frozenset({0, 1})]))
     return ModelConfig(
-        family="llama", num_layers=2, hidden_size=hidden_unit * draw(st.integers(1, 128 // hidden_unit)),
-        ffn_size=unit * draw(st.integers(1, 4)), num_heads=num_kv_heads * draw(st.integers(1, 3)),
-        num_kv_heads=num_kv_heads, head_dim=draw(st.sampled_from([32, 64])), vocab_size=64, max_positions=64,
-        tied=draw(flag), qkv_bias=draw(flag), out_bias=draw(flag), mlp_bias=draw(flag), qk_norm=draw(flag),
-        sliding_window=8 if windowed else None, windowed_layers=windowed,
-    )  # fmt: skip
+        family="llama",
+        num_layers=2,
+        hidden_size=hidden_unit * draw(st.integers(1, 128 // hidden_unit)),
+        ffn_size=unit * draw(st.integers(1, 4)),
+        num_heads=num_kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([32, 64])),
+        vocab_size=64,
+        max_positions=64,
+        tied=draw(flag),
+        qkv_bias=draw(flag),
+        out_bias=draw(flag),
+        mlp_bias=draw(flag),
+        qk_norm=draw(flag),
+        sliding_window=8 if windowed else None,
+        windowed_layers=windowed,
+    )
 
 
 def drawn_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Norms and biases too, so that none can be mistaken for another."""
-    random, weights = torch.Generator().manual_seed(seed), {}
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
     for spec in model_specs(config):
         if spec.tied_to is None:
             centre = 1.0 if spec.init.kind == "ones" else 0.0
@@ -120,7 +148,9 @@ def test_drawn_decoders_have_the_bits_of_blocks_run_one_by_one(
     name: str, data: st.DataObject, quant: str | None, seed: int
 ) -> None:
     config = data.draw(decoders(quant))
-    together, apart = (runner(config, drawn_weights(config, seed), "auto", quant, name) for _ in range(2))
+    together, apart = (
+        runner(config, drawn_weights(config, seed), "auto", quant, name) for _ in range(2)
+    )
     check_bits(together, apart)
 
 
@@ -133,7 +163,9 @@ def test_drawn_decoders_have_the_bits_of_blocks_run_one_by_one(
         ("llama", "int3-g32", {}),
     ],
 )
-def test_what_has_no_kernel_is_run_block_by_block(family: str, quant: str | None, changes: dict[str, object]) -> None:
+def test_what_has_no_kernel_is_run_block_by_block(
+    family: str, quant: str | None, changes: dict[str, object]
+) -> None:
     made = runner_of_family(family, "auto", quant, instruction_sets()[0], **changes)
     assert isinstance(made.attention, NativeAttention) and made.blocks is None
     (logits,) = made.run(batches()[0]).logits.values()

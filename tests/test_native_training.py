@@ -1,4 +1,5 @@
-"""The native kernels that training uses, forward and backward, against fp64, on every instruction set there is."""
+"""The native kernels that training uses, forward and backward, against fp64, on every instruction
+set there is."""
 
 import math
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memory import peak_bytes
-from shardwise.kernels.attention import attention_naive
-from shardwise.kernels.cross_entropy import Aims, softmax_less_one_
-from shardwise.kernels.native import instruction_sets
-from shardwise.kernels.native_training import NativeTraining
-from shardwise.kernels.training import TRAINING_IN_TORCH, native_training
+from shardwise.kernels.native.library import instruction_sets
+from shardwise.kernels.native.training import NativeTraining
+from shardwise.kernels.reference.attention import attention_naive
+from shardwise.kernels.reference.bundle import TRAINING_IN_TORCH
+from shardwise.kernels.reference.cross_entropy import Aims, softmax_less_one_
+from shardwise.kernels.registry import native_training
 from shardwise.layout import Layout
 from shardwise.model import loss
 from shardwise.model.chunks import PRODUCT_BYTES
@@ -31,9 +33,12 @@ from test_attention import drawn, error, with_gradients
 from test_kernels import EPS, KERNELS, MEMORY, Case, inputs_of, relative, results, wide
 from tiny_training import FAMILIES, seeded, tiny_weights
 
-pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not built: no compiler")
+pytestmark = pytest.mark.skipif(
+    not instruction_sets(), reason="the native kernels are not built: no compiler"
+)
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
 NAMES = st.sampled_from(instruction_sets() or ("none",))
 HALF_STEP = 2.0**-8
 """Rounding to bf16 moves a number by at most this, relatively."""
@@ -44,12 +49,18 @@ def native(request: pytest.FixtureRequest) -> NativeTraining:
     return NativeTraining.of(request.param)
 
 
-# -- attention ------------------------------------------------------------------------------------------------
+# -- attention
+# ------------------------------------------------------------------------------------------------
 
 
-def assert_attends(native: NativeTraining, inputs: list[Tensor], dy: Tensor, *options: object) -> None:
-    """Within 8e-3 of fp64 in the 2-norm, of what is of order one: two or three roundings to bf16."""
-    exact = with_gradients(attention_naive, [x.detach().double().requires_grad_() for x in inputs], dy, *options)
+def assert_attends(
+    native: NativeTraining, inputs: list[Tensor], dy: Tensor, *options: object
+) -> None:
+    """Within 8e-3 of fp64 in the 2-norm, of what is of order one: two or three roundings to
+    bf16."""
+    exact = with_gradients(
+        attention_naive, [x.detach().double().requires_grad_() for x in inputs], dy, *options
+    )
     found = with_gradients(native.attention, inputs, dy, *options)
     for mine, truth in zip(found, exact, strict=True):
         assert mine.shape == truth.shape and mine.dtype == BF16
@@ -58,14 +69,27 @@ def assert_attends(native: NativeTraining, inputs: list[Tensor], dy: Tensor, *op
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=NAMES, batch=st.integers(1, 2), tokens=st.sampled_from([1, 2, 15, 16, 17, 31, 33, 64, 100, 150]),
-    kv_heads=st.integers(1, 2), group=st.sampled_from([1, 2, 3, 5, 100]), dim=st.sampled_from([16, 48, 64, 128]),
-    window=st.sampled_from([None, 1, 7, 40, 1000]), documents=st.none() | st.integers(1, 5), seed=st.integers(0, 99),
-)  # fmt: skip
+    name=NAMES,
+    batch=st.integers(1, 2),
+    tokens=st.sampled_from([1, 2, 15, 16, 17, 31, 33, 64, 100, 150]),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2, 3, 5, 100]),
+    dim=st.sampled_from([16, 48, 64, 128]),
+    window=st.sampled_from([None, 1, 7, 40, 1000]),
+    documents=st.none() | st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
 def test_attention_of_any_shape_window_and_documents(
-    name: str, batch: int, tokens: int, kv_heads: int, group: int, dim: int, window: int | None, documents: int | None,
+    name: str,
+    batch: int,
+    tokens: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    window: int | None,
+    documents: int | None,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     if group == 100:
         tokens = min(tokens, 33)
     inputs = drawn(batch, tokens, kv_heads * group, kv_heads, dim, BF16, seed=seed)
@@ -79,11 +103,15 @@ def test_attention_of_any_shape_window_and_documents(
 
 
 @pytest.mark.parametrize(("scale", "bound"), [(1.0, 4e-3), (4.0, 1e-2)])
-def test_scores_of_attention_are_not_rounded(native: NativeTraining, scale: float, bound: float) -> None:
+def test_scores_of_attention_are_not_rounded(
+    native: NativeTraining, scale: float, bound: float
+) -> None:
     """As in test_attention, at half of the bounds there."""
     inputs = drawn(2, 200, 6, 2, 64, BF16, scale)
     dy = torch.randn(2, 200, 6, 64, generator=seeded(1)).to(BF16)
-    exact = with_gradients(attention_naive, [x.detach().double().requires_grad_() for x in inputs], dy.double())
+    exact = with_gradients(
+        attention_naive, [x.detach().double().requires_grad_() for x in inputs], dy.double()
+    )
     found = with_gradients(native.attention, inputs, dy)
     assert max(error(x, truth) for x, truth in zip(found, exact, strict=True)) < bound
 
@@ -91,11 +119,15 @@ def test_scores_of_attention_are_not_rounded(native: NativeTraining, scale: floa
 def test_attention_of_what_is_cut_out_of_one_tensor(native: NativeTraining) -> None:
     qkv = torch.randn(2, 19, 7, 32, generator=seeded(2)).to(BF16)
     parts = [x.requires_grad_() for x in qkv.split((3, 1, 3), 2)]
-    q, k, v = parts[0], parts[1], parts[2][:, :, :1]
+    q = parts[0]
+    k = parts[1]
+    v = parts[2][:, :, :1]
     whole = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
     dy = torch.randn(2, 3, 19, 32, generator=seeded(3)).to(BF16).transpose(1, 2)
     for mine, other in zip(
-        with_gradients(native.attention, [q, k, v], dy), with_gradients(native.attention, whole, dy), strict=True
+        with_gradients(native.attention, [q, k, v], dy),
+        with_gradients(native.attention, whole, dy),
+        strict=True,
     ):
         assert torch.equal(mine, other)
 
@@ -105,8 +137,9 @@ def test_other_heads_have_torchs_attention(native: NativeTraining) -> None:
     dy = torch.randn(1, 9, 2, 24, generator=seeded(1)).to(BF16)
     for mine, other in zip(
         with_gradients(native.attention, inputs, dy),
-        with_gradients(TRAINING_IN_TORCH.attention, inputs, dy), strict=True,
-    ):  # fmt: skip
+        with_gradients(TRAINING_IN_TORCH.attention, inputs, dy),
+        strict=True,
+    ):
         assert torch.equal(mine, other)
 
 
@@ -120,24 +153,34 @@ def test_what_is_no_number_shows(native: NativeTraining) -> None:
     spoilt = k.clone()
     spoilt[0, 40, 0, 0] = torch.nan
     y = native.attention(q, spoilt, v)
-    assert y[0, 40:, 0].isnan().all() and not y[0, :40].isnan().any() and not y[0, :, 1].isnan().any()
+    assert (
+        y[0, 40:, 0].isnan().all() and not y[0, :40].isnan().any() and not y[0, :, 1].isnan().any()
+    )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     dy = torch.ones_like(q)
     dy[0, 30, 0, 0] = torch.nan
     dq, dk, dv = torch.autograd.grad(native.attention(*leaves), leaves, dy)
     assert dq[0, 30, 0].isnan().all() and not dq[0, :, 1].isnan().any()
-    assert dk[0, :31, 0].isnan().all() and dv[0, :31, 0, 0].isnan().all() and not dv[0, 48:].isnan().any()
+    assert (
+        dk[0, :31, 0].isnan().all()
+        and dv[0, :31, 0, 0].isnan().all()
+        and not dv[0, 48:].isnan().any()
+    )
 
 
 def test_attention_needs_memory_as_long_as_the_sequence(tmp_path: Path) -> None:
-    """What torch sees of it: the results. The kernel's own rows of scores are for a block of tokens."""
+    """What torch sees of it: the results. The kernel's own rows of scores are for a block of
+    tokens."""
     inputs = drawn(1, 2048, 4, 2, 16, BF16)
     native = NativeTraining.of(instruction_sets()[0])
-    peak, _ = peak_bytes(lambda: torch.autograd.grad(native.attention(*inputs).sum(), inputs), tmp_path / "trace")
+    peak, _ = peak_bytes(
+        lambda: torch.autograd.grad(native.attention(*inputs).sum(), inputs), tmp_path / "trace"
+    )
     assert peak < 6 * inputs[0].nbytes
 
 
-# -- rows -----------------------------------------------------------------------------------------------------
+# -- rows
+# -----------------------------------------------------------------------------------------------------
 
 
 def versions(native: NativeTraining, kernel: str) -> Callable[..., Tensor]:
@@ -148,31 +191,50 @@ def versions(native: NativeTraining, kernel: str) -> Callable[..., Tensor]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=NAMES, kernel=st.sampled_from(["norm", "rotary", "silu"]), shared=st.booleans(), seed=st.integers(0, 99),
-    leading=st.lists(st.integers(0, 5), min_size=1, max_size=3), width=st.sampled_from([1, 31, 32, 64, 100, 96, 576]),
-    heads=st.integers(1, 4), x_memory=st.sampled_from(sorted(MEMORY)), dy_memory=st.sampled_from(sorted(MEMORY)),
-)  # fmt: skip
+    name=NAMES,
+    kernel=st.sampled_from(["norm", "rotary", "silu"]),
+    shared=st.booleans(),
+    seed=st.integers(0, 99),
+    leading=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    width=st.sampled_from([1, 31, 32, 64, 100, 96, 576]),
+    heads=st.integers(1, 4),
+    x_memory=st.sampled_from(sorted(MEMORY)),
+    dy_memory=st.sampled_from(sorted(MEMORY)),
+)
 def test_rows_of_any_shape_and_memory(
-    name: str, kernel: str, shared: bool, seed: int, leading: list[int], width: int, heads: int, x_memory: str,
+    name: str,
+    kernel: str,
+    shared: bool,
+    seed: int,
+    leading: list[int],
+    width: int,
+    heads: int,
+    x_memory: str,
     dy_memory: str,
-) -> None:  # fmt: skip
-    """Within 8e-3 of the definition in fp64, in the 2-norm, of what is of order one: a rounding or two."""
+) -> None:
+    """Within 8e-3 of the definition in fp64, in the 2-norm, of what is of order one: a rounding or
+    two."""
     width += width % 2 if kernel != "norm" else 0
     case = Case(kernel, tuple(leading), width, heads, shared, x_memory, dy_memory, seed)
-    (inputs, dy), of = inputs_of(case, BF16), KERNELS[kernel]
+    inputs, dy = inputs_of(case, BF16)
+    of = KERNELS[kernel]
     before = [x.clone() for x in (*inputs, dy)]
     found = results(versions(NativeTraining.of(name), kernel), of.num_leaves, inputs, dy)
     exact = results(of.naive, of.num_leaves, wide(inputs), dy.double())
     for mine, truth in zip(found, exact, strict=True):
         assert mine.shape == truth.shape and mine.dtype == BF16
         assert (mine - truth).norm() <= 8e-3 * max(truth.norm(), truth.numel() ** 0.5)
-    assert all(torch.equal(x, old) for x, old in zip((*inputs, dy), before, strict=True)), "inputs stay as they are"
+    assert all(torch.equal(x, old) for x, old in zip((*inputs, dy), before, strict=True)), (
+        "inputs stay as they are"
+    )
 
 
 @pytest.mark.parametrize("kernel", ["norm", "rotary", "silu"])
 def test_rows_are_no_worse_than_the_definition(native: NativeTraining, kernel: str) -> None:
-    """The error against fp64, of the result and of every gradient, is at most 1.1 times that of the definition."""
-    (inputs, dy), of = inputs_of(Case(kernel, (7, 33), 96), BF16), KERNELS[kernel]
+    """The error against fp64, of the result and of every gradient, is at most 1.1 times that of the
+    definition."""
+    inputs, dy = inputs_of(Case(kernel, (7, 33), 96), BF16)
+    of = KERNELS[kernel]
     exact = results(of.naive, of.num_leaves, wide(inputs), dy.double())
     fast = versions(native, kernel)
     mine, naive = (results(run, of.num_leaves, inputs, dy) for run in (fast, of.naive))
@@ -181,13 +243,20 @@ def test_rows_are_no_worse_than_the_definition(native: NativeTraining, kernel: s
 
 
 def test_gates_far_from_zero(native: NativeTraining) -> None:
-    """Where exp(-gate) has no number, and where it is none: silu is 0 or the gate, its slope 0 or 1, to a rounding."""
-    gate = torch.tensor([-3e38, -1000, -100, -89, -88, 88, 100, 1000, 3e38, -math.inf, math.inf, math.nan]).repeat(8)
+    """Where exp(-gate) has no number, and where it is none: silu is 0 or the gate, its slope 0 or
+    1, to a rounding."""
+    gate = torch.tensor(
+        [-3e38, -1000, -100, -89, -88, 88, 100, 1000, 3e38, -math.inf, math.inf, math.nan]
+    ).repeat(8)
     inner = torch.cat((gate, torch.ones_like(gate))).to(BF16).requires_grad_()
     y = native.gated(inner, "silu")
     (d_inner,) = torch.autograd.grad(y, inner, torch.ones_like(y))
     d_gate, d_up = d_inner.chunk(2)
-    assert y[:5].abs().max() < 1e-35 and torch.equal(d_up[:9], y[:9]) and d_gate[:5].abs().max() < 1e-35
+    assert (
+        y[:5].abs().max() < 1e-35
+        and torch.equal(d_up[:9], y[:9])
+        and d_gate[:5].abs().max() < 1e-35
+    )
     assert torch.equal(y[5:9], inner[5:9]) and (d_gate[5:9] == 1).all()
     assert y[10] == math.inf and y[11].isnan() and d_gate[11].isnan()
 
@@ -200,7 +269,8 @@ def test_norm_shows_what_is_no_number(native: NativeTraining) -> None:
     assert not y[:150].isnan().any() and not dx[151:].isnan().any()
 
 
-# -- loss -----------------------------------------------------------------------------------------------------
+# -- loss
+# -----------------------------------------------------------------------------------------------------
 
 
 def logits_of(num_rows: int, num_columns: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -212,9 +282,13 @@ def logits_of(num_rows: int, num_columns: int, seed: int) -> tuple[Tensor, Tenso
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=NAMES, num_rows=st.integers(0, 9), num_columns=st.sampled_from([1, 5, 16, 100, 1024, 3000]),
-    padding=st.sampled_from([0, 1, 17]), gaps=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+    name=NAMES,
+    num_rows=st.integers(0, 9),
+    num_columns=st.sampled_from([1, 5, 16, 100, 1024, 3000]),
+    padding=st.sampled_from([0, 1, 17]),
+    gaps=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_loss_and_gradient_of_logits(
     name: str, num_rows: int, num_columns: int, padding: int, gaps: bool, seed: int
 ) -> None:
@@ -233,7 +307,10 @@ def test_loss_and_gradient_of_logits(
     wanted = -(log_p.gather(1, at) * has_target).sum()
     assert (total - wanted).abs() <= 1e-5 * wanted.abs().clamp(min=1)
     torch.testing.assert_close(
-        padded[:, :num_columns].double(), (log_p.exp() - one) * has_target, rtol=1.01 * HALF_STEP, atol=1e-6
+        padded[:, :num_columns].double(),
+        (log_p.exp() - one) * has_target,
+        rtol=1.01 * HALF_STEP,
+        atol=1e-6,
     )
     assert not padded[:, num_columns:].any()
 
@@ -241,7 +318,8 @@ def test_loss_and_gradient_of_logits(
 def test_loss_of_a_block_of_the_vocabulary(native: NativeTraining) -> None:
     """Two ranks, of which one plays the other: what it would have told is worked out in fp64."""
     logits, targets = logits_of(11, 90, 4)
-    exact, aimed = logits.double(), targets[:, None].clamp(min=0)
+    exact = logits.double()
+    aimed = targets[:, None].clamp(min=0)
     top = exact.amax(-1, keepdim=True)
     for rank, mine in enumerate(logits.split(45, 1)):
         theirs = exact.split(45, 1)[1 - rank]
@@ -254,7 +332,8 @@ def test_loss_of_a_block_of_the_vocabulary(native: NativeTraining) -> None:
         seams.highest = lambda x, peaks=peaks: torch.maximum(x, peaks, out=x)  # type: ignore[method-assign]
         seams.total = lambda x, told=told: x.add_(told)  # type: ignore[method-assign]
         aims = aims_of(targets, Block(seams, 45, 90))
-        found, other = mine.clone(), mine.clone()
+        found = mine.clone()
+        other = mine.clone()
         total = native.softmax_less_one_(found, aims, True)
         torch.testing.assert_close(total, softmax_less_one_(other, aims, True), rtol=1e-5, atol=0)
         torch.testing.assert_close(found.float(), other.float(), rtol=2 * HALF_STEP, atol=1e-6)
@@ -262,20 +341,26 @@ def test_loss_of_a_block_of_the_vocabulary(native: NativeTraining) -> None:
 
 def test_loss_without_a_gradient_leaves_the_logits(native: NativeTraining) -> None:
     logits, targets = logits_of(5, 70, 1)
-    aims, before = aims_of(targets, Block(UNCUT, 70, 70)), logits.clone()
+    aims = aims_of(targets, Block(UNCUT, 70, 70))
+    before = logits.clone()
     total = native.softmax_less_one_(logits, aims, False)
-    assert torch.equal(logits, before) and torch.equal(total, native.softmax_less_one_(logits, aims, True))
+    assert torch.equal(logits, before) and torch.equal(
+        total, native.softmax_less_one_(logits, aims, True)
+    )
 
 
 def test_logits_that_are_no_numbers_show(native: NativeTraining) -> None:
     logits, targets = logits_of(6, 70, 1)
     targets[:] = 3
-    logits[1, 60], logits[2, 5] = torch.nan, torch.inf
+    logits[1, 60] = torch.nan
+    logits[2, 5] = torch.inf
     logits[4] = -math.inf
     logits[4, 3] = 9
     total = native.softmax_less_one_(logits, aims_of(targets, Block(UNCUT, 70, 70)), True)
     assert total.isnan() and logits[1].isnan().all() and logits[2].isnan().any()
-    assert not logits[[0, 3, 5]].isnan().any() and not logits[4].any(), "a row that is certain has no gradient"
+    assert not logits[[0, 3, 5]].isnan().any() and not logits[4].any(), (
+        "a row that is certain has no gradient"
+    )
 
 
 @pytest.mark.parametrize("target", [70, -1])
@@ -290,7 +375,8 @@ def test_the_whole_loss_in_chunks(native: NativeTraining, monkeypatch: pytest.Mo
     """Its gradients are no further from fp64 than 1.1 times what torch's operations are."""
     monkeypatch.setattr(loss, "PRODUCT_BYTES", 2 * 999 * 17)
     monkeypatch.setattr(loss, "SOFTMAX_BYTES", 4 * 999 * 5)
-    x, weight = torch.randn(60, 64, generator=seeded(1)), torch.randn(999, 64, generator=seeded(2)) / 8
+    x = torch.randn(60, 64, generator=seeded(1))
+    weight = torch.randn(999, 64, generator=seeded(2)) / 8
     _, targets = logits_of(60, 999, 3)
 
     def run(dtype: torch.dtype, softmax: Callable[[Tensor, Aims, bool], Tensor]) -> list[Tensor]:
@@ -299,51 +385,72 @@ def test_the_whole_loss_in_chunks(native: NativeTraining, monkeypatch: pytest.Mo
         return [total.detach(), *torch.autograd.grad(total, leaves)]
 
     exact = run(torch.float64, softmax_less_one_)
-    found, other = run(BF16, native.softmax_less_one_), run(BF16, softmax_less_one_)
+    found = run(BF16, native.softmax_less_one_)
+    other = run(BF16, softmax_less_one_)
     for mine, torchs, truth in zip(found, other, exact, strict=True):
         assert relative(mine, truth) <= 1.1 * relative(torchs, truth) + 1e-6
 
 
 def test_no_logits_are_held_in_fp32(native: NativeTraining, tmp_path: Path) -> None:
-    """1000 rows of 32,000 logits, 64 MB in bf16, of which torch's operations hold 24 MB in fp32 besides."""
+    """1000 rows of 32,000 logits, 64 MB in bf16, of which torch's operations hold 24 MB in fp32
+    besides."""
     x = torch.randn(1000, 8).to(BF16).requires_grad_()
     weight = torch.randn(32_000, 8).to(BF16).requires_grad_()
     targets = torch.randint(32_000, (1000,))
     softmax = native.softmax_less_one_
-    peak, _ = peak_bytes(lambda: cross_entropy(x, weight, targets, softmax=softmax), tmp_path / "trace")
+    peak, _ = peak_bytes(
+        lambda: cross_entropy(x, weight, targets, softmax=softmax), tmp_path / "trace"
+    )
     assert peak <= PRODUCT_BYTES + x.nbytes + weight.nbytes + 100 * 1000
 
 
-# -- together -------------------------------------------------------------------------------------------------
+# -- together
+# -------------------------------------------------------------------------------------------------
 
 
 def test_threads_change_nothing(native: NativeTraining) -> None:
     inputs = drawn(2, 70, 4, 2, 32, BF16)
-    (normed, dy), of = inputs_of(Case("norm", (700,), 96), BF16), native.softmax_less_one_
-    before, found = torch.get_num_threads(), []
+    normed, dy = inputs_of(Case("norm", (700,), 96), BF16)
+    of = native.softmax_less_one_
+    before = torch.get_num_threads()
+    found = []
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             logits, targets = logits_of(30, 500, 1)
             total = of(logits, aims_of(targets, Block(UNCUT, 500, 500)), True)
             attended = with_gradients(native.attention, inputs, torch.ones_like(inputs[0]))
-            found.append([*attended, *results(versions(native, "norm"), 2, normed, dy), total, logits])
+            found.append(
+                [*attended, *results(versions(native, "norm"), 2, normed, dy), total, logits]
+            )
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(x, first) for each in found for x, first in zip(each, found[0], strict=True))
+    assert all(
+        torch.equal(x, first) for each in found for x, first in zip(each, found[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("short", ["dp1", "dp1.rc-selective"])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gpt2"])
 def test_a_block_saves_what_is_planned(native: NativeTraining, model: str, short: str) -> None:
     """As test_activations measures it, of heads and an activation that the native kernels take."""
-    config, layout = replace(FAMILIES[model], hidden_size=64, ffn_size=96, head_dim=32), Layout.parse(short)
-    kernels, whole = native_training(native.name), tiny_weights(config)
-    weights = {name: each.to(BF16).requires_grad_() for name, each in whole.items() if name.startswith("blocks.0")}
-    decoder = Transformer(config, UNCUT, layout.recompute == "selective", kernels)
+    config = replace(FAMILIES[model], hidden_size=64, ffn_size=96, head_dim=32)
+    layout = Layout.parse(short)
+    kernels = native_training(native.name)
+    whole = tiny_weights(config)
+    weights = {
+        name: each.to(BF16).requires_grad_()
+        for name, each in whole.items()
+        if name.startswith("blocks.0")
+    }
+    decoder = Transformer(config, kernels, UNCUT, layout.recompute == "selective")
     x = torch.randn(3, 8, 64, generator=seeded(1)).to(BF16).requires_grad_()
     turned = decoder.rotation(torch.arange(8).expand(3, -1), BF16)
     attend = make_attend(config, layout, make_mesh(layout, 0, CPU, 2).cp, None, kernels.attention)
     block = BlockWeights.of(weights, 0)
-    kept = saved_bytes(lambda: decoder.block(x, 0, block, turned, attend), [*weights.values(), *(turned or ())])
-    assert kept == block_bytes(config, share_of(config, layout, MicroBatchShape(3, 8)), 2, layout.recompute)
+    kept = saved_bytes(
+        lambda: decoder.block(x, 0, block, turned, attend), [*weights.values(), *(turned or ())]
+    )
+    assert kept == block_bytes(
+        config, share_of(config, layout, MicroBatchShape(3, 8)), 2, layout.recompute
+    )

@@ -1,4 +1,5 @@
-"""The optimizer against its definition and torch's own, and the learning rate as a function of the step."""
+"""The optimizer against its definition and torch's own, and the learning rate as a function of the
+step."""
 
 import math
 
@@ -20,28 +21,38 @@ def drawn(seed: int, size: int = 257) -> torch.Tensor:
 @pytest.mark.parametrize("decayed", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fused_is_the_definition_and_torch(optimizer: AdamW, decayed: bool) -> None:
-    """Weights within 2e-6 of their size, moments within 1e-6, over five steps of changing rate and gradient size."""
+    """Weights within 2e-6 of their size, moments within 1e-6, over five steps of changing rate and
+    gradient size."""
     fused = [drawn(0), torch.zeros(257), torch.zeros(257)]
     naive = [part.clone() for part in fused]
     parameter = torch.nn.Parameter(drawn(0))
     theirs = torch.optim.AdamW(
-        [parameter], betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay if decayed else 0.0, foreach=False, fused=False,
-    )  # fmt: skip
+        [parameter],
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay if decayed else 0.0,
+        foreach=False,
+        fused=False,
+    )
     for step, lr in enumerate(RATES, 1):
         grad = drawn(step) * 10.0 ** (step - 4)
         optimizer.update(fused[0], grad.clone(), fused[1], fused[2], step, lr, decayed)
         adamw_naive(optimizer, naive[0], grad.clone(), naive[1], naive[2], step, lr, decayed)
-        parameter.grad, theirs.param_groups[0]["lr"] = grad.clone(), lr
+        parameter.grad = grad.clone()
+        theirs.param_groups[0]["lr"] = lr
         theirs.step()
         for mine, other, tolerance in zip(fused, naive, (2e-6, 1e-6, 1e-6), strict=True):
-            torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+            torch.testing.assert_close(
+                mine, other, rtol=tolerance, atol=tolerance * float(other.abs().max())
+            )
         torch.testing.assert_close(fused[0], parameter.detach(), rtol=2e-6, atol=2e-6)
 
 
 def test_decay_shrinks_only_what_is_decayed() -> None:
-    """With a zero gradient the step is the decay alone: 1 - lr x weight_decay, or nothing at all."""
-    optimizer, weights = AdamW(weight_decay=0.25), drawn(1)
+    """With a zero gradient the step is the decay alone: 1 - lr x weight_decay, or nothing at
+    all."""
+    optimizer = AdamW(weight_decay=0.25)
+    weights = drawn(1)
     for decayed, factor in ((True, 1 - 0.1 * 0.25), (False, 1.0)):
         w = weights.clone()
         optimizer.update(w, torch.zeros(257), torch.zeros(257), torch.zeros(257), 1, 0.1, decayed)
@@ -51,7 +62,9 @@ def test_decay_shrinks_only_what_is_decayed() -> None:
 def test_the_first_step_moves_every_weight_by_the_rate() -> None:
     """Of whatever size the gradient is (Kingma & Ba 2015, section 2.1)."""
     w = torch.zeros(257)
-    AdamW(eps=0.0, weight_decay=0.0).update(w, drawn(2) * 1e-3, torch.zeros(257), torch.zeros(257), 1, 0.5, False)
+    AdamW(eps=0.0, weight_decay=0.0).update(
+        w, drawn(2) * 1e-3, torch.zeros(257), torch.zeros(257), 1, 0.5, False
+    )
     torch.testing.assert_close(w.abs(), torch.full((257,), 0.5), rtol=1e-5, atol=0)
 
 
@@ -67,7 +80,14 @@ def test_warmup_rises_by_equal_steps_to_the_peak(schedule: Schedule) -> None:
 def test_cosine_values() -> None:
     rate = LearningRate(1.0, 110, 10, "cosine", 0.1)
     quarter = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
-    for step, expected in ((10, 1.0), (35, quarter), (60, 0.55), (85, 1.1 - quarter), (110, 0.1), (500, 0.1)):
+    for step, expected in (
+        (10, 1.0),
+        (35, quarter),
+        (60, 0.55),
+        (85, 1.1 - quarter),
+        (110, 0.1),
+        (500, 0.1),
+    ):
         assert rate.at(step) == pytest.approx(expected, rel=1e-12)
 
 
@@ -83,13 +103,18 @@ def test_constant_stays() -> None:
 
 
 @given(
-    st.sampled_from(SCHEDULES), st.integers(1, 60), st.integers(0, 80), st.integers(0, 80), st.floats(0, 1),
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 60),
+    st.integers(0, 80),
+    st.integers(0, 80),
+    st.floats(0, 1),
     st.integers(0, 100),
-)  # fmt: skip
+)
 def test_rates_stay_between_final_and_peak(
     schedule: Schedule, steps: int, warmup: int, decay: int, final: float, step: int
 ) -> None:
-    """For any lengths, even a warm-up or a decay longer than the run; after the warm-up it never rises."""
+    """For any lengths, even a warm-up or a decay longer than the run; after the warm-up it never
+    rises."""
     rate = LearningRate(1.0, steps, warmup, schedule, final, decay)
     value = rate.at(step)
     assert 0 < value <= 1.0 + 1e-12 or (final == 0 and value == 0)

@@ -1,4 +1,5 @@
-"""Paged attention against its definition, and that bits depend neither on company nor on how a text is cut."""
+"""Paged attention against its definition, and that bits depend neither on company nor on how a text
+is cut."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,15 +11,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import fill_with_anything
-from shardwise.config import ModelConfig, from_hugging_face
-from shardwise.kernels.kv import KVPages, Vectors
-from shardwise.kernels.paged import PagedBatch, Span, attention_sizes, paged_attention, paged_batch
-from shardwise.kernels.rows import Head, RowWeight, agreeing_sizes, cancelling, head_of, pieces, row_weights
+from shardwise.config import ModelConfig
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.load import load_weights, read_config
+from shardwise.kernels.kv_cache import KVPages, Vectors
+from shardwise.kernels.reference.batch_invariant import (
+    Head,
+    RowWeight,
+    agreeing_sizes,
+    cancelling,
+    head_of,
+    pieces,
+    row_weights,
+)
+from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.paged_attention import (
+    PagedBatch,
+    Span,
+    attention_sizes,
+    paged_attention,
+    paged_batch,
+)
 from shardwise.layout import Layout
-from shardwise.model.load import load_weights, read_config
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
-from shardwise.quant.cache import KvDtype
+from shardwise.quant.kv_dtype import KvDtype
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
 
@@ -30,7 +47,8 @@ Runs = list[list[tuple[int, int]]]  # of each step: (sequence, tokens)
 
 @dataclass
 class Drawn:
-    """Sequences with all their queries, keys and values [T, heads, C], and where their pages are."""
+    """Sequences with all their queries, keys and values [T, heads, C], and where their pages
+    are."""
 
     q: list[Tensor]
     k: list[Tensor]
@@ -42,7 +60,14 @@ class Drawn:
         return sum(map(len, self.tables)) + 3
 
 
-def drawn(lengths: Sequence[int], num_heads: int, num_kv: int, size: int, dtype: torch.dtype, seed: int = 0) -> Drawn:
+def drawn(
+    lengths: Sequence[int],
+    num_heads: int,
+    num_kv: int,
+    size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Drawn:
     random = torch.Generator().manual_seed(seed)
 
     def tensors(heads: int) -> list[Tensor]:
@@ -54,18 +79,26 @@ def drawn(lengths: Sequence[int], num_heads: int, num_kv: int, size: int, dtype:
     return Drawn(tensors(num_heads), tensors(num_kv), tensors(num_kv), tables)
 
 
-def over_pages(case: Drawn, runs: Runs, window: int | None, kv_dtype: KvDtype = "auto") -> list[Tensor]:
-    """Attention [T, H, C] of every sequence, its tokens run as `runs` says. Pages are full of NaN at first."""
-    (_, num_heads, size), num_kv, dtype = case.q[0].shape, case.k[0].shape[1], case.q[0].dtype
+def over_pages(
+    case: Drawn, runs: Runs, window: int | None, kv_dtype: KvDtype = "auto"
+) -> list[Tensor]:
+    """Attention [T, H, C] of every sequence, its tokens run as `runs` says. Pages are full of NaN
+    at first."""
+    _, num_heads, size = case.q[0].shape
+    num_kv = case.k[0].shape[1]
+    dtype = case.q[0].dtype
     pages = KVPages.empty((num_kv, case.num_pages, PAGE_TOKENS, size), kv_dtype, dtype)
     fill_with_anything(pages)
     sizes = attention_sizes(size, dtype)
-    done, out = [0] * len(case.q), [torch.empty_like(q) for q in case.q]
+    done = [0] * len(case.q)
+    out = [torch.empty_like(q) for q in case.q]
     for step in runs:
         places = [(number, slice(done[number], done[number] + count)) for number, count in step]
         spans = [Span(at.start, at.stop - at.start, case.tables[number]) for number, at in places]
         batch = paged_batch(spans, num_heads // num_kv, PAGE_TOKENS, [window], sizes)
-        q, k, v = (torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v))
+        q, k, v = (
+            torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v)
+        )
         pages.keys.write(batch.slots, k)
         pages.values.write(batch.slots, v)
         found = paged_attention(q, pages, batch, window).split([span.num_tokens for span in spans])
@@ -87,11 +120,16 @@ def definition(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 
 def cut(lengths: Sequence[int], most: int, random: torch.Generator) -> Runs:
-    """Steps that run sequences in chunks of up to `most` tokens, each step some of them in some order."""
+    """Steps that run sequences in chunks of up to `most` tokens, each step some of them in some
+    order."""
     left = list(lengths)
     runs: Runs = []
     while any(left):
-        waiting = [number for number in torch.randperm(len(left), generator=random).tolist() if left[number]]
+        waiting = [
+            number
+            for number in torch.randperm(len(left), generator=random).tolist()
+            if left[number]
+        ]
         step = []
         for number in waiting[: 1 + int(torch.randint(len(waiting), (), generator=random))]:
             count = min(left[number], 1 + int(torch.randint(most, (), generator=random)))
@@ -109,11 +147,20 @@ def whole(lengths: Sequence[int]) -> Runs:
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     heads=st.sampled_from([(1, 1), (9, 3), (4, 4), (8, 1)]),
-    size=st.sampled_from([16, 64, 80]), window=st.sampled_from([None, 1, 40, 130, 1000]), dtype=st.sampled_from(DTYPES),
-    most=st.sampled_from([1, 7, 64, 300]), seed=st.integers(0, 1000),
-)  # fmt: skip
+    size=st.sampled_from([16, 64, 80]),
+    window=st.sampled_from([None, 1, 40, 130, 1000]),
+    dtype=st.sampled_from(DTYPES),
+    most=st.sampled_from([1, 7, 64, 300]),
+    seed=st.integers(0, 1000),
+)
 def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
-    lengths: list[int], heads: tuple[int, int], size: int, window: int | None, dtype: torch.dtype, most: int, seed: int
+    lengths: list[int],
+    heads: tuple[int, int],
+    size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    most: int,
+    seed: int,
 ) -> None:
     case = drawn(lengths, *heads, size, dtype, seed)
     alone = over_pages(case, whole(lengths), window)
@@ -136,12 +183,17 @@ def test_many_decode_at_once(dtype: torch.dtype) -> None:
 
 
 def test_numbers_that_nobody_may_see_do_not_count() -> None:
-    """What lies behind a sequence in its last page, and in pages of others, may be NaN or anything."""
+    """What lies behind a sequence in its last page, and in pages of others, may be NaN or
+    anything."""
     case = drawn([20], 2, 1, 16, torch.float32)
-    batch = paged_batch([Span(0, 20, case.tables[0])], 2, PAGE_TOKENS, [None], attention_sizes(16, torch.float32))
+    batch = paged_batch(
+        [Span(0, 20, case.tables[0])], 2, PAGE_TOKENS, [None], attention_sizes(16, torch.float32)
+    )
     found = []
     for garbage in (0.0, torch.nan, torch.inf):
-        pages = KVPages(*(Vectors(torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage)) for _ in range(2)))
+        pages = KVPages(
+            *(Vectors(torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage)) for _ in range(2))
+        )
         pages.keys.write(batch.slots, case.k[0])
         pages.values.write(batch.slots, case.v[0])
         found.append(paged_attention(case.q[0], pages, batch, None))
@@ -149,17 +201,26 @@ def test_numbers_that_nobody_may_see_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (576, 960), (1536, 576), (4096, 256), (33, 101)])
-def test_rows_of_a_product_do_not_depend_on_how_many_there_are(num_in: int, num_out: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("num_in", "num_out"), [(64, 96), (576, 960), (1536, 576), (4096, 256), (33, 101)]
+)
+def test_rows_of_a_product_do_not_depend_on_how_many_there_are(
+    num_in: int, num_out: int, dtype: torch.dtype
+) -> None:
     random = torch.Generator().manual_seed(num_in)
     weight = torch.randn(num_out, num_in, generator=random).to(dtype)
     x = torch.randn(300, num_in, generator=random).to(dtype)
-    linear, head = row_weights({"blocks.0.w": weight})["blocks.0.w"], head_of(weight, dtype)[0]
+    linear = row_weights({"blocks.0.w": weight})["blocks.0.w"]
+    head = head_of(weight, dtype)[0]
     assert isinstance(linear, RowWeight)
     expected = x.double() @ weight.double().t()
     scale = expected.abs().max()
-    assert (linear.apply(x) - expected).abs().max() < scale * (1e-5 if dtype == torch.float32 else 2**-8)
-    assert (head.apply(x) - expected).abs().max() < scale * (1e-5 if dtype == torch.float32 else 2**-16)
+    assert (linear.apply(x) - expected).abs().max() < scale * (
+        1e-5 if dtype == torch.float32 else 2**-8
+    )
+    assert (head.apply(x) - expected).abs().max() < scale * (
+        1e-5 if dtype == torch.float32 else 2**-16
+    )
     for made in (linear, head):
         wanted = made.apply(x)
         for count in (1, 2, 3, 5, 7, 17, 33, 65, 100, 257):
@@ -183,10 +244,15 @@ def test_a_size_at_which_rows_differ_is_found_out() -> None:
     assert agreeing_sizes(product, weight) == (8, 16, 24, 32, 48, 64, 128, 256)
 
 
-@given(num_rows=st.integers(1, 2000), sizes=st.sets(st.sampled_from([1, 2, 4, 8, 32, 64, 256]), min_size=1))
+@given(
+    num_rows=st.integers(1, 2000),
+    sizes=st.sets(st.sampled_from([1, 2, 4, 8, 32, 64, 256]), min_size=1),
+)
 def test_pieces_are_all_rows_in_order(num_rows: int, sizes: set[int]) -> None:
     found = list(pieces(num_rows, tuple(sorted(sizes))))
-    assert [start for start, _, _ in found] == [sum(count for _, count, _ in found[:n]) for n in range(len(found))]
+    assert [start for start, _, _ in found] == [
+        sum(count for _, count, _ in found[:n]) for n in range(len(found))
+    ]
     assert sum(count for _, count, _ in found) == num_rows
     assert all(0 < count <= size and size in sizes for _, count, size in found)
 
@@ -221,32 +287,50 @@ class Served:
         config = self.config
         counts = [-(-len(text) // PAGE_TOKENS) for text in texts]
         ends = [sum(counts[: n + 1]) for n in range(len(counts))]
-        tables = [tuple(range(end - 1, end - 1 - count, -1)) for end, count in zip(ends, counts, strict=True)]
+        tables = [
+            tuple(range(end - 1, end - 1 - count, -1))
+            for end, count in zip(ends, counts, strict=True)
+        ]
         shape = config.num_kv_heads, ends[-1], PAGE_TOKENS, config.head_dim
         pages = [KVPages.empty(shape, self.kv_dtype, self.dtype) for _ in range(config.num_layers)]
         for layer in pages:
             fill_with_anything(layer)
-        sizes, windows = (
-            attention_sizes(config.head_dim, self.dtype),
-            [config.window(n) for n in range(config.num_layers)],
-        )
-        group, done = config.num_heads // config.num_kv_heads, [0] * len(texts)
+        sizes = attention_sizes(config.head_dim, self.dtype)
+        windows = [config.window(n) for n in range(config.num_layers)]
+        group = config.num_heads // config.num_kv_heads
+        done = [0] * len(texts)
         hidden: list[list[Tensor]] = [[] for _ in texts]
         for step in runs:
             spans = [Span(done[number], count, tables[number]) for number, count in step]
             batch = paged_batch(spans, group, PAGE_TOKENS, windows, sizes)
-            tokens = [token for number, n in step for token in texts[number][done[number] : done[number] + n]]
-            positions = torch.cat([torch.arange(span.start, span.start + span.num_tokens) for span in spans])
+            tokens = [
+                token
+                for number, n in step
+                for token in texts[number][done[number] : done[number] + n]
+            ]
+            positions = torch.cat(
+                [torch.arange(span.start, span.start + span.num_tokens) for span in spans]
+            )
             attend = Paged(config, pages, batch)
-            x = Transformer(config).hidden(self.weights, torch.tensor(tokens), positions, attend)
-            for (number, count), part in zip(step, x.split([count for _, count in step]), strict=True):
+            x = Transformer(config, TORCH).hidden(
+                self.weights, torch.tensor(tokens), positions, attend
+            )
+            for (number, count), part in zip(
+                step, x.split([count for _, count in step]), strict=True
+            ):
                 hidden[number].append(part)
                 done[number] += count
-        return [(torch.cat(parts), torch.cat([self.head.apply(part) for part in parts])) for parts in hidden]
+        return [
+            (torch.cat(parts), torch.cat([self.head.apply(part) for part in parts]))
+            for parts in hidden
+        ]
 
 
-def served(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> Served:
-    ready, head = row_weights(weights), head_of(weights[Transformer(config).head_name], dtype)[0]
+def served(
+    config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, kv_dtype: KvDtype = "auto"
+) -> Served:
+    ready = row_weights(weights)
+    head = head_of(weights[Transformer(config, TORCH).head_name], dtype)[0]
     return Served(config, ready, head, dtype, kv_dtype)  # type: ignore[arg-type]
 
 
@@ -257,7 +341,10 @@ def ways(texts: list[list[int]]) -> Iterator[Runs]:
     yield [[(0, 1)]] * lengths[0]
     random = torch.Generator().manual_seed(1)
     yield cut(lengths, 20, random)
-    yield [[(number, length - 3) for number, length in enumerate(lengths)], *[[(n, 1) for n in range(len(texts))]] * 3]
+    yield [
+        [(number, length - 3) for number, length in enumerate(lengths)],
+        *[[(n, 1) for n in range(len(texts))]] * 3,
+    ]
 
 
 def assert_same_bits(model: Served, texts: list[list[int]]) -> None:
@@ -280,15 +367,21 @@ def test_a_tiny_model_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
         expected = theirs(torch.tensor(texts[:1])).logits[0].float()
     logits = model.run(texts[:1], whole([40]))[0][1]
-    assert (logits - expected).abs().max() < expected.abs().max() * (1e-5 if dtype == torch.float32 else 0.05)
+    assert (logits - expected).abs().max() < expected.abs().max() * (
+        1e-5 if dtype == torch.float32 else 0.05
+    )
     assert_same_bits(model, texts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_smollm2_has_the_same_bits(dtype: torch.dtype) -> None:
-    path, one = smollm2_gguf(), Layout()
+    path = smollm2_gguf()
+    one = Layout()
     config = read_config(path)
     weights = load_weights(path, config, model_specs(config), one, one.coord(0), dtype)
     random = torch.Generator().manual_seed(0)
-    texts = [torch.randint(0, config.vocab_size, (n,), generator=random).tolist() for n in (40, 9, 61, 30)]
+    texts = [
+        torch.randint(0, config.vocab_size, (n,), generator=random).tolist()
+        for n in (40, 9, 61, 30)
+    ]
     assert_same_bits(served(config, weights, dtype), texts)

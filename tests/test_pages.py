@@ -1,4 +1,5 @@
-"""Pages of the KV cache: whatever is begun, written, forked and given back, a table reads its own sequence alone."""
+"""Pages of the KV cache: whatever is begun, written, forked and given back, a table reads its own
+sequence alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shardwise.serve.pages import Counts, Pages
+from shardwise.serve.engine.pages import Counts, Pages
 
 MODULUS = 2**61 - 1  # of Python's hash of integers: its multiples all have hash 0
 TOKENS = (0, MODULUS, 2 * MODULUS)
 Slot = tuple[str, tuple[int, ...]]
-"""What a place in a page holds: the salt, and the tokens up to this place, on all of which keys and values depend."""
+"""What a place in a page holds: the salt, and the tokens up to this place, on all of which keys and
+values depend."""
 
 
 class Salt(str):
@@ -57,10 +59,17 @@ class PagesAndMemory(RuleBasedStateMachine):
         ends = [self.memory[page][-1] for page in self.pages.index.values()]
         return {end for end in ends if end is not None}
 
-    @rule(prompt=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=9), salt=st.sampled_from(SALTS))
+    @rule(
+        prompt=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=9),
+        salt=st.sampled_from(SALTS),
+    )
     def begin(self, prompt: list[int], salt: str) -> None:
-        size, findable, expected = self.pages.page_tokens, self.findable(), 0
-        while expected + size < len(prompt) and (salt, tuple(prompt[: expected + size])) in findable:
+        size = self.pages.page_tokens
+        findable = self.findable()
+        expected = 0
+        while (
+            expected + size < len(prompt) and (salt, tuple(prompt[: expected + size])) in findable
+        ):
             expected += size
         table = self.pages.begin(prompt, salt)
         assert len(table) * size == expected < len(prompt)
@@ -72,12 +81,14 @@ class PagesAndMemory(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.sequences))
         if one.num_computed == len(one.tokens):
             one.tokens += more
-        start, room = one.num_computed, self.pages.room(one.table, one.num_computed)
+        start = one.num_computed
+        room = self.pages.room(one.table, one.num_computed)
         stop = min(len(one.tokens), start + room, start + data.draw(st.integers(1, 8)))
         if start == stop:
             assert self.pages.num_available == 0
             return
-        available, before = self.pages.num_available, list(one.table)
+        available = self.pages.num_available
+        before = list(one.table)
         for source, target in self.pages.grow(one.table, start, stop):
             assert source in before and target not in before
             self.memory[target] = list(self.memory[source])
@@ -85,7 +96,10 @@ class PagesAndMemory(RuleBasedStateMachine):
         for position in range(start, stop):
             page = one.table[position // self.pages.page_tokens]
             assert self.pages.num_holders[page] == 1 and page not in self.pages.index.values()
-            self.memory[page][position % self.pages.page_tokens] = (one.salt, tuple(one.tokens[: position + 1]))
+            self.memory[page][position % self.pages.page_tokens] = (
+                one.salt,
+                tuple(one.tokens[: position + 1]),
+            )
         self.pages.commit(one.table, one.tokens, start, stop, one.salt)
         one.num_computed = stop
 
@@ -94,7 +108,9 @@ class PagesAndMemory(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(self.sequences))
         available = self.pages.num_available
-        self.sequences.append(Written(list(one.tokens), one.salt, self.pages.fork(one.table), one.num_computed))
+        self.sequences.append(
+            Written(list(one.tokens), one.salt, self.pages.fork(one.table), one.num_computed)
+        )
         assert self.pages.num_available == available
 
     @precondition(lambda self: self.sequences)
@@ -121,7 +137,9 @@ class PagesAndMemory(RuleBasedStateMachine):
         assert counts.used == len({page for one in self.sequences for page in one.table})
         findable = self.pages.index.values()
         for one in self.sequences:
-            assert all(page in findable for page in one.table[: one.num_computed // self.pages.page_tokens])
+            assert all(
+                page in findable for page in one.table[: one.num_computed // self.pages.page_tokens]
+            )
 
     def teardown(self) -> None:
         for one in self.sequences:
@@ -147,8 +165,13 @@ def test_a_prompt_finds_what_was_computed_but_never_all_of_itself() -> None:
     pages = Pages(8, 4)
     table = computed(pages, range(10))
     assert [pages.begin(range(stop), "") for stop in (4, 5, 8, 9, 10, 12)] == [
-        [], table[:1], table[:1], table[:2], table[:2], table[:2],
-    ]  # fmt: skip
+        [],
+        table[:1],
+        table[:1],
+        table[:2],
+        table[:2],
+        table[:2],
+    ]
 
 
 def test_what_is_not_computed_yet_is_not_found() -> None:
@@ -173,7 +196,8 @@ def test_another_salt_or_another_beginning_finds_nothing() -> None:
 def test_the_last_holder_of_a_shared_page_writes_it_without_a_copy() -> None:
     pages = Pages(8, 4)
     first = computed(pages, range(6))
-    second, third = pages.fork(first), pages.fork(first)
+    second = pages.fork(first)
+    third = pages.fork(first)
     shared = first[1]
     assert pages.counts() == Counts(free=6, used=2, cached=0)
     assert pages.grow(first, 6, 7) == ((shared, first[1]),)
@@ -206,12 +230,16 @@ def test_of_two_equal_pages_computed_side_by_side_the_first_serves_both() -> Non
 
 def test_least_recently_used_goes_first_and_each_chain_from_its_end() -> None:
     pages = Pages(6, 1)
-    old, new = computed(pages, [1, 2, 3]), computed(pages, [7, 8, 9])
-    first, last = list(old), list(new)
+    old = computed(pages, [1, 2, 3])
+    new = computed(pages, [7, 8, 9])
+    first = list(old)
+    last = list(new)
     pages.release(old)
     pages.release(new)
     assert pages.counts() == Counts(free=0, used=0, cached=6)
-    assert pages.begin([1, 0], "") == first[:1]  # used again: the newest of all once it is given back
+    assert (
+        pages.begin([1, 0], "") == first[:1]
+    )  # used again: the newest of all once it is given back
     pages.release([first[0]])
     assert [pages.take() for _ in range(6)] == [first[2], first[1], *reversed(last), first[0]]
     assert pages.counts() == Counts(free=0, used=6, cached=0) and not pages.index

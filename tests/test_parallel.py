@@ -1,5 +1,6 @@
-"""Data parallel against one process that knows nothing of it: plain autograd of the summed loss over the global count
-of targets, and torch's own AdamW and clipping. Both the simple class and the store with nothing cut are held to it."""
+"""Data parallel against one process that knows nothing of it: plain autograd of the summed loss
+over the global count of targets, and torch's own AdamW and clipping. Both the simple class and the
+store with nothing cut are held to it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from shardwise.parallel import mesh as meshes
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
 from shardwise.parallel.data import DataParallel
 from shardwise.parallel.mesh import Mesh, add_rows, make_mesh
-from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.pipeline.executor import Pipeline
 from shardwise.params import model_specs, num_params, units
 from shardwise.train.data import Batch
 from shardwise.train.loop import DTYPES, take_step
@@ -43,10 +44,13 @@ MAX_NORM = 0.5
 UNCLIPPED = 0.0
 
 
-# -- collectives --------------------------------------------------------------------------------------------
+# -- collectives
+# --------------------------------------------------------------------------------------------
 
 
-def reduce_on(rank: int, world: int, values: list[Tensor], operation: str, dtype: torch.dtype | None) -> object:
+def reduce_on(
+    rank: int, world: int, values: list[Tensor], operation: str, dtype: torch.dtype | None
+) -> object:
     mesh = make_mesh(Layout(dp=world), rank, CPU)
     x = values[rank].clone()
     mesh.replicate.all_reduce(x, operation, dtype).wait()  # type: ignore[arg-type]
@@ -70,8 +74,8 @@ def test_all_reduce_and_its_bytes(ranks: Ranks, world: int, operation: str) -> N
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_bf16_is_summed_in_fp32_and_rounded_once(ranks: Ranks, world: int) -> None:
-    """Bit for bit, in the order of the ranks; a sum in bf16 would lose the small terms: 256 + 1 is 256 there. What
-    travels is bf16."""
+    """Bit for bit, in the order of the ranks; a sum in bf16 would lose the small terms: 256 + 1 is
+    256 there. What travels is bf16."""
     drawn = torch.randn(1199, generator=seeded(world)).bfloat16()
     first = [torch.tensor([256.0 if r == 0 else 1.0]) for r in range(world)]
     values = [torch.cat([first[r], drawn.float() * 3.0**r]).bfloat16() for r in range(world)]
@@ -87,7 +91,9 @@ def refused_on(rank: int, world: int) -> str:
     with pytest.raises(AssertionError):
         make_mesh(Layout(dp=world), rank, CPU).data.all_reduce(x, dtype=torch.float32)
     with pytest.raises(AssertionError):
-        make_mesh(Layout(dp=world), rank, CPU).data.all_reduce(x[:4].view(2, 2), dtype=torch.float32)
+        make_mesh(Layout(dp=world), rank, CPU).data.all_reduce(
+            x[:4].view(2, 2), dtype=torch.float32
+        )
     return "refused"
 
 
@@ -97,7 +103,9 @@ def test_what_cannot_be_halved_is_not_summed_wider(ranks: Ranks) -> None:
 
 def rows_of(case: "Case", rank: int) -> Tensor:
     """What a rank brings to a reduce-scatter: a row [S] for each rank."""
-    return torch.randn(case.world, case.size, generator=seeded(10 * case.size + rank)).to(case.dtype)
+    return torch.randn(case.world, case.size, generator=seeded(10 * case.size + rank)).to(
+        case.dtype
+    )
 
 
 @dataclass(frozen=True)
@@ -117,15 +125,19 @@ CASES = [
     Case(0, size, dtype, wider, accumulate, in_place)
     for size in (1, 7, 50)
     for dtype, wider in (
-        (torch.float32, None), (torch.float32, torch.float32), (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16), (torch.bfloat16, None),
+        (torch.float32, None),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, None),
     )
     for accumulate, in_place in ((False, False), (True, False), (False, True))
-]  # fmt: skip
+]
 
 
 def scatter_on(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, int]]:
-    axis, told = make_mesh(Layout(dp=world), rank, CPU).data, []
+    axis = make_mesh(Layout(dp=world), rank, CPU).data
+    told = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meshes, "SLICE_ELEMENTS", 8)  # so that short rows are added in several slices
         for case in cases:
@@ -139,7 +151,8 @@ def scatter_on(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, i
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_reduce_scatter_is_the_sum_of_every_rank_s_row(ranks: Ranks, world: int) -> None:
-    """Bit for bit: the sum in the order of the ranks in the wider dtype, what was there last, then rounded once."""
+    """Bit for bit: the sum in the order of the ranks in the wider dtype, what was there last, then
+    rounded once."""
     cases = [replace(case, world=world) for case in CASES]
     for rank, told in enumerate(ranks.run(world, scatter_on, cases)):
         for case, (out, sent) in zip(cases, told, strict=True):
@@ -165,7 +178,8 @@ def test_rows_are_added_slice_by_slice(n: int, size: int, step: int, accumulate:
 
 
 def gather_on(rank: int, world: int, size: int) -> list[tuple[Tensor, int]]:
-    axis, told = make_mesh(Layout(dp=world), rank, CPU).data, []
+    axis = make_mesh(Layout(dp=world), rank, CPU).data
+    told = []
     for in_place in (False, True):
         out = torch.full((world * size,), math.nan)
         part = out.view(world, size)[rank] if in_place else torch.empty(size)
@@ -194,7 +208,8 @@ def numbers_on(rank: int, world: int) -> object:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_numbers_for_reports(ranks: Ranks, world: int) -> None:
-    """In fp64, so that counts of tokens stay exact; their bytes are told apart from those of the work."""
+    """In fp64, so that counts of tokens stay exact; their bytes are told apart from those of the
+    work."""
     for (summed, highest, gathered), sent, control in ranks.run(world, numbers_on):
         assert summed[:2] == [sum(range(world)), world * 2**40 + sum(range(world))]
         assert summed[2] == pytest.approx(0.1 * world, rel=1e-15)
@@ -217,15 +232,21 @@ def test_axes_are_those_of_the_layout(ranks: Ranks, layout: str) -> None:
         assert coord == plan.coord(rank)
         for name, (place, size, members) in found.items():
             expected = plan.ranks(name, coord)
-            assert (place, size, tuple(members)) == (expected.index(rank), len(expected), expected), name
+            assert (place, size, tuple(members)) == (
+                expected.index(rank),
+                len(expected),
+                expected,
+            ), name
 
 
-# -- a few steps, here and there ----------------------------------------------------------------------------
+# -- a few steps, here and there
+# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells after its steps: gradients and bytes of the last one, the state, and whole weights."""
+    """What a rank tells after its steps: gradients and bytes of the last one, the state, and whole
+    weights."""
 
     losses: list[float]
     norms: list[float]
@@ -238,7 +259,9 @@ class Told:
     dtypes: tuple[torch.dtype, ...]
 
 
-def ready(rank: int, layout: Layout, family: str, precision: str, gradients: str) -> tuple[Program, Mesh]:
+def ready(
+    rank: int, layout: Layout, family: str, precision: str, gradients: str
+) -> tuple[Program, Mesh]:
     mesh = make_mesh(layout, rank, CPU)
     program = apply(FAMILIES[family], mesh, DTYPES[precision], DTYPES[gradients], OPTIMIZER.update)
     fill_store(program.store, tiny_weights(FAMILIES[family]))
@@ -247,35 +270,57 @@ def ready(rank: int, layout: Layout, family: str, precision: str, gradients: str
 
 def batch_of(step: int, mesh: Mesh, with_targets: bool = True) -> Batch:
     tokens, targets = global_batch(step)
-    return part_of(tokens, targets if with_targets else torch.full_like(targets, -100), mesh.layout, mesh.data.rank)
+    return part_of(
+        tokens,
+        targets if with_targets else torch.full_like(targets, -100),
+        mesh.layout,
+        mesh.data.rank,
+    )
 
 
 def steps_on(
-    rank: int, world: int, short: str, family: str, num_steps: int, precision: str = "fp32", gradients: str = "fp32",
-    max_norm: float = UNCLIPPED, spoil: str = "",
-) -> Told:  # fmt: skip
+    rank: int,
+    world: int,
+    short: str,
+    family: str,
+    num_steps: int,
+    precision: str = "fp32",
+    gradients: str = "fp32",
+    max_norm: float = UNCLIPPED,
+    spoil: str = "",
+) -> Told:
     program, mesh = ready(rank, Layout.parse(short), family, precision, gradients)
-    store, losses, norms = program.store, [], []
+    store = program.store
+    losses = []
+    norms = []
     if spoil == "nan" and rank == world - 1:  # of one rank alone
         store.weights(("norm",))["norm"].data[0] = math.nan
     for step in range(num_steps):
         mesh.bytes_sent()
-        loss, norm = take_step(program, mesh, batch_of(step, mesh, spoil != "no targets"), RATE.at(step), max_norm)
+        loss, norm = take_step(
+            program, mesh, batch_of(step, mesh, spoil != "no targets"), RATE.at(step), max_norm
+        )
         losses.append(mesh.world.sum(loss)[0])
         norms.append(norm)
     sent = mesh.bytes_sent()
-    names = [spec.name for spec in program.specs if spec.tied_to is None and mesh.layout.shard == "none"]
+    names = [
+        spec.name for spec in program.specs if spec.tied_to is None and mesh.layout.shard == "none"
+    ]
     weights = {name: weight.detach().clone() for name, weight in store.weights(names).items()}
     grads, masters = (whole(store, mesh, program.specs, kind) for kind in ("gradient", "master"))
-    dtypes = tuple(view.dtype for kind in ("gradient", "master") for _, _, view in store.owned(kind))
-    return Told(losses, norms, grads, weights, masters, sent, store.num_steps, digest(store), dtypes)
+    dtypes = tuple(
+        view.dtype for kind in ("gradient", "master") for _, _, view in store.owned(kind)
+    )
+    return Told(
+        losses, norms, grads, weights, masters, sent, store.num_steps, digest(store), dtypes
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_step_has_the_gradient_of_one_process(ranks: Ranks, layout: str, family: str) -> None:
-    """Each gradient within 1e-5 of its size, loss and norm within 1e-6, on every rank, with ever fewer targets from
-    rank to rank and micro-batch to micro-batch and none at all in some."""
+    """Each gradient within 1e-5 of its size, loss and norm within 1e-6, on every rank, with ever
+    fewer targets from rank to rank and micro-batch to micro-batch and none at all in some."""
     expected = plain_steps(FAMILIES[family], 1)
     world = Layout.parse(layout).world_size
     for told in ranks.run(world, steps_on, layout, family, 1):
@@ -287,11 +332,14 @@ def test_one_step_has_the_gradient_of_one_process(ranks: Ranks, layout: str, fam
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 @pytest.mark.parametrize("layout", ["dp1", "dp2.m2", "dp4"])
 def test_three_steps_end_where_torch_ends(ranks: Ranks, layout: str, family: str) -> None:
-    """Clipped at every step, decayed as torch decays. Weights within 1e-4 of their size: Adam divides by the root of
-    tiny squares, so the gradients' rounding grows. Replicas are equal bit for bit."""
+    """Clipped at every step, decayed as torch decays. Weights within 1e-4 of their size: Adam
+    divides by the root of tiny squares, so the gradients' rounding grows. Replicas are equal bit
+    for bit."""
     expected = plain_steps(FAMILIES[family], 3, MAX_NORM)
     assert min(expected.norms) > 2 * MAX_NORM, "every step is to be clipped"
-    first, *others = ranks.run(Layout.parse(layout).world_size, steps_on, layout, family, 3, "fp32", "fp32", MAX_NORM)
+    first, *others = ranks.run(
+        Layout.parse(layout).world_size, steps_on, layout, family, 3, "fp32", "fp32", MAX_NORM
+    )
     assert first.num_steps == 3
     assert first.losses == pytest.approx(expected.losses, rel=1e-5)
     assert first.norms == pytest.approx(expected.norms, rel=1e-4)
@@ -306,45 +354,61 @@ def test_three_steps_end_where_torch_ends(ranks: Ranks, layout: str, family: str
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", ["dp1.m4", "dp2", "dp4", "dp3.z1", "dp2.z2.m2", "dp4.z3"])
 def test_bf16_keeps_fp32_masters(ranks: Ranks, layout: str, gradients: str) -> None:
-    """Gradients lie within 3 % of those in fp32 (a bf16 number has 8 bits, and weights, activations and gradients are
-    all rounded to it), the loss within 0.5 %. Masters are fp32, and keep what bf16 weights would round away."""
+    """Gradients lie within 3 % of those in fp32 (a bf16 number has 8 bits, and weights, activations
+    and gradients are all rounded to it), the loss within 0.5 %. Masters are fp32, and keep what
+    bf16 weights would round away."""
     exact = plain_steps(FAMILIES["llama-tied"], 1)
-    for told in ranks.run(Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 1, "bf16", gradients):
+    for told in ranks.run(
+        Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 1, "bf16", gradients
+    ):
         assert set(told.dtypes) == {DTYPES[gradients], torch.float32}
         assert told.losses == pytest.approx(exact.losses, rel=5e-3)
         assert told.norms == pytest.approx(exact.norms, rel=2e-2)
         assert worst(told.grads, exact.grads) < 3e-2
-    first, *_ = ranks.run(Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", gradients)
+    first, *_ = ranks.run(
+        Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", gradients
+    )
     start = tiny_weights(FAMILIES["llama-tied"])
     for name, master in first.masters.items():
         assert not torch.equal(master, master.bfloat16().float()), name
-        assert relative(master, start[name]) > 1e-3, "a step in bf16 alone would round the change of large weights away"
+        assert relative(master, start[name]) > 1e-3, (
+            "a step in bf16 alone would round the change of large weights away"
+        )
 
 
 @pytest.mark.parametrize("layout", ["dp1.m4", "dp2", "dp4"])
 def test_bf16_weights_are_the_masters_rounded(ranks: Ranks, layout: str) -> None:
     """On every rank alike."""
-    first, *others = ranks.run(Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", "bf16")
+    first, *others = ranks.run(
+        Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", "bf16"
+    )
     for told in (first, *others):
         assert told.digest == first.digest
         for name, master in first.masters.items():
-            assert torch.equal(told.weights[name], master.bfloat16()), f"{name} is not its master rounded"
+            assert torch.equal(told.weights[name], master.bfloat16()), (
+                f"{name} is not its master rounded"
+            )
 
 
 @pytest.mark.parametrize("layout", ["dp1", "dp1.m4", "dp2", "dp2.m2", "dp3", "dp4"])
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 def test_bytes_sent_are_those_predicted(ranks: Ranks, layout: str, gradients: str) -> None:
-    """2 P (n - 1) / n elements a step, in the dtype of the gradients, however many micro-batches; a unit of state is
-    padded to a multiple of the ranks."""
-    plan, specs = Layout.parse(layout), model_specs(FAMILIES["llama-tied"])
+    """2 P (n - 1) / n elements a step, in the dtype of the gradients, however many micro-batches; a
+    unit of state is padded to a multiple of the ranks."""
+    plan = Layout.parse(layout)
+    specs = model_specs(FAMILIES["llama-tied"])
     padded = sum(plan.padded(sum(spec.numel for spec in owned)) for owned in units(specs).values())
     assert 0 <= padded - num_params(specs) < plan.dp * len(units(specs))
     for told in ranks.run(plan.dp, steps_on, layout, "llama-tied", 1, "bf16", gradients):
-        assert told.bytes_sent["dp"] == 2 * padded * DTYPES[gradients].itemsize * (plan.dp - 1) // plan.dp
+        assert (
+            told.bytes_sent["dp"]
+            == 2 * padded * DTYPES[gradients].itemsize * (plan.dp - 1) // plan.dp
+        )
         assert [told.bytes_sent[axis] for axis in ("tp", "pp", "cp")] == [0, 0, 0]
 
 
-# -- the simple class ---------------------------------------------------------------------------------------
+# -- the simple class
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -355,18 +419,24 @@ class Simple:
     weights: dict[str, Tensor]
 
 
-def simple_steps_on(rank: int, world: int, short: str, family: str, num_steps: int, max_norm: float) -> Simple:
+def simple_steps_on(
+    rank: int, world: int, short: str, family: str, num_steps: int, max_norm: float
+) -> Simple:
     """Through the executor and the table of the store."""
-    config, mesh = FAMILIES[family], make_mesh(Layout.parse(short), rank, CPU)
+    config = FAMILIES[family]
+    mesh = make_mesh(Layout.parse(short), rank, CPU)
     fast = apply(config, mesh, torch.float32, torch.float32, OPTIMIZER.update)
     store = DataParallel(mesh, tiny_weights(config), OPTIMIZER.update)
     program = replace(fast, store=store, pipeline=Pipeline(fast.pipeline.work, store, mesh))  # type: ignore[arg-type]
     grads: dict[str, Tensor] = {}
-    losses, norms = [], []
+    losses = []
+    norms = []
     clip = store.clip
 
     def clip_and_look(max_norm: float) -> float:
-        grads.update({name: grad.clone() for name, grad in store.grads.items()})  # it scales them in place
+        grads.update(
+            {name: grad.clone() for name, grad in store.grads.items()}
+        )  # it scales them in place
         return clip(max_norm)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -375,17 +445,28 @@ def simple_steps_on(rank: int, world: int, short: str, family: str, num_steps: i
             loss, norm = take_step(program, mesh, batch_of(step, mesh), RATE.at(step), max_norm)
             losses.append(mesh.world.sum(loss)[0])
             norms.append(norm)
-    return Simple(losses, norms, grads, {name: weight.detach() for name, weight in store.master.items()})
+    return Simple(
+        losses, norms, grads, {name: weight.detach() for name, weight in store.master.items()}
+    )
 
 
-@pytest.mark.parametrize(("layout", "family"), [("dp1.m3", "llama"), ("dp2.m2", "gpt2"), ("dp3", "qwen3"),
-                                                ("dp4", "llama-tied"), ("dp4.m3", "qwen2")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ("dp1.m3", "llama"),
+        ("dp2.m2", "gpt2"),
+        ("dp3", "qwen3"),
+        ("dp4", "llama-tied"),
+        ("dp4.m3", "qwen2"),
+    ],
+)
 def test_the_simple_class_is_one_process_and_the_store_is_the_simple_class(
     ranks: Ranks, layout: str, family: str
 ) -> None:
-    """Three clipped steps. To one process gradients within 1e-4, weights within 1e-4. To each other within 2e-5: only
-    the order of sums differs."""
-    world, expected = Layout.parse(layout).world_size, plain_steps(FAMILIES[family], 3, MAX_NORM)
+    """Three clipped steps. To one process gradients within 1e-4, weights within 1e-4. To each other
+    within 2e-5: only the order of sums differs."""
+    world = Layout.parse(layout).world_size
+    expected = plain_steps(FAMILIES[family], 3, MAX_NORM)
     simple, *others = ranks.run(world, simple_steps_on, layout, family, 3, MAX_NORM)
     for other in others:
         assert (other.losses, other.norms) == (simple.losses, simple.norms)
@@ -401,7 +482,8 @@ def test_the_simple_class_is_one_process_and_the_store_is_the_simple_class(
     assert worst(store.weights, simple.weights) < 2e-5
 
 
-# -- what must not break a step -----------------------------------------------------------------------------
+# -- what must not break a step
+# -----------------------------------------------------------------------------
 
 
 def no_targets_on(rank: int, world: int, layout: str) -> Told:
@@ -421,7 +503,8 @@ def test_a_step_without_any_target_does_not_divide_by_zero(ranks: Ranks, layout:
 
 @pytest.mark.parametrize("layout", ["dp1", "dp2"])
 def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks: Ranks, layout: str) -> None:
-    """One rank has a broken weight: all see it in the norm, and none moves, so all keep the state before."""
+    """One rank has a broken weight: all see it in the norm, and none moves, so all keep the state
+    before."""
     start = tiny_weights(FAMILIES["llama"])
     world = Layout.parse(layout).world_size
     for rank, told in enumerate(ranks.run(world, broken_weight_on, layout)):
@@ -431,7 +514,8 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks: Ranks, layout: s
                 assert torch.equal(weight, start[name]), name
 
 
-# -- first weights ------------------------------------------------------------------------------------------
+# -- first weights
+# ------------------------------------------------------------------------------------------
 
 
 def drawn_on(rank: int, world: int, layout: str, seed: int) -> dict[str, Tensor]:
@@ -449,7 +533,8 @@ def test_first_weights_do_not_depend_on_the_layout(ranks: Ranks) -> None:
         assert all(torch.equal(told[name], expected[name]) for name in expected)
 
 
-# -- what cannot be trained ---------------------------------------------------------------------------------
+# -- what cannot be trained
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("short", ["pp2.zb-auto@0.01.m4", "dp2.pp2.fsdp"])
@@ -459,8 +544,15 @@ def test_what_cannot_be_trained_is_refused_with_what_can(short: str) -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 64), st.sampled_from(["none", "zero1", "zero2", "zero3"]))
-def test_data_parallel_with_accumulation_is_trainable(groups: int, size: int, microbatches: int, shard: Shard) -> None:
+@given(
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(1, 64),
+    st.sampled_from(["none", "zero1", "zero2", "zero3"]),
+)
+def test_data_parallel_with_accumulation_is_trainable(
+    groups: int, size: int, microbatches: int, shard: Shard
+) -> None:
     """Whatever is cut of it, in groups too."""
     group = None if shard == "none" else size
     layout = Layout(dp=groups * size, microbatches=microbatches, shard=shard, shard_group=group)
@@ -479,4 +571,7 @@ def fail_in_a_collective(rank: int, world: int) -> None:
 def test_a_collective_that_breaks_off_names_its_axis(ranks: Ranks) -> None:
     with pytest.raises(RankFailed, match="rank one gives up") as caught:
         ranks.run(2, fail_in_a_collective)
-    assert "then rank 0: shardwise.parallel.mesh.CollectiveFailed: a collective of axis data" in str(caught.value)
+    assert (
+        "then rank 0: shardwise.parallel.mesh.CollectiveFailed: a collective of axis data"
+        in str(caught.value)
+    )

@@ -1,4 +1,5 @@
-"""The parameter table against published counts, and its cuts against the definition of a partition."""
+"""The parameter table against published counts, and its cuts against the definition of a
+partition."""
 
 import math
 from itertools import pairwise
@@ -8,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Coord, Layout
 from shardwise.params import (
     ParamSpec,
@@ -25,8 +26,9 @@ from shardwise.params import (
     units,
 )
 
-# Parameters, and KV bytes per token in bf16: 2 x layers x kv heads x head size x 2 bytes. The counts are those that the
-# hub shows for each model, as the papers round them (LLaMA: 65.2B, Llama 3: 405B); a tied embedding counts once.
+# Parameters, and KV bytes per token in bf16: 2 x layers x kv heads x head size x 2 bytes. The
+# counts are those that the hub shows for each model, as the papers round them (LLaMA: 65.2B, Llama
+# 3: 405B); a tied embedding counts once.
 PUBLISHED = {
     "gpt2": (124_439_808, 36_864),
     "llama-2-7b": (6_738_415_616, 524_288),
@@ -57,15 +59,28 @@ def test_counts_are_the_published_ones(name: str) -> None:
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
     """Small decoders of odd sizes with every optional parameter on or off."""
-    kv_heads, groups = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    heads, head_dim = kv_heads * groups, draw(st.sampled_from([2, 4]))
-    flags = {name: draw(st.booleans()) for name in ("tied", "gated", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")}
+    kv_heads = draw(st.integers(1, 4))
+    groups = draw(st.integers(1, 4))
+    heads = kv_heads * groups
+    head_dim = draw(st.sampled_from([2, 4]))
+    flags = {
+        name: draw(st.booleans())
+        for name in ("tied", "gated", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
+    }
     return ModelConfig(
-        "llama", num_layers=draw(st.integers(1, 2)), hidden_size=draw(st.integers(1, 9)),
-        ffn_size=draw(st.integers(1, 13)), num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        vocab_size=draw(st.integers(1, 40)), max_positions=draw(st.integers(1, 9)),
-        norm=draw(st.sampled_from(["rms", "layer"])), positions=draw(st.sampled_from(["rope", "learned"])), **flags,
-    )  # fmt: skip
+        "llama",
+        num_layers=draw(st.integers(1, 2)),
+        hidden_size=draw(st.integers(1, 9)),
+        ffn_size=draw(st.integers(1, 13)),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=draw(st.integers(1, 40)),
+        max_positions=draw(st.integers(1, 9)),
+        norm=draw(st.sampled_from(["rms", "layer"])),
+        positions=draw(st.sampled_from(["rope", "learned"])),
+        **flags,
+    )
 
 
 @st.composite
@@ -87,7 +102,8 @@ def is_cut(spec: ParamSpec) -> bool:
 @settings(max_examples=60)
 @given(models_with_tp())
 def test_boxes_of_all_ranks_tile_each_parameter(case: tuple[ModelConfig, int]) -> None:
-    """Once each; as often as there are ranks where nothing is cut; kv heads as often as ranks share one."""
+    """Once each; as often as there are ranks where nothing is cut; kv heads as often as ranks share
+    one."""
     config, tp = case
     layout = Layout(tp=tp)
     for spec in model_specs(config):
@@ -98,14 +114,18 @@ def test_boxes_of_all_ranks_tile_each_parameter(case: tuple[ModelConfig, int]) -
         row = 0
         for part in spec.rows:
             copies = max(1, tp // config.num_kv_heads) if part.dim == "kv_heads" else 1
-            assert (held[row : row + part.size] == (copies if is_cut(spec) else tp)).all(), (spec.name, part)
+            assert (held[row : row + part.size] == (copies if is_cut(spec) else tp)).all(), (
+                spec.name,
+                part,
+            )
             row += part.size
 
 
 @settings(max_examples=60)
 @given(models_with_tp())
 def test_local_shape_is_what_the_boxes_fill(case: tuple[ModelConfig, int]) -> None:
-    """Boxes lie in the local tensor without overlap; what they leave is padding, which only a vocabulary has."""
+    """Boxes lie in the local tensor without overlap; what they leave is padding, which only a
+    vocabulary has."""
     config, tp = case
     layout = Layout(tp=tp)
     for spec in model_specs(config):
@@ -124,7 +144,8 @@ def test_local_shape_is_what_the_boxes_fill(case: tuple[ModelConfig, int]) -> No
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 30))
 def test_rectangles_are_the_range_and_few(start: int, length: int, width: int) -> None:
-    """In order, without gap or overlap; the rest of a row, whole rows, the beginning of a row, and no more."""
+    """In order, without gap or overlap; the rest of a row, whole rows, the beginning of a row, and
+    no more."""
     found = list(rectangles(start, start + length, width))
     places = [
         (row + r) * width + column + c
@@ -137,14 +158,18 @@ def test_rectangles_are_the_range_and_few(start: int, length: int, width: int) -
     for row, column, (rows, columns) in found:
         assert row >= 0 and rows >= 1 and columns >= 1 and column + columns <= width
         assert rows == 1 or columns == width
-    assert len([shape for *_, shape in found if shape[1] == width]) <= 1, "whole rows are one rectangle"
+    assert len([shape for *_, shape in found if shape[1] == width]) <= 1, (
+        "whole rows are one rectangle"
+    )
 
 
 @settings(max_examples=60)
 @given(models_with_tp(), st.integers(0, 40), st.data())
-def test_consecutive_ranges_tile_every_box(case: tuple[ModelConfig, int], num_cuts: int, data: st.DataObject) -> None:
-    """However the flat local tensor is cut, every element of every box is in one rectangle, at its own place; padding
-    is in none. Empty ranges and ranges beyond the end hold nothing more."""
+def test_consecutive_ranges_tile_every_box(
+    case: tuple[ModelConfig, int], num_cuts: int, data: st.DataObject
+) -> None:
+    """However the flat local tensor is cut, every element of every box is in one rectangle, at its
+    own place; padding is in none. Empty ranges and ranges beyond the end hold nothing more."""
     config, tp = case
     layout = Layout(tp=tp)
     spec = data.draw(st.sampled_from(model_specs(config)))
@@ -156,7 +181,8 @@ def test_consecutive_ranges_tile_every_box(case: tuple[ModelConfig, int], num_cu
     local = np.full(shape, -1)
     for box in boxes(spec, layout, coord):
         local[box.local_slices] = whole[box.slices]
-    flat, rebuilt = local.reshape(-1), np.full(size, -1)
+    flat = local.reshape(-1)
+    rebuilt = np.full(size, -1)
     for start, stop in pairwise([0, *cuts, size]):
         for box, first in boxes_within(spec, layout, coord, start, stop):
             assert len(box.shape) == len(spec.shape) and math.prod(box.shape) >= 1
@@ -185,10 +211,16 @@ def test_a_cut_never_splits_a_head(case: tuple[ModelConfig, int]) -> None:
             assert q.shape[0] == config.q_size // tp
             assert k.shape == v.shape
             assert k.shape[0] == max(1, config.num_kv_heads // tp) * config.head_dim
-            group = config.num_heads // config.num_kv_heads  # this rank's q heads use just the kv heads it holds
-            first, last = q.start[0] // config.head_dim, (q.start[0] + q.shape[0]) // config.head_dim - 1
+            group = (
+                config.num_heads // config.num_kv_heads
+            )  # this rank's q heads use just the kv heads it holds
+            first = q.start[0] // config.head_dim
+            last = (q.start[0] + q.shape[0]) // config.head_dim - 1
             kv_first = (k.start[0] - config.q_size) // config.head_dim
-            assert (first // group, last // group) == (kv_first, kv_first + k.shape[0] // config.head_dim - 1)
+            assert (first // group, last // group) == (
+                kv_first,
+                kv_first + k.shape[0] // config.head_dim - 1,
+            )
 
 
 @settings(max_examples=60)
@@ -204,14 +236,16 @@ def test_the_first_tensor_rank_is_the_fullest(case: tuple[ModelConfig, int]) -> 
 
 def test_shards_may_be_empty() -> None:
     """5 vocabulary rows on 4 ranks: 2, 2, 1 and none."""
-    layout, spec = Layout(tp=4), ParamSpec("embed", (5, 3), ("vocab", "embed"), model_specs(CATALOGUE["gpt2"])[0].init)
+    layout = Layout(tp=4)
+    spec = ParamSpec("embed", (5, 3), ("vocab", "embed"), model_specs(CATALOGUE["gpt2"])[0].init)
     rows = [boxes(spec, layout, coord)[0] for coord in tensor_coords(layout)]
     assert [(box.start[0], box.shape[0]) for box in rows] == [(0, 2), (2, 2), (4, 1), (5, 0)]
     assert {local_shape(spec, layout, coord) for coord in tensor_coords(layout)} == {(2, 3)}
 
 
 def axes_of(config: ModelConfig, layout: Layout) -> dict[str, tuple[str, ...]]:
-    """The partial axes of block 0 and of what is outside the blocks, by `parameter` or `parameter.part`."""
+    """The partial axes of block 0 and of what is outside the blocks, by `parameter` or
+    `parameter.part`."""
     found = {}
     for spec in model_specs(config):
         if spec.name.startswith("blocks.") and not spec.name.startswith("blocks.0."):
@@ -226,18 +260,29 @@ def test_partial_axes_without_sequence_parallelism() -> None:
     axes = axes_of(CATALOGUE["qwen3-8b"], Layout(tp=2))
     summed = {name: axes_ for name, axes_ in axes.items() if axes_}
     assert summed == {
-        "qkv.k": ("kv_replica",), "qkv.v": ("kv_replica",),  # shared where kv heads are fewer than ranks
-        "q_norm": ("tp",), "k_norm": ("tp",),  # each rank saw its own heads only
-    }  # fmt: skip
+        "qkv.k": ("kv_replica",),
+        "qkv.v": ("kv_replica",),  # shared where kv heads are fewer than ranks
+        "q_norm": ("tp",),
+        "k_norm": ("tp",),  # each rank saw its own heads only
+    }
 
 
 def test_partial_axes_with_sequence_parallelism() -> None:
-    """Each rank sees its own tokens, so what is whole on every rank is partial over tp; what tp cuts is not."""
+    """Each rank sees its own tokens, so what is whole on every rank is partial over tp; what tp
+    cuts is not."""
     axes = axes_of(CATALOGUE["gpt2"], Layout(tp=2, sequence_parallel=True))
     over_tp = {name for name, axes_ in axes.items() if "tp" in axes_}
     assert over_tp == {
-        "positions", "norm1", "norm1_bias", "norm2", "norm2_bias", "out_bias", "down_bias", "norm", "norm_bias",
-    }  # fmt: skip
+        "positions",
+        "norm1",
+        "norm1_bias",
+        "norm2",
+        "norm2_bias",
+        "out_bias",
+        "down_bias",
+        "norm",
+        "norm_bias",
+    }
     assert axes["qkv.k"] == axes["qkv_bias.v"] == ("kv_replica",)
     assert axes["embed"] == axes["out"] == axes["gate_up.up"] == axes["gate_up_bias.up"] == ()
 
@@ -259,7 +304,12 @@ def test_units_hold_every_stored_parameter_once(config: ModelConfig, pp: int) ->
 def test_stages_hold_every_unit_and_share_only_a_tied_embedding(short: str, tied: bool) -> None:
     config = ModelConfig("llama", 7, 8, 8, 2, 2, 4, 16, 16, tied=tied)
     layout = Layout.parse(short)
-    held = [unit for stage in range(layout.pp) for unit in stage_units(config, layout, stage) if unit != "positions"]
+    held = [
+        unit
+        for stage in range(layout.pp)
+        for unit in stage_units(config, layout, stage)
+        if unit != "positions"
+    ]
     expected = list(units(model_specs(config)))
     assert sorted(held) == sorted(expected + (["embed"] if tied and layout.pp > 1 else []))
 
@@ -268,4 +318,6 @@ def test_interleaved_stages_take_turns() -> None:
     config = ModelConfig("llama", 8, 8, 8, 2, 2, 4, 16, 16)
     layout = Layout.parse("pp2.interleaved.v2.m2")
     first = stage_units(config, layout, 0)
-    assert {unit for unit in first if unit.startswith("blocks.")} == {f"blocks.{i}" for i in (0, 1, 4, 5)}
+    assert {unit for unit in first if unit.startswith("blocks.")} == {
+        f"blocks.{i}" for i in (0, 1, 4, 5)
+    }

@@ -21,17 +21,8 @@ from ranks import Ranks
 from shardwise.cli import main
 from shardwise.commands.parity import answer
 from shardwise.layout import Layout
-from shardwise.model.loss import IGNORED
-from shardwise.parallel import mesh as mesh_module
-from shardwise.parallel.fsdp import FsdpStore
-from shardwise.parallel.launch import Place
-from shardwise.parallel.mesh import Axis, Pending
-from shardwise.parallel.unit import Owned, Unit
-from shardwise.parallel.zero import Store
-from shardwise.params import Box, ParamSpec, model_specs
-from shardwise.train import parity as parity_module
-from shardwise.train.loop import DTYPES
-from shardwise.train.parity import (
+from shardwise.measure import parity as parity_module
+from shardwise.measure.parity import (
     MAX_NORM,
     PROCESS_BYTES,
     TOLERANCES,
@@ -47,6 +38,15 @@ from shardwise.train.parity import (
     ratio,
     vanishes,
 )
+from shardwise.model.loss import IGNORED
+from shardwise.parallel import mesh as mesh_module
+from shardwise.parallel.fsdp import FsdpStore
+from shardwise.parallel.launch import Place
+from shardwise.parallel.mesh import Axis, Pending
+from shardwise.parallel.unit import Owned, Unit
+from shardwise.parallel.zero import Store
+from shardwise.params import Box, ParamSpec, model_specs
+from shardwise.train.loop import DTYPES
 from tiny_training import FAMILIES
 from tiny_training import part_of as their_part_of
 
@@ -75,42 +75,66 @@ def found_by(ranks: Ranks, trial: Trial, spoil: str = "") -> dict[str, Any]:
     assert others == [None] * len(others)
     told = json.loads(json.dumps(answer(trial, "tiny", first), allow_nan=False))
     assert list(told) == KEYS
-    assert told["ok"] == first.is_equal == (first.first is None) == (told["first_difference"] is None)
+    assert (
+        told["ok"] == first.is_equal == (first.first is None) == (told["first_difference"] is None)
+    )
     return told
 
 
-# -- what is equal is found equal ---------------------------------------------------------------------------
+# -- what is equal is found equal
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("layout", "overlap", "bucket_bytes"),
-    [(layout, True, 64 << 20) for layout in LAYOUTS] + [("dp4.z2", True, 4096), ("dp3.z3", False, 1000)],
+    [(layout, True, 64 << 20) for layout in LAYOUTS]
+    + [("dp4.z2", True, 4096), ("dp3.z3", False, 1000)],
 )
-def test_layouts_equal_one_rank(ranks: Ranks, layout: str, overlap: bool, bucket_bytes: int) -> None:
+def test_layouts_equal_one_rank(
+    ranks: Ranks, layout: str, overlap: bool, bucket_bytes: int
+) -> None:
     config = DEEP if "pp" in layout else FAMILIES["llama-tied"]
     trial = Trial(config, Layout.parse(layout), overlap=overlap, bucket_bytes=bucket_bytes)
     told = found_by(ranks, trial)
     assert told["ok"] and told["replicas_equal"] and told["first_difference"] is None
     assert told["loss_rel"] < 1e-6 and told["grad_rel"] < 1e-5, "ten times below the bounds"
     assert told["grad_norm_rel"] < 1e-6 and told["param_rel"] < 1e-5
-    assert told["grad_rel"] > 0, "sums in another order round otherwise: zero would mean that nothing was compared"
+    assert told["grad_rel"] > 0, (
+        "sums in another order round otherwise: zero would mean that nothing was compared"
+    )
     assert (Layout.parse(told["layout"]), told["model"], told["steps"]) == (trial.layout, "tiny", 3)
-    assert told["tolerances"] == {"loss_rel": 1e-5, "grad_rel": 1e-4, "grad_norm_rel": 1e-5, "param_rel": 1e-4}
+    assert told["tolerances"] == {
+        "loss_rel": 1e-5,
+        "grad_rel": 1e-4,
+        "grad_norm_rel": 1e-5,
+        "param_rel": 1e-4,
+    }
 
 
 @st.composite
 def trials(draw: st.DrawFn) -> Trial:
     shard = draw(st.sampled_from(["none", "zero1", "zero2", "zero3"]))
     dp = draw(st.integers(1, 4))
-    group = draw(st.sampled_from([None, *(s for s in range(1, dp + 1) if dp % s == 0)])) if shard != "none" else None
+    group = (
+        draw(st.sampled_from([None, *(s for s in range(1, dp + 1) if dp % s == 0)]))
+        if shard != "none"
+        else None
+    )
     layout = Layout(
-        dp=dp, shard=shard, shard_group=group, microbatches=draw(st.integers(1, 3)),
+        dp=dp,
+        shard=shard,
+        shard_group=group,
+        microbatches=draw(st.integers(1, 3)),
         keep=shard == "zero3" and draw(st.booleans()),
-    )  # fmt: skip
+    )
     return Trial(
-        FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))], layout, draw(st.integers(1, 2)), draw(st.integers(0, 9)),
-        draw(st.booleans()), draw(st.sampled_from([999, 1 << 13, 64 << 20])),
-    )  # fmt: skip
+        FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))],
+        layout,
+        draw(st.integers(1, 2)),
+        draw(st.integers(0, 9)),
+        draw(st.booleans()),
+        draw(st.sampled_from([999, 1 << 13, 64 << 20])),
+    )
 
 
 @settings(max_examples=3)
@@ -132,7 +156,8 @@ def test_one_rank_with_itself() -> None:
     assert {worst.rel for worst in found.worst.values()} == {0.0}
 
 
-# -- what is broken is found, and named ---------------------------------------------------------------------
+# -- what is broken is found, and named
+# ---------------------------------------------------------------------
 
 
 def is_cut(store: Store) -> bool:
@@ -164,14 +189,20 @@ def views(store: Store, kind: Owned, name: str, part: str = "") -> Iterator[Tens
 
 def scale_keys(patch: pytest.MonkeyPatch) -> None:
     """The gradient of the keys of one block is too large by a thousandth."""
-    after(patch, "finish", lambda store: [view.mul_(1.001) for view in views(store, "gradient", "blocks.1.qkv", "k")])
+    after(
+        patch,
+        "finish",
+        lambda store: [view.mul_(1.001) for view in views(store, "gradient", "blocks.1.qkv", "k")],
+    )
 
 
 def swap_biases(patch: pytest.MonkeyPatch) -> None:
     """The bias of keys, whose gradient is nothing but rounding, gets that of the values."""
 
     def swap(store: Store) -> None:
-        (keys,), (values,) = (list(views(store, "gradient", "blocks.1.qkv_bias", part)) for part in "kv")
+        (keys,), (values,) = (
+            list(views(store, "gradient", "blocks.1.qkv_bias", part)) for part in "kv"
+        )
         keys.copy_(values)
 
     after(patch, "finish", swap)
@@ -180,7 +211,11 @@ def swap_biases(patch: pytest.MonkeyPatch) -> None:
 def drop_a_row(patch: pytest.MonkeyPatch) -> None:
     """What the last rank sends is not added."""
     genuine = mesh_module.add_rows
-    patch.setattr(mesh_module, "add_rows", lambda rows, *rest: genuine(rows[:-1] if len(rows) > 1 else rows, *rest))
+    patch.setattr(
+        mesh_module,
+        "add_rows",
+        lambda rows, *rest: genuine(rows[:-1] if len(rows) > 1 else rows, *rest),
+    )
 
 
 def skip_a_gather(at_step: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -228,7 +263,8 @@ def part_ways(patch: pytest.MonkeyPatch) -> None:
 
 def decay_everything(patch: pytest.MonkeyPatch) -> None:
     """Norms shrink too."""
-    genuine_slices, genuine_step = Unit.slices, Store.step
+    genuine_slices = Unit.slices
+    genuine_step = Store.step
 
     def slices(unit: Unit) -> Iterator[tuple[slice, bool]]:
         yield from ((part, True) for part, _ in genuine_slices(unit))
@@ -257,7 +293,9 @@ def average_over_ranks(patch: pytest.MonkeyPatch) -> None:
     genuine = Axis.sum
 
     def summed(axis: Axis, *values: float) -> list[float]:
-        return [value * axis.size for value in values] if axis.name == "dp" else genuine(axis, *values)
+        return (
+            [value * axis.size for value in values] if axis.name == "dp" else genuine(axis, *values)
+        )
 
     patch.setattr(Axis, "sum", summed)
 
@@ -386,17 +424,23 @@ def test_a_gradient_that_is_all_rounding_is_no_difference_but_garbage_is(ranks: 
     gpt2 = Trial(FAMILIES["gpt2"], Layout.parse("dp2"), steps=2)
     assert found_by(ranks, gpt2)["grad_rel"] < 1e-5
     first = found_by(ranks, gpt2, "biases")["first_difference"]
-    assert (first["parameter"], first["kind"]) == ("blocks.1.qkv_bias.k", "grad") and first["rel"] > 0.1
-    assert vanishes(gpt2.config, "blocks.0.qkv_bias.k") and not vanishes(gpt2.config, "blocks.0.qkv_bias.v")
+    assert (first["parameter"], first["kind"]) == ("blocks.1.qkv_bias.k", "grad") and first[
+        "rel"
+    ] > 0.1
+    assert vanishes(gpt2.config, "blocks.0.qkv_bias.k") and not vanishes(
+        gpt2.config, "blocks.0.qkv_bias.v"
+    )
     assert not vanishes(FAMILIES["qwen2"], "blocks.0.qkv_bias.k")
 
 
-# -- the parts ----------------------------------------------------------------------------------------------
+# -- the parts
+# ----------------------------------------------------------------------------------------------
 
 
 @given(trial=trials(), step=st.integers(1, 3))
 def test_batches(trial: Trial, step: int) -> None:
-    """Unequal counts of targets, none in a last micro-batch, some on every rank; every row on one rank, once."""
+    """Unequal counts of targets, none in a last micro-batch, some on every rank; every row on one
+    rank, once."""
     layout = trial.layout
     tokens, targets = draw_batch(trial, step)
     assert tokens.shape == targets.shape == (layout.dp * layout.microbatches * 2, 32)
@@ -409,13 +453,17 @@ def test_batches(trial: Trial, step: int) -> None:
     for rank, part in enumerate(parts):
         others = their_part_of(tokens, targets, layout, rank).microbatches
         for mine, theirs in zip(part.microbatches, others, strict=True):
-            assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.targets, theirs.targets)
+            assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(
+                mine.targets, theirs.targets
+            )
     again, _ = draw_batch(trial, step)
     other, _ = draw_batch(trial, step + 1)
     assert torch.equal(tokens, again) and not torch.equal(tokens, other)
 
 
-@pytest.mark.parametrize(("layout", "length"), [("dp2", 32), ("tp4.cp2", 32), ("tp3", 30), ("cp5", 30), ("tp16", 32)])
+@pytest.mark.parametrize(
+    ("layout", "length"), [("dp2", 32), ("tp4.cp2", 32), ("tp3", 30), ("cp5", 30), ("tp16", 32)]
+)
 def test_length_divides_and_fits(layout: str, length: int) -> None:
     assert Trial(LLAMA, Layout.parse(layout)).length_tokens == length
 
@@ -439,11 +487,14 @@ OWNED: list[list[range]] = [[range(8, 24)], [range(0, 8), range(16, 32)], [range
 
 
 def put_together_on(rank: int, world: int, owned: list[list[range]]) -> tuple[Tensor, Tensor]:
-    """What is put together, and what this rank gave of it: all elements differ, on every rank too."""
+    """What is put together, and what this rank gave of it: all elements differ, on every rank
+    too."""
     mesh = mesh_module.make_mesh(Layout(dp=world), rank, CPU)
     spec = next(spec for spec in model_specs(LLAMA) if spec.name == "blocks.0.out")
     mine = torch.arange(spec.numel).view(spec.shape) + 10_000.0 * (rank + 1)
-    boxes = [Box("out", (rows.start, 0), (0, 0), (len(rows), spec.shape[1])) for rows in owned[rank]]
+    boxes = [
+        Box("out", (rows.start, 0), (0, 0), (len(rows), spec.shape[1])) for rows in owned[rank]
+    ]
     return parity_module.put_together(mesh, spec, [(box, mine[box.slices]) for box in boxes]), mine
 
 
@@ -459,21 +510,36 @@ def test_an_element_on_no_rank_is_noticed(ranks: Ranks) -> None:
         ranks.run(2, put_together_on, [[range(0, 16)], [range(8, 31)]])
 
 
-@pytest.mark.parametrize(("family", "name", "parts"), [
-    ("llama", "blocks.0.qkv", ["q", "k", "v"]), ("llama", "blocks.1.gate_up", ["gate", "up"]),
-    ("gpt2", "blocks.0.qkv_bias", ["q", "k", "v"]), ("gpt2", "positions", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "name", "parts"),
+    [
+        ("llama", "blocks.0.qkv", ["q", "k", "v"]),
+        ("llama", "blocks.1.gate_up", ["gate", "up"]),
+        ("gpt2", "blocks.0.qkv_bias", ["q", "k", "v"]),
+        ("gpt2", "positions", []),
+    ],
+)
 def test_logical_parts_cover_the_rows(family: str, name: str, parts: list[str]) -> None:
     spec: ParamSpec = next(spec for spec in model_specs(FAMILIES[family]) if spec.name == name)
     found = list(logical_parts(spec))
     assert [part for part, _ in found] == ([f"{name}.{part}" for part in parts] or [name])
-    assert [row for _, rows in found for row in range(rows.start, rows.stop)] == list(range(spec.shape[0]))
+    assert [row for _, rows in found for row in range(rows.start, rows.stop)] == list(
+        range(spec.shape[0])
+    )
 
 
-@pytest.mark.parametrize(("difference", "expected", "rel"), [
-    (0.0, 0.0, 0.0), (1.0, 0.0, math.inf), (1.0, 4.0, 0.25), (math.nan, 1.0, math.inf), (1.0, math.nan, math.inf),
-    (math.inf, math.inf, math.inf), (math.nan, 0.0, math.inf),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("difference", "expected", "rel"),
+    [
+        (0.0, 0.0, 0.0),
+        (1.0, 0.0, math.inf),
+        (1.0, 4.0, 0.25),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.nan, math.inf),
+        (math.inf, math.inf, math.inf),
+        (math.nan, 0.0, math.inf),
+    ],
+)
 def test_ratio(difference: float, expected: float, rel: float) -> None:
     assert ratio(difference, expected) == rel
 
@@ -506,29 +572,57 @@ def test_a_parity_that_compared_nothing_is_not_equal() -> None:
     assert not found.is_equal and found.first is not None and found.first.parameter == "embed"
 
 
-# -- the command --------------------------------------------------------------------------------------------
+# -- the command
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     """The shape of a tiny model in a folder, without weights or tokenizer."""
     config = {
-        "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 20, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 20,
+        "tie_word_embeddings": True,
+    }
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     return str(tmp_path / "tiny")
 
 
 def test_command_starts_its_ranks(model: str) -> None:
-    words = [sys.executable, "-m", "shardwise", "parity", model, "--layout", "pp2.z3.zb-h1.m2", "--steps", "2"]
+    words = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "parity",
+        model,
+        "--layout",
+        "pp2.z3.zb-h1.m2",
+        "--steps",
+        "2",
+    ]
     words += ["--seed", "5", "--no-overlap", "--bucket-bytes", "5000", "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert list(told) == KEYS
-    assert told["ok"] and (told["model"], told["layout"], told["steps"]) == ("tiny", "pp2.z3.zb-h1.m2", 2)
+    assert told["ok"] and (told["model"], told["layout"], told["steps"]) == (
+        "tiny",
+        "pp2.z3.zb-h1.m2",
+        2,
+    )
     assert "compared step 2 of 2" in done.stderr
 
 
@@ -551,32 +645,46 @@ def test_command_tells_what_differs(
     assert main(["parity", model, "--layout", "dp1.m2", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["first_difference"] == {
-        "step": 1, "parameter": "blocks.1.qkv.k", "kind": "grad", "rel": pytest.approx(1e-3, rel=1e-2)
-    }  # fmt: skip
+        "step": 1,
+        "parameter": "blocks.1.qkv.k",
+        "kind": "grad",
+        "rel": pytest.approx(1e-3, rel=1e-2),
+    }
 
 
 def test_command_gives_its_flags_on(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Trial] = []
     monkeypatch.setattr(parity_module, "compare", lambda place, trial: seen.append(trial))
-    assert main(["parity", model, "--layout", "dp1", "--seed", "3", "--steps", "7", "--no-overlap"]) == 0
+    assert (
+        main(["parity", model, "--layout", "dp1", "--seed", "3", "--steps", "7", "--no-overlap"])
+        == 0
+    )
     assert main(["parity", model, "--layout", "dp1", "--bucket-bytes", "9"]) == 0
-    assert [(t.seed, t.steps, t.overlap, t.bucket_bytes) for t in seen] == [(3, 7, False, 64 << 20), (0, 3, True, 9)]
+    assert [(t.seed, t.steps, t.overlap, t.bucket_bytes) for t in seen] == [
+        (3, 7, False, 64 << 20),
+        (0, 3, True, 9),
+    ]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--layout", "dp2.q"], "'q' is not a part of a layout"),
-    (["--layout", "dp2.keep"], "keep is for gathered parameters"),
-    (["--layout", "dp4.z1.s3"], "do not divide 4 data ranks"),
-    (["--layout", "tp3"], "tp3 does not divide 4 heads"),
-    (["--layout", "dp1", "--steps", "0"], "--steps must be at least 1, not 0"),
-    (["--layout", "dp1", "--bucket-bytes", "0"], "--bucket-bytes must be at least 1"),
-    (["--layout", "dp1", "--step", "2"], "did you mean --steps?"),
-    (["--layout", "dp2.fsdp", "--no-overlap"], "fsdp has buckets and an order of its own"),
-    (["--layout", "dp1000000"], "fewer ranks"),
-    (["--layout", "dp1.m1000000"], "fewer micro-batches"),
-    ([], "required: --layout"),
-])  # fmt: skip
-def test_command_refuses(model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--layout", "dp2.q"], "'q' is not a part of a layout"),
+        (["--layout", "dp2.keep"], "keep is for gathered parameters"),
+        (["--layout", "dp4.z1.s3"], "do not divide 4 data ranks"),
+        (["--layout", "tp3"], "tp3 does not divide 4 heads"),
+        (["--layout", "dp1", "--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--layout", "dp1", "--bucket-bytes", "0"], "--bucket-bytes must be at least 1"),
+        (["--layout", "dp1", "--step", "2"], "did you mean --steps?"),
+        (["--layout", "dp2.fsdp", "--no-overlap"], "fsdp has buckets and an order of its own"),
+        (["--layout", "dp1000000"], "fewer ranks"),
+        (["--layout", "dp1.m1000000"], "fewer micro-batches"),
+        ([], "required: --layout"),
+    ],
+)
+def test_command_refuses(
+    model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["parity", model, *words]) == 2
     told = capsys.readouterr()
     assert told.out == "" and said in told.err and told.err.count("\n") == 1
@@ -596,11 +704,15 @@ def test_memory_is_that_of_all_ranks_and_one_more() -> None:
     assert needed_bytes(plain, 0) > 16 * params
     compared = 16 * max(spec.numel for spec in model_specs(LLAMA))
     each = needed_bytes(plain, 4) - needed_bytes(plain, 3)
-    assert each - compared - PROCESS_BYTES == pytest.approx(16 * params, rel=1e-3), "but for padding"
+    assert each - compared - PROCESS_BYTES == pytest.approx(16 * params, rel=1e-3), (
+        "but for padding"
+    )
     assert needed_bytes(Trial(LLAMA, Layout.parse("dp4.z3")), 4) < needed_bytes(plain, 4)
 
 
 def test_check_refuses_a_sequence_too_short_to_cut() -> None:
-    with pytest.raises(ValueError, match="cuts a sequence into 64 parts, but the model has only 32 positions"):
+    with pytest.raises(
+        ValueError, match="cuts a sequence into 64 parts, but the model has only 32 positions"
+    ):
         _ = Trial(LLAMA, Layout.parse("tp4.cp8")).length_tokens
     check_trial(Trial(LLAMA, Layout.parse("dp2")))

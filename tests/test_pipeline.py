@@ -1,5 +1,5 @@
-"""Pipeline parallel against plain torch on one process: every schedule, with every stage of ZeRO, tensor and context
-parallel; what is sent; what breaks."""
+"""Pipeline parallel against plain torch on one process: every schedule, with every stage of ZeRO,
+tensor and context parallel; what is sent; what breaks."""
 
 import functools
 from collections import Counter
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
+from shardwise.formats.run_checkpoint import STATES, Checkpoint
 from shardwise.layout import Layout
-from shardwise.model.checkpoint import STATES, Checkpoint
 from shardwise.model.layers import Light, linear
 from shardwise.parallel.apply import Program, apply
-from shardwise.parallel.deferred import Deferred, Owed
 from shardwise.parallel.mesh import Axis, Mesh
-from shardwise.parallel.pipeline import Pipeline
-from shardwise.parallel.schedule import Action
+from shardwise.parallel.pipeline.actions import Action
+from shardwise.parallel.pipeline.deferred import Deferred, Owed
+from shardwise.parallel.pipeline.executor import Pipeline
 from shardwise.parallel.zero import Store
 from shardwise.train.checkpoint import load_state, save_checkpoint
 from shardwise.train.loop import DTYPES, all_loss, take_step
@@ -43,7 +43,8 @@ from tiny_training import (
 )
 
 CPU = torch.device("cpu")
-NUM_STEPS, MAX_NORM = 3, 0.05
+NUM_STEPS = 3
+MAX_NORM = 0.05
 DEEP = {name: replace(config, num_layers=5) for name, config in FAMILIES.items()}
 MODELS = DEEP | {"odd": ModelConfig("llama", 5, 15, 50, 3, 3, 4, 97, 32, qkv_bias=True)}
 State = dict[str, dict[str, Tensor]]
@@ -83,7 +84,9 @@ def steps_on(rank: int, world: int, short: str, model: str, spoil: str = "") -> 
             told.append(step_once(program, mesh, step))
             grads = grads or agreed(program.store, mesh, program.specs, "gradient")
         batch = share_of(in_one_piece(*global_batch(0)), mesh.layout, mesh.coord.dp)
-        summed = sum(program.pipeline.evaluate(program.evaluation, each) for each in batch.microbatches)
+        summed = sum(
+            program.pipeline.evaluate(program.evaluation, each) for each in batch.microbatches
+        )
         evaluation = all_loss(mesh, summed) / mesh.dp.sum(batch.num_targets)[0]
         states = states_of(program, mesh)
     losses, norms = map(list, zip(*told, strict=True))
@@ -96,19 +99,29 @@ def expected_of(model: str, num_steps: int) -> Expected:
 
 
 def check(told: Sequence[Told], model: str) -> None:
-    """The first step's loss within 1e-6 and gradients 1e-5; three clipped steps within 1e-5, states 1e-4."""
-    one, expected, first = expected_of(model, 1), expected_of(model, NUM_STEPS), told[0]
+    """The first step's loss within 1e-6 and gradients 1e-5; three clipped steps within 1e-5, states
+    1e-4."""
+    one = expected_of(model, 1)
+    expected = expected_of(model, NUM_STEPS)
+    first = told[0]
     assert first.losses[:1] == pytest.approx(one.losses, rel=1e-6)
     assert worst_part(MODELS[model], first.grads, one.grads) < 1e-5
     assert first.losses == pytest.approx(expected.losses, rel=1e-5)
     assert first.norms == pytest.approx(expected.norms, rel=1e-5)
-    for kind, wanted in zip(STATES, (expected.weights, expected.exp_avg, expected.exp_avg_sq), strict=True):
+    for kind, wanted in zip(
+        STATES, (expected.weights, expected.exp_avg, expected.exp_avg_sq), strict=True
+    ):
         assert worst(first.states[kind], wanted) < 1e-4, kind
     for other in told:
-        assert (other.losses, other.norms, other.evaluation) == (first.losses, first.norms, first.evaluation)
+        assert (other.losses, other.norms, other.evaluation) == (
+            first.losses,
+            first.norms,
+            first.evaluation,
+        )
 
 
-# -- against one process ------------------------------------------------------------------------------------
+# -- against one process
+# ------------------------------------------------------------------------------------
 
 SMALL = [  # two ranks; micro-batches without targets, ever fewer of them, fewer than stages
     ("pp2.gpipe.m3", "llama"), ("pp2.1f1b", "llama-tied"), ("pp2.zb-h1.m4", "qwen3"), ("pp2.zb-h2.m3", "llama-tied"),
@@ -123,17 +136,24 @@ LARGE = [  # more of them are drawn in `test_layouts.py`
 
 
 @pytest.mark.parametrize(("short", "model"), SMALL + LARGE)
-def test_a_pipeline_computes_what_one_process_computes(ranks: Ranks, short: str, model: str) -> None:
+def test_a_pipeline_computes_what_one_process_computes(
+    ranks: Ranks, short: str, model: str
+) -> None:
     check(ranks.run(Layout.parse(short).world_size, steps_on, short, model), model)
 
 
 def test_three_dimensions(ranks: Ranks) -> None:
-    check(ranks.run(8, steps_on, "dp2.tp2.pp2.z1.1f1b.m3", "llama-tied", timeout_s=180.0), "llama-tied")
+    check(
+        ranks.run(8, steps_on, "dp2.tp2.pp2.z1.1f1b.m3", "llama-tied", timeout_s=180.0),
+        "llama-tied",
+    )
 
 
 def test_a_deferred_gradient_is_the_same_gradient() -> None:
-    """Of a linear, and of a linear of something light; nothing reaches the weight itself before W."""
-    x, w = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True), torch.randn(5, 4, dtype=torch.float64)
+    """Of a linear, and of a linear of something light; nothing reaches the weight itself before
+    W."""
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(5, 4, dtype=torch.float64)
     w.requires_grad_()
     dy = torch.randn(2, 3, 5, dtype=torch.float64)
     for given in (x, Light(torch.tanh, (x,))):
@@ -147,7 +167,8 @@ def test_a_deferred_gradient_is_the_same_gradient() -> None:
         torch.testing.assert_close(tape[0].gradient(), dw, rtol=1e-12, atol=1e-12)
 
 
-# -- what is sent, what is kept -----------------------------------------------------------------------------
+# -- what is sent, what is kept
+# -----------------------------------------------------------------------------
 
 
 def sent_on(rank: int, world: int, short: str, model: str) -> dict[str, int]:
@@ -157,10 +178,14 @@ def sent_on(rank: int, world: int, short: str, model: str) -> dict[str, int]:
     return mesh.bytes_sent()
 
 
-@pytest.mark.parametrize("short", ["pp2.1f1b.m3", "pp2.zb-h1.m3", "pp3.gpipe.m2", "pp2.interleaved.v2.m2"])
+@pytest.mark.parametrize(
+    "short", ["pp2.1f1b.m3", "pp2.zb-h1.m3", "pp3.gpipe.m2", "pp2.interleaved.v2.m2"]
+)
 def test_stages_send_the_residual_and_its_gradient(ranks: Ranks, short: str) -> None:
-    """Once for each micro-batch and boundary between stages, up and down; the ends send a tied embedding's gradient."""
-    layout, config = Layout.parse(short), MODELS["llama-tied"]
+    """Once for each micro-batch and boundary between stages, up and down; the ends send a tied
+    embedding's gradient."""
+    layout = Layout.parse(short)
+    config = MODELS["llama-tied"]
     size = SEQUENCES // layout.microbatches * SEQ_LEN * config.hidden_size * 4 * layout.microbatches
     told = ranks.run(layout.world_size, sent_on, short, "llama-tied")
     tied = config.vocab_size * config.hidden_size * 4
@@ -175,13 +200,18 @@ def test_stages_send_the_residual_and_its_gradient(ranks: Ranks, short: str) -> 
 def in_flight_on(rank: int, world: int, short: str) -> int:
     """The most micro-batches whose graph is there at a time, of the first piece of this rank."""
     program, mesh = make(short, "llama", rank)
-    pipeline, most = program.pipeline, Counter[str]()
+    pipeline = program.pipeline
+    most = Counter[str]()
     assert isinstance(pipeline, Pipeline)
     genuine = pipeline.forward
 
     def watched(*given: object) -> None:
         genuine(*given)  # type: ignore[arg-type]
-        there = [at for at, saved in pipeline._saved.items() if at[0] == pipeline.work.first and saved.y is not None]
+        there = [
+            at
+            for at, saved in pipeline._saved.items()
+            if at[0] == pipeline.work.first and saved.y is not None
+        ]
         most["most"] = max(most["most"], len(there))
 
     pipeline.forward = watched  # type: ignore[method-assign]
@@ -194,7 +224,8 @@ def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_left(ranks: Ranks)
     assert ranks.run(3, in_flight_on, "pp3.gpipe.m6") == [6, 6, 6]
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------
+# -- checkpoints
+# --------------------------------------------------------------------------------------------
 
 
 def save_on(rank: int, world: int, short: str, path: Path) -> State:
@@ -213,20 +244,33 @@ def load_on(rank: int, world: int, short: str, path: Path, again: Path) -> tuple
 
 
 def test_a_checkpoint_goes_to_any_layout_and_back_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    state, at, losses = ranks.run(2, save_on, "pp2.1f1b.m2", tmp_path / "0")[0], tmp_path / "0", []
-    for number, short in enumerate(("dp2.z3", "pp3.zb-h1.m3", "dp2.tp2", "tp2.pp2.1f1b.m2.sp", "dp1"), 1):
-        found, loss = ranks.run(Layout.parse(short).world_size, load_on, short, at, at := tmp_path / str(number))[0]
+    state = ranks.run(2, save_on, "pp2.1f1b.m2", tmp_path / "0")[0]
+    at = tmp_path / "0"
+    losses = []
+    for number, short in enumerate(
+        ("dp2.z3", "pp3.zb-h1.m3", "dp2.tp2", "tp2.pp2.1f1b.m2.sp", "dp1"), 1
+    ):
+        found, loss = ranks.run(
+            Layout.parse(short).world_size, load_on, short, at, at := tmp_path / str(number)
+        )[0]
         losses.append(loss)
-        assert all(torch.equal(found[kind][name], value) for kind in STATES for name, value in state[kind].items())
+        assert all(
+            torch.equal(found[kind][name], value)
+            for kind in STATES
+            for name, value in state[kind].items()
+        )
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
-# -- what breaks is noticed ---------------------------------------------------------------------------------
+# -- what breaks is noticed
+# ---------------------------------------------------------------------------------
 
 
 def forget_the_tied_sum(patch: pytest.MonkeyPatch) -> None:
     genuine = Store.__init__
-    patch.setattr(Store, "__init__", lambda store, *given, tied, **named: genuine(store, *given, **named))
+    patch.setattr(
+        Store, "__init__", lambda store, *given, tied, **named: genuine(store, *given, **named)
+    )
 
 
 def count_the_tied_twice(patch: pytest.MonkeyPatch) -> None:
@@ -247,14 +291,18 @@ def swap_micro_batches(patch: pytest.MonkeyPatch) -> None:
 
     def forward(pipeline: Pipeline, action: Action, microbatch: object) -> None:
         if pipeline.mesh.pp.rank == 1 and action.piece == "head" and action.microbatch < 2:
-            pipeline._contexts[action.microbatch] = pipeline.work.context(BATCHES[1 - action.microbatch])
+            pipeline._contexts[action.microbatch] = pipeline.work.context(
+                BATCHES[1 - action.microbatch]
+            )
         genuine(pipeline, action, microbatch)  # type: ignore[arg-type]
 
     patch.setattr(Pipeline, "forward", forward)
 
 
 def forget_a_weight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Owed, "gradient", lambda owed: owed.dy.flatten(0, -2).t() @ owed.x.flatten(0, -2) * 0.99)
+    patch.setattr(
+        Owed, "gradient", lambda owed: owed.dy.flatten(0, -2).t() @ owed.x.flatten(0, -2) * 0.99
+    )
 
 
 def loss_of_one_stage(patch: pytest.MonkeyPatch) -> None:
@@ -280,7 +328,8 @@ def test_what_is_broken_is_noticed(ranks: Ranks, spoil: str) -> None:
 
 
 def test_bf16_stages_agree(ranks: Ranks) -> None:
-    """The tied embedding's masters bit for bit, after steps in bf16; the loss within 1e-2 of fp32."""
+    """The tied embedding's masters bit for bit, after steps in bf16; the loss within 1e-2 of
+    fp32."""
     found = ranks.run(2, bf16_on, "pp2.zb-h1.m4")
     assert found[0] == found[1]
     assert found[0] == pytest.approx(expected_of("llama-tied", NUM_STEPS).losses, rel=1e-2)
@@ -295,4 +344,10 @@ def bf16_on(rank: int, world: int, short: str) -> list[float]:
 
 def test_a_model_of_fewer_layers_than_stages_is_refused() -> None:
     with pytest.raises(ValueError, match=r"4 stages are more than 2 layers; pp2 works"):
-        apply(LLAMA, Mesh(Layout.parse("pp4.1f1b"), 0, CPU, {}), torch.float32, torch.float32, OPTIMIZER.update)
+        apply(
+            LLAMA,
+            Mesh(Layout.parse("pp4.1f1b"), 0, CPU, {}),
+            torch.float32,
+            torch.float32,
+            OPTIMIZER.update,
+        )

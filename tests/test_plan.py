@@ -10,22 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.catalogue import CATALOGUE
 from shardwise.cli import main
 from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import CATALOGUE
 from shardwise.hardware import DEVICES, Device
 from shardwise.layout import Layout, Recompute, Shard
 from shardwise.params import model_specs, num_params
 from shardwise.plan import plan
-from shardwise.plan.memory import Mode, Precision, serving_ledgers, training_ledgers, unit_sizes
+from shardwise.plan.ledger import Mode, Precision, serving_ledgers, training_ledgers, unit_sizes
 from shardwise.plan.search import serving_changes
 from shardwise.plan.why import count, gb
 
 GB = 10**9
 TINY = ModelConfig("llama", 3, 64, 96, 4, 2, 16, 100, 128, tied=True)
 
-# ZeRO (Rajbhandari et al., arXiv 1910.02054), table 1: GB of model states per device at stage 1, 2 and 3, as printed.
-# The paper rounds small cells and truncates large ones, so each holds to 1 unit in its last printed digit.
+# ZeRO (Rajbhandari et al., arXiv 1910.02054), table 1: GB of model states per device at stage 1, 2
+# and 3, as printed. The paper rounds small cells and truncates large ones, so each holds to 1 unit
+# in its last printed digit.
 ZERO_TABLE_1 = {
     ("7.5B", 1): ("120", "120", "120"),
     ("7.5B", 16): ("35.6", "21.6", "7.5"),
@@ -40,7 +41,9 @@ ZERO_TABLE_1 = {
 
 
 def states_gb(model: str, layout: str) -> float:
-    (ledger,) = plan(model, "v100-32gb", mode="train", layout=layout).answers[0].candidates[0].ledger
+    (ledger,) = (
+        plan(model, "v100-32gb", mode="train", layout=layout).answers[0].candidates[0].ledger
+    )
     return ledger.state_bytes / GB
 
 
@@ -53,24 +56,35 @@ def test_zero_paper_table_1(model: str, num_gpus: int) -> None:
 
 
 def test_zero_paper_table_2_first_row() -> None:
-    """The largest model whose states fit 64 V100s of 32 GB: 2B without ZeRO, 7.6B, 14.4B and 128B with stage 1 to 3."""
-    for layout, size, more in (("dp64", "1.99B", "2.01B"), ("dp64.z1", "7.6B", "7.7B"), ("dp64.z2", "14.4B", "14.5B"),
-                               ("dp64.z3", "127.9B", "128.1B")):  # fmt: skip
+    """The largest model whose states fit 64 V100s of 32 GB: 2B without ZeRO, 7.6B, 14.4B and 128B
+    with stage 1 to 3."""
+    for layout, size, more in (
+        ("dp64", "1.99B", "2.01B"),
+        ("dp64.z1", "7.6B", "7.7B"),
+        ("dp64.z2", "14.4B", "14.5B"),
+        ("dp64.z3", "127.9B", "128.1B"),
+    ):
         assert states_gb(size, layout) <= 32 < states_gb(more, layout), layout
         assert not plan(more, "v100-32gb", mode="train", layout=layout).fits, layout
 
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 40), st.sampled_from(["none", "zero1", "zero2", "zero3"]), st.sampled_from(get_args(Precision))
-)  # fmt: skip
-def test_states_are_the_formula_on_padded_units(dp: int, shard: Shard, precision: Precision) -> None:
+    st.integers(1, 40),
+    st.sampled_from(["none", "zero1", "zero2", "zero3"]),
+    st.sampled_from(get_args(Precision)),
+)
+def test_states_are_the_formula_on_padded_units(
+    dp: int, shard: Shard, precision: Precision
+) -> None:
     layout = Layout(dp=dp, shard=shard)
     (ledger,) = training_ledgers(TINY, layout, precision)
     ranks = layout.shard_size
     padded = sum(math.ceil(size / dp) * dp for size in unit_sizes(TINY, layout).values())
     weight, gradient, optimizer = (2, 2, 12) if precision == "bf16" else (4, 4, 8)
-    cut = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}.get(shard, (ranks,) * 3)
+    cut = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero2": (1, ranks, ranks)}.get(
+        shard, (ranks,) * 3
+    )
     assert {row: ledger.rows[row] for row in ("parameters", "gradients", "optimizer", "kv")} == {
         "parameters": padded * weight // cut[0],
         "gradients": padded * gradient // cut[1],
@@ -80,13 +94,17 @@ def test_states_are_the_formula_on_padded_units(dp: int, shard: Shard, precision
 
 
 def test_a_group_cuts_less_than_all_ranks() -> None:
-    rows = [training_ledgers(TINY, Layout.parse(text))[0].state_bytes for text in ("dp8.z3", "dp8.z3.s4", "dp4.z3")]
+    rows = [
+        training_ledgers(TINY, Layout.parse(text))[0].state_bytes
+        for text in ("dp8.z3", "dp8.z3.s4", "dp4.z3")
+    ]
     assert rows[0] < rows[1] == rows[2]
 
 
 @pytest.mark.parametrize("tp", [2, 8, 16])
 def test_tensor_parallel_states_follow_the_cut(tp: int) -> None:
-    """Llama-3.1-8B: the rank's share by hand, with one kv head on each rank once they are fewer than ranks."""
+    """Llama-3.1-8B: the rank's share by hand, with one kv head on each rank once they are fewer
+    than ranks."""
     c = CATALOGUE["llama-3.1-8b"]
     kv = max(1, c.num_kv_heads // tp) * c.head_dim
     block = c.hidden_size * (2 * c.q_size // tp + 2 * kv + 3 * c.ffn_size // tp) + 2 * c.hidden_size
@@ -106,13 +124,16 @@ def test_stages_of_a_pipeline() -> None:
     layout = Layout.parse("pp3")
     sizes = unit_sizes(TINY, layout)
     held = [ledger.rows["parameters"] // 2 for ledger in training_ledgers(TINY, layout)]
-    block, embed, final = sizes["blocks.0"], sizes["embed"], sizes["final"]
+    block = sizes["blocks.0"]
+    embed = sizes["embed"]
+    final = sizes["final"]
     assert held == [embed + block, block, block + final + embed]
 
 
 def test_kv_bytes() -> None:
-    """OPT-13B's shape keeps 819,200 bytes a token (PagedAttention, section 3), as Llama-2-13B does; Llama-3.1-70B keeps
-    40,960 on each of 8 ranks; Mistral keeps no more than its window of 4,096 tokens."""
+    """OPT-13B's shape keeps 819,200 bytes a token (PagedAttention, section 3), as Llama-2-13B does;
+    Llama-3.1-70B keeps 40,960 on each of 8 ranks; Mistral keeps no more than its window of 4,096
+    tokens."""
 
     def kv(name: str, layout: str, tokens: int) -> int:
         return serving_ledgers(CATALOGUE[name], Layout.parse(layout), tokens)[0].rows["kv"]
@@ -121,24 +142,42 @@ def test_kv_bytes() -> None:
     assert kv("llama-3.1-70b", "tp8", 1) == 40_960
     assert kv("llama-3.1-70b", "tp16", 1) == 40_960  # a kv head is not cut
     assert kv("mistral-7b", "dp1", 4096) == kv("mistral-7b", "dp1", 32_768) == 4096 * 131_072
-    assert kv("llama-2-7b", "dp4", 10) == kv("llama-2-7b", "dp1", 10)  # replicas serve their own requests
+    assert kv("llama-2-7b", "dp4", 10) == kv(
+        "llama-2-7b", "dp1", 10
+    )  # replicas serve their own requests
     one, two = (serving_ledgers(TINY, Layout(), 7, num_requests=n)[0].rows["kv"] for n in (1, 2))
     assert two == 2 * one
 
 
 def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
-    """70,553,706,496 parameters: 2 bytes each are 141 GB, 16 are 1,129 GB; 8192 x 80 x 274,696 bytes of activations are
-    180 GB; 8192 x 327,680 bytes of KV are 2.68 GB."""
+    """70,553,706,496 parameters: 2 bytes each are 141 GB, 16 are 1,129 GB; 8192 x 80 x 274,696
+    bytes of activations are 180 GB; 8192 x 327,680 bytes of KV are 2.68 GB."""
     train, serve = plan("llama-3.1-70b", "h100-80gb", 1).answers
     assert [train.fits, serve.fits] == [False, False]
-    for said in ("141 GB in bf16 (2 bytes each): these alone exceed it", "4 + 4 + 4 bytes", "847 GB",
-                 "16 bytes a parameter, 1,129 GB", "1 sequence of 8,192 tokens", "180 GB of activations",
-                 "2.19 GB for the logits", "1,311 GB, 16.4 times", "slack comes on top"):  # fmt: skip
+    for said in (
+        "141 GB in bf16 (2 bytes each): these alone exceed it",
+        "4 + 4 + 4 bytes",
+        "847 GB",
+        "16 bytes a parameter, 1,129 GB",
+        "1 sequence of 8,192 tokens",
+        "180 GB of activations",
+        "2.19 GB for the logits",
+        "1,311 GB, 16.4 times",
+        "slack comes on top",
+    ):
         assert said in str(train.why_not)
-    for said in ("In inference", "141 GB", "8,192 tokens adds 2.68 GB", "327,680 bytes a token", "Together: 144 GB"):
+    for said in (
+        "In inference",
+        "141 GB",
+        "8,192 tokens adds 2.68 GB",
+        "327,680 bytes a token",
+        "Together: 144 GB",
+    ):
         assert said in str(serve.why_not)
     # the activations alone exceed a GPU until they are recomputed; the states alone would fit on 15
-    assert str(train.smallest_change).startswith("20 GPUs of this kind, with dp20.z3.rc-full (the fewest")
+    assert str(train.smallest_change).startswith(
+        "20 GPUs of this kind, with dp20.z3.rc-full (the fewest"
+    )
     assert "at least 2 GPUs of this kind, with tp2" in str(serve.smallest_change)
 
 
@@ -151,11 +190,15 @@ def test_weights_that_would_fit_are_said_to() -> None:
 def test_fp32_has_no_master_copy() -> None:
     (train,) = plan("llama-2-7b", "h100-80gb", 1, mode="train", precision="fp32").answers
     rows = train.candidates[0].ledger[0].rows
-    assert (rows["parameters"], rows["gradients"], rows["optimizer"]) == tuple(6_738_415_616 * n for n in (4, 4, 8))
+    assert (rows["parameters"], rows["gradients"], rows["optimizer"]) == tuple(
+        6_738_415_616 * n for n in (4, 4, 8)
+    )
     assert "master" not in str(train.why_not)
 
 
-@pytest.mark.parametrize("layout", ["dp1", "dp8", "tp8", "dp4.tp2.z1", "tp2.pp4.1f1b", "dp8.z3", "dp8.z1.s4"])
+@pytest.mark.parametrize(
+    "layout", ["dp1", "dp8", "tp8", "dp4.tp2.z1", "tp2.pp4.1f1b", "dp8.z3", "dp8.z1.s4"]
+)
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.1-70b"])
 def test_the_smallest_change_fits_and_one_rank_less_does_not(model: str, layout: str) -> None:
     (train,) = plan(model, "a100-40gb", mode="train", layout=layout).answers
@@ -168,11 +211,17 @@ def test_the_smallest_change_fits_and_one_rank_less_does_not(model: str, layout:
     assert str(found.layout) in str(train.smallest_change)
     assert found.layout.problems(CATALOGUE[model]) == []
     if found.layout.world_size > Layout.parse(layout).world_size:
-        fewer = Layout.parse(re.sub(r"dp(\d+)", lambda dp: f"dp{int(dp[1]) - 1}", str(found.layout)))
+        fewer = Layout.parse(
+            re.sub(r"dp(\d+)", lambda dp: f"dp{int(dp[1]) - 1}", str(found.layout))
+        )
         recomputes: tuple[Recompute, ...] = get_args(Recompute)
-        assert not any(train.job.candidate(replace(fewer, recompute=each)).fits for each in recomputes)
+        assert not any(
+            train.job.candidate(replace(fewer, recompute=each)).fits for each in recomputes
+        )
         least = recomputes[: recomputes.index(found.layout.recompute)]
-        assert not any(train.job.candidate(replace(found.layout, recompute=each)).fits for each in least)
+        assert not any(
+            train.job.candidate(replace(found.layout, recompute=each)).fits for each in least
+        )
 
 
 def test_the_same_gpus_are_tried_before_more() -> None:
@@ -185,14 +234,24 @@ def test_the_same_gpus_are_tried_before_more() -> None:
 def test_recompute_is_a_change_too() -> None:
     """After all that the later stages of ZeRO can do, and before another number of GPUs."""
     for short, num_sequences, expected in (
-        ("dp8.z3", 2, "dp8.z3.rc-selective"), ("dp8.z3", 4, "dp8.z3.rc-full"), ("dp8", 2, "dp8.z3.rc-selective"),
-    ):  # fmt: skip
-        (train,) = plan("llama-3.1-8b", "h100-80gb", mode="train", layout=short, micro_batch=num_sequences).answers
+        ("dp8.z3", 2, "dp8.z3.rc-selective"),
+        ("dp8.z3", 4, "dp8.z3.rc-full"),
+        ("dp8", 2, "dp8.z3.rc-selective"),
+    ):
+        (train,) = plan(
+            "llama-3.1-8b", "h100-80gb", mode="train", layout=short, micro_batch=num_sequences
+        ).answers
         assert str(train.smallest_change).startswith(f"{expected} on the same 8 GPUs: ")
-    (train,) = plan("smollm2-135m", Device("small", 3 * GB, 1e12, 1e11), mode="train", seq=4096).answers
+    (train,) = plan(
+        "smollm2-135m", Device("small", 3 * GB, 1e12, 1e11), mode="train", seq=4096
+    ).answers
     assert str(train.smallest_change).startswith("dp1.rc-full on the same 1 GPU: ")
-    (train,) = plan("llama-3.1-8b", "h100-80gb", mode="train", layout="dp8.z3", micro_batch=64).answers
-    assert "even with rc-full its activations and logits are 207 GB. Shorter sequences" in str(train.smallest_change)
+    (train,) = plan(
+        "llama-3.1-8b", "h100-80gb", mode="train", layout="dp8.z3", micro_batch=64
+    ).answers
+    assert "even with rc-full its activations and logits are 207 GB. Shorter sequences" in str(
+        train.smallest_change
+    )
 
 
 def test_what_is_asked_of_training() -> None:
@@ -201,7 +260,11 @@ def test_what_is_asked_of_training() -> None:
         return answer.candidates[0].ledger[0].rows
 
     one = rows(seq=2048)
-    assert rows(seq=2048, micro_batch=4)["activations"] == rows(seq=8192)["activations"] == 4 * one["activations"]
+    assert (
+        rows(seq=2048, micro_batch=4)["activations"]
+        == rows(seq=8192)["activations"]
+        == 4 * one["activations"]
+    )
     assert rows(seq=8192) == rows()
     for recompute in ("selective", "full"):
         assert rows(recompute=recompute) == rows(layout=f"dp1.rc-{recompute}", recompute=recompute)
@@ -210,33 +273,49 @@ def test_what_is_asked_of_training() -> None:
     assert both["candidates"][0]["layout"] == "dp2.tp2.rc-full"
     assert both["one_gpu"]["layout"] == "dp1.rc-full"
     assert both["serve"]["candidates"][0]["layout"] == "dp2.tp2"
-    searched = plan("llama-3.1-8b", "h100-80gb", 4, mode="train", recompute="selective").answers[0].candidates
+    searched = (
+        plan("llama-3.1-8b", "h100-80gb", 4, mode="train", recompute="selective")
+        .answers[0]
+        .candidates
+    )
     assert {each.layout.recompute for each in searched} == {"selective"}
 
 
 def test_training_is_asked_for_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """300 tokens of Llama-2-7B: 32 blocks and the head, or 32 inputs of 4096 in bf16 and the last block again."""
+    """300 tokens of Llama-2-7B: 32 blocks and the head, or 32 inputs of 4096 in bf16 and the last
+    block again."""
     flags = ("--gpu", "h100-80gb", "--layout", "dp8.z3", "--micro-batch", "3", "--seq", "100")
     _, full = run_json(capsys, "llama-2-7b", *flags, "--recompute", "full")
     _, none = run_json(capsys, "llama-2-7b", *flags)
     assert (full["micro_batch"], full["seq"]) == (none["micro_batch"], none["seq"]) == (3, 100)
     assert full["candidates"][0]["layout"] == "dp8.z3.rc-full"
     kept = [each["candidates"][0]["ledger"][0]["rows"]["activations"] for each in (none, full)]
-    block, x, head = 2 * (8 * 4096 + 3 * 11_008) + 8, 2 * 4096, 2 * 2 * 4096 + 4
+    block = 2 * (8 * 4096 + 3 * 11_008) + 8
+    x = 2 * 4096
+    head = 2 * 2 * 4096 + 4
     assert kept == [300 * (32 * block + head), 300 * (32 * x + block - x)]
-    assert main(["plan", "llama-2-7b", *flags, "--layout", "dp8.rc-full", "--recompute", "none"]) == 2
+    assert (
+        main(["plan", "llama-2-7b", *flags, "--layout", "dp8.rc-full", "--recompute", "none"]) == 2
+    )
     assert "says rc-full, so recompute cannot be none; say it once" in capsys.readouterr().err
 
 
 def test_what_is_recomputed_on_one_gpu_is_said() -> None:
-    said = {"none": "keeps what it computes", "selective": "keeps most of it", "full": "keeps the input of each block"}
+    said = {
+        "none": "keeps what it computes",
+        "selective": "keeps most of it",
+        "full": "keeps the input of each block",
+    }
     for recompute, words in said.items():
-        (train,) = plan("70B", "h100-80gb", mode="train", recompute=recompute, micro_batch=2).answers  # type: ignore[arg-type]
+        (train,) = plan(
+            "70B", "h100-80gb", mode="train", recompute=recompute, micro_batch=2
+        ).answers  # type: ignore[arg-type]
         assert f"A forward pass of 2 sequences of 8,192 tokens {words}" in str(train.why_not)
 
 
 def test_a_shorter_request_is_a_change_too() -> None:
-    """Llama-2-7B in 15 GB: 13,476,831,232 bytes of weights leave room for 2,905 tokens of 524,288 bytes."""
+    """Llama-2-7B in 15 GB: 13,476,831,232 bytes of weights leave room for 2,905 tokens of 524,288
+    bytes."""
     small = Device("small", 15 * GB, 1e12, 1e11)
     (serve,) = plan("llama-2-7b", small, 1, mode="serve", seq=4096).answers
     assert not serve.fits
@@ -249,7 +328,10 @@ def test_a_shorter_request_is_a_change_too() -> None:
 def test_when_nothing_fits_it_says_so() -> None:
     tiny = Device("tiny", 10**6, 1e12, 1e11)
     (serve,) = plan("smollm2-135m", tiny, 1, mode="serve").answers
-    assert serve.smallest_change == "No tensor-parallel size that its 9 heads allow fits; a larger GPU is needed."
+    assert (
+        serve.smallest_change
+        == "No tensor-parallel size that its 9 heads allow fits; a larger GPU is needed."
+    )
     (train,) = plan("gpt2", Device("nano", 100, 1e12, 1e11), 1, mode="train").answers
     assert str(train.smallest_change).startswith("No number of GPUs of this kind is enough for dp1")
 
@@ -261,13 +343,21 @@ def test_candidates_are_sorted_and_can_work() -> None:
             assert len(set(layouts)) == len(layouts)
             assert all(layout.world_size == num_gpus for layout in layouts)
             assert all(layout.problems(CATALOGUE["smollm2-135m"]) == [] for layout in layouts)
-    fits = [candidate.fits for candidate in plan("llama-2-7b", "h100-80gb", 8).answers[0].candidates]
+    fits = [
+        candidate.fits for candidate in plan("llama-2-7b", "h100-80gb", 8).answers[0].candidates
+    ]
     assert fits == sorted(fits, reverse=True)
     assert any(fits)
     assert not all(fits)
-    short = {str(candidate.layout) for candidate in plan("llama-3.1-8b", "h100-80gb", 16).answers[0].candidates}
+    short = {
+        str(candidate.layout)
+        for candidate in plan("llama-3.1-8b", "h100-80gb", 16).answers[0].candidates
+    }
     assert short == {"dp16", "dp16.z1", "dp16.z2", "dp16.z3", "dp2.tp8.z1", "dp2.tp8.z3"}
-    short = {str(candidate.layout) for candidate in plan("llama-3.1-8b", "h100-80gb", 16).answers[1].candidates}
+    short = {
+        str(candidate.layout)
+        for candidate in plan("llama-3.1-8b", "h100-80gb", 16).answers[1].candidates
+    }
     assert short == {"dp16", "dp8.tp2", "dp4.tp4", "dp2.tp8"}
 
 
@@ -276,7 +366,12 @@ def test_a_layout_is_served_as_it_is_trained_where_it_can_be() -> None:
     assert both["candidates"][0]["layout"] == both["serve"]["candidates"][0]["layout"] == "dp2.tp4"
     trained = plan("llama-3.1-8b", "h100-80gb", layout="dp2.tp4.z1").to_json()
     assert len(trained["candidates"]) == 1
-    assert [each["layout"] for each in trained["serve"]["candidates"]] == ["dp8", "dp4.tp2", "dp2.tp4", "tp8"]
+    assert [each["layout"] for each in trained["serve"]["candidates"]] == [
+        "dp8",
+        "dp4.tp2",
+        "dp2.tp4",
+        "tp8",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -297,8 +392,14 @@ def test_a_layout_is_served_as_it_is_trained_where_it_can_be() -> None:
         ({"recompute": "some"}, "none, selective, full are"),
         ({"mode": "serve", "micro_batch": 2}, "leave them out of serving"),
         ({"mode": "serve", "recompute": "none"}, "leave them out of serving"),
-        ({"layout": "dp1.rc-full", "recompute": "selective"}, "says rc-full, so recompute cannot be selective"),
-        ({"layout": "dp1.rc-full", "recompute": "none"}, "says rc-full, so recompute cannot be none"),
+        (
+            {"layout": "dp1.rc-full", "recompute": "selective"},
+            "says rc-full, so recompute cannot be selective",
+        ),
+        (
+            {"layout": "dp1.rc-full", "recompute": "none"},
+            "says rc-full, so recompute cannot be none",
+        ),
     ],
 )
 def test_bad_requests_are_refused_in_a_sentence(choices: dict[str, object], said: str) -> None:
@@ -316,12 +417,22 @@ def test_json_keys_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = run_json(capsys, "llama-2-7b", "--gpu", "h100-80gb", "--gpus", "8")
     assert code == 0
     assert answer["model"] == {
-        "name": "llama-2-7b", "params": 6_738_415_616, "active_params": 6_738_415_616, "kv_bytes_per_token": 524_288,
-    }  # fmt: skip
+        "name": "llama-2-7b",
+        "params": 6_738_415_616,
+        "active_params": 6_738_415_616,
+        "kv_bytes_per_token": 524_288,
+    }
     for part, mode in ((answer, "train"), (answer["serve"], "serve")):
         assert part["mode"] == mode
         for candidate in (*part["candidates"], part["one_gpu"]):
-            assert set(candidate) == {"layout", "fits", "peak_bytes", "limit_bytes", "ledger", "comm_bytes"}
+            assert set(candidate) == {
+                "layout",
+                "fits",
+                "peak_bytes",
+                "limit_bytes",
+                "ledger",
+                "comm_bytes",
+            }
             assert set(candidate["comm_bytes"]) == {"dp", "tp", "pp", "cp"}
             totals = [sum(stage["rows"].values()) for stage in candidate["ledger"]]
             assert candidate["peak_bytes"] == max(totals)
@@ -329,7 +440,10 @@ def test_json_keys_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
             assert candidate["fits"] == (candidate["peak_bytes"] <= candidate["limit_bytes"])
             for stage in candidate["ledger"]:
                 trained = {"activations", "logits"} if mode == "train" else set()
-                assert set(stage["rows"]) == {"parameters", "gradients", "optimizer", "buffers", "kv"} | trained
+                assert (
+                    set(stage["rows"])
+                    == {"parameters", "gradients", "optimizer", "buffers", "kv"} | trained
+                )
                 assert all(isinstance(size, int) for size in stage["rows"].values())
     assert isinstance(answer["why_not"], str)
     assert answer["smallest_change"] is None
@@ -341,7 +455,9 @@ def test_json_keys_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     h100 = ("--gpu", "h100-80gb")
     assert run_json(capsys, "llama-2-7b", *h100, "--layout", "dp8.z1")[0] == 0
-    assert run_json(capsys, "llama-2-7b", *h100, "--layout", "dp8")[0] == 1  # though dp8.z1 would fit
+    assert (
+        run_json(capsys, "llama-2-7b", *h100, "--layout", "dp8")[0] == 1
+    )  # though dp8.z1 would fit
     assert run_json(capsys, "70B", *h100)[0] == 1
     code, answer = run_json(capsys, "llama-2-7b", *h100, "--mode", "serve")
     assert code == 0
@@ -355,11 +471,19 @@ def test_pipeline_stages_have_a_ledger_each(capsys: pytest.CaptureFixture[str]) 
     (candidate,) = answer["candidates"]
     assert candidate["layout"] == "dp2.pp4.z1.1f1b"
     assert [stage["stage"] for stage in candidate["ledger"]] == [0, 1, 2, 3]
-    embed, head = 32_000 * 4096, 32_000 * 4096 + 4096
+    embed = 32_000 * 4096
+    head = 32_000 * 4096 + 4096
     block = (num_params(model_specs(CATALOGUE["llama-2-7b"])) - embed - head) // 32
     assert answer["not_counted"] == ["slack"]
-    assert [bool(stage["rows"]["logits"]) for stage in candidate["ledger"]] == [False, False, False, True]
-    _, answer = run_json(capsys, "llama-2-7b", "--gpu", "h100-80gb", "--layout", "pp4.interleaved.v2.m4")
+    assert [bool(stage["rows"]["logits"]) for stage in candidate["ledger"]] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    _, answer = run_json(
+        capsys, "llama-2-7b", "--gpu", "h100-80gb", "--layout", "pp4.interleaved.v2.m4"
+    )
     assert answer["not_counted"] == ["slack"]
     held = [stage["rows"]["parameters"] // 2 for stage in candidate["ledger"]]
     assert held == [embed + 8 * block, 8 * block, 8 * block, 8 * block + head]
@@ -368,10 +492,20 @@ def test_pipeline_stages_have_a_ledger_each(capsys: pytest.CaptureFixture[str]) 
 def test_the_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-70b", "--gpu", "h100-80gb", "--gpus", "8"]) == 1
     out = capsys.readouterr().out
-    for said in ("70.6 billion parameters", "8 x h100-80gb, 80 GB each", "1,311.31", "dp8.z3", "dp4.tp2", "fits",
-                 "GB are 1e9 bytes", "in training slack; in serving activations, logits, slack", "1.75P",
-                 "micro-batches of 1 sequence of 8,192 tokens", "75.6 GB over",
-                 "Its 70.6 billion parameters are 141 GB in bf16 (2 bytes each): these alone exceed it."):  # fmt: skip
+    for said in (
+        "70.6 billion parameters",
+        "8 x h100-80gb, 80 GB each",
+        "1,311.31",
+        "dp8.z3",
+        "dp4.tp2",
+        "fits",
+        "GB are 1e9 bytes",
+        "in training slack; in serving activations, logits, slack",
+        "1.75P",
+        "micro-batches of 1 sequence of 8,192 tokens",
+        "75.6 GB over",
+        "Its 70.6 billion parameters are 141 GB in bf16 (2 bytes each): these alone exceed it.",
+    ):
         assert said in out
     assert all(len(line) <= 120 for line in out.splitlines())
 
@@ -380,20 +514,27 @@ def test_the_report_names_stages_and_small_sizes(capsys: pytest.CaptureFixture[s
     assert main(["plan", "gpt2", "--gpu", "l4", "--layout", "pp2.l6-6", "--mode", "train"]) == 0
     out = capsys.readouterr().out
     assert "stage" in out
-    assert "0.1638" in out  # embedding, positions and 6 of 12 blocks: 81,911,040 parameters of 2 bytes
+    assert (
+        "0.1638" in out
+    )  # embedding, positions and 6 of 12 blocks: 81,911,040 parameters of 2 bytes
 
 
 @given(st.integers(0, 10**16))
 def test_sizes_are_said_with_at_least_two_digits(num_bytes: int) -> None:
     said = gb(num_bytes)
     assert said.endswith(" GB")
-    assert float(said.removesuffix(" GB").replace(",", "")) == pytest.approx(num_bytes / 1e9, rel=0.051)
+    assert float(said.removesuffix(" GB").replace(",", "")) == pytest.approx(
+        num_bytes / 1e9, rel=0.051
+    )
 
 
 def test_words_for_counts() -> None:
     assert [count(n) for n in (70_553_706_496, 134_515_008, 10**12, 999)] == [
-        "70.6 billion", "135 million", "1 trillion", "999",
-    ]  # fmt: skip
+        "70.6 billion",
+        "135 million",
+        "1 trillion",
+        "999",
+    ]
 
 
 def test_every_device_answers() -> None:

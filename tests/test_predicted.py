@@ -1,4 +1,5 @@
-"""Predicted = executed: what the planner says that a rank holds and sends, against real steps, byte for byte."""
+"""Predicted = executed: what the planner says that a rank holds and sends, against real steps, byte
+for byte."""
 
 import math
 import weakref
@@ -18,13 +19,13 @@ from torch import Tensor
 import shardwise.parallel.mesh as mesh_module
 import shardwise.plan.step as step_module
 from ranks import Ranks
-from shardwise.catalogue import CATALOGUE
 from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Layout
 from shardwise.model import loss
 from shardwise.parallel.apply import Program, apply
 from shardwise.parallel.mesh import Axis, Mesh, Pending, make_mesh
-from shardwise.parallel.schedule import (
+from shardwise.parallel.pipeline.actions import (
     BUCKET_BYTES,
     Action,
     accumulate,
@@ -38,7 +39,7 @@ from shardwise.params import local_shape, model_specs, num_params, stage_units
 from shardwise.plan import exchange
 from shardwise.plan.activations import MicroBatchShape
 from shardwise.plan.buffers import Moment, moments
-from shardwise.plan.memory import (
+from shardwise.plan.ledger import (
     STATES,
     Gradients,
     Precision,
@@ -67,17 +68,26 @@ from tiny_training import (
 CPU = torch.device("cpu")
 PRIMES = ModelConfig("llama", 3, 13, 17, 3, 1, 6, 97, 32)
 MODELS = FAMILIES | {"primes": PRIMES, "primes-tied": replace(PRIMES, tied=True, num_layers=2)}
-MODELS |= {"deep": replace(PRIMES, tied=True, num_layers=5), "deep-gpt2": replace(FAMILIES["gpt2"], num_layers=5)}
-DTYPE_CHOICES: list[tuple[Precision, Gradients]] = [("bf16", "same"), ("bf16", "fp32"), ("fp32", "same")]
+MODELS |= {
+    "deep": replace(PRIMES, tied=True, num_layers=5),
+    "deep-gpt2": replace(FAMILIES["gpt2"], num_layers=5),
+}
+DTYPE_CHOICES: list[tuple[Precision, Gradients]] = [
+    ("bf16", "same"),
+    ("bf16", "fp32"),
+    ("fp32", "same"),
+]
 
 
-# -- what a run does ----------------------------------------------------------------------------------------
+# -- what a run does
+# ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes: what the store holds after each action of the last step's table, and after that step; the
-    most at one time, with rows that arrive and copies of rows that are sent; what each step sends."""
+    """Of one rank, in bytes: what the store holds after each action of the last step's table, and
+    after that step; the most at one time, with rows that arrive and copies of rows that are sent;
+    what each step sends."""
 
     after_actions: list[dict[str, int]]
     after_step: dict[str, int]
@@ -97,8 +107,11 @@ class Watch:
         self.peak = max(self.peak, sum(self.program.store.held_bytes().values()) + self.arriving)
 
     def step(self, mesh: Mesh, step: int) -> None:
-        """One step as training takes it, with a look after every contribution, action and allocation for a sum."""
-        program, store, execute = self.program, self.program.store, self.program.pipeline.execute
+        """One step as training takes it, with a look after every contribution, action and
+        allocation for a sum."""
+        program = self.program
+        store = self.program.store
+        execute = self.program.pipeline.execute
         assert isinstance(store, Store)
         self.after_actions.clear()
 
@@ -108,7 +121,9 @@ class Watch:
             self.look()
 
         layout = mesh.layout
-        batch = part_of(*global_batch(step, layout.dp * layout.microbatches), layout, mesh.data.rank)
+        batch = part_of(
+            *global_batch(step, layout.dp * layout.microbatches), layout, mesh.data.rank
+        )
         with (
             patch.object(mesh_module, "torch", WatchedTorch(self)),
             patch.object(program.pipeline, "execute", executed),
@@ -135,13 +150,18 @@ class WatchedTorch:
 
 
 def scattered(store: Store, watch: Watch) -> Any:
-    """A reduce-scatter whose buffers count until the store lets go of what was to be done once they had arrived."""
+    """A reduce-scatter whose buffers count until the store lets go of what was to be done once they
+    had arrived."""
     reduce_scatter = Axis.reduce_scatter
 
     def watched(axis: Axis, x: Tensor, *given: Any) -> Pending:
         before = watch.arriving
         units = store.units.values()
-        own = {flat.untyped_storage().data_ptr() for unit in units for flat in (unit.grads, unit.grad_shard)}
+        own = {
+            flat.untyped_storage().data_ptr()
+            for unit in units
+            for flat in (unit.grads, unit.grad_shard)
+        }
         if x.untyped_storage().data_ptr() not in own:  # a copy of what is sent
             watch.arriving += x.nbytes
         pending = reduce_scatter(axis, x, *given)
@@ -166,23 +186,43 @@ def added(store: Store, watch: Watch) -> Any:
 
 
 def ready(
-    rank: int, short: str, model: str, precision: Precision, gradients: Gradients, bucket_bytes: int, overlap: bool
+    rank: int,
+    short: str,
+    model: str,
+    precision: Precision,
+    gradients: Gradients,
+    bucket_bytes: int,
+    overlap: bool,
 ) -> tuple[Program, Mesh]:
     config = MODELS[model]
     mesh = make_mesh(Layout.parse(short), rank, CPU, config.num_kv_heads)
     grad_dtype = DTYPES[precision] if gradients == "same" else DTYPES[gradients]
-    program = apply(config, mesh, DTYPES[precision], grad_dtype, OPTIMIZER.update, bucket_bytes=bucket_bytes,
-                    overlap=overlap)  # fmt: skip
+    program = apply(
+        config,
+        mesh,
+        DTYPES[precision],
+        grad_dtype,
+        OPTIMIZER.update,
+        bucket_bytes=bucket_bytes,
+        overlap=overlap,
+    )
     fill_store(program.store, tiny_weights(config))
     return program, mesh
 
 
 def steps_on(
-    rank: int, world: int, short: str, model: str, precision: Precision, gradients: Gradients,
-    bucket_bytes: int = BUCKET_BYTES, overlap: bool = True,
-) -> Measured:  # fmt: skip
+    rank: int,
+    world: int,
+    short: str,
+    model: str,
+    precision: Precision,
+    gradients: Gradients,
+    bucket_bytes: int = BUCKET_BYTES,
+    overlap: bool = True,
+) -> Measured:
     program, mesh = ready(rank, short, model, precision, gradients, bucket_bytes, overlap)
-    watch, sent = Watch(program), []
+    watch = Watch(program)
+    sent = []
     for step in range(2):
         mesh.bytes_sent()
         watch.step(mesh, step)
@@ -190,7 +230,8 @@ def steps_on(
     return Measured(watch.after_actions, program.store.held_bytes(), watch.peak, sent)
 
 
-# -- against what is planned --------------------------------------------------------------------------------
+# -- against what is planned
+# --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,17 +246,33 @@ class Planned:
 
 
 def planned(
-    short: str, config: ModelConfig, precision: Precision, gradients: Gradients, bucket_bytes: int = BUCKET_BYTES,
-    overlap: bool = True, stage: int = 0,
-) -> Planned:  # fmt: skip
+    short: str,
+    config: ModelConfig,
+    precision: Precision,
+    gradients: Gradients,
+    bucket_bytes: int = BUCKET_BYTES,
+    overlap: bool = True,
+    stage: int = 0,
+) -> Planned:
     layout = Layout.parse(short)
     ledger = training_ledgers(config, layout, precision, gradients)[stage]
-    shards, held = shard_sizes(config, layout), stage_units(config, layout, stage)
+    shards = shard_sizes(config, layout)
+    held = stage_units(config, layout, stage)
     whole = {unit: size * layout.shard_size for unit, size in shards.items() if unit in held}
     table = step_table(config, layout, stage, layout.microbatches, overlap)
     pieces = rank_pieces(stage_pieces(config, layout), layout, stage)
-    found = list(moments(table, pieces, layout, whole, computed_bytes(precision),
-                         element_bytes(layout, precision, gradients).gradients, bucket_bytes, overlap))  # fmt: skip
+    found = list(
+        moments(
+            table,
+            pieces,
+            layout,
+            whole,
+            computed_bytes(precision),
+            element_bytes(layout, precision, gradients).gradients,
+            bucket_bytes,
+            overlap,
+        )
+    )
     if (bucket_bytes, overlap) == (BUCKET_BYTES, True):
         assert max(moment.total for moment in found) == ledger.rows["buffers"]
     sent = comm_bytes(config, layout, precision, gradients)
@@ -227,8 +284,10 @@ def planned(
 def stage_bytes(
     config: ModelConfig, layout: Layout, precision: Precision, gradients: Gradients, stage: int
 ) -> CommBytes:
-    """What a rank of this stage sends to data ranks and to other stages, where a micro-batch is one sequence."""
-    times, microbatch = step_counts(config, layout, stage), MicroBatchShape(1, SEQ_LEN)
+    """What a rank of this stage sends to data ranks and to other stages, where a micro-batch is one
+    sequence."""
+    times = step_counts(config, layout, stage)
+    microbatch = MicroBatchShape(1, SEQ_LEN)
     return {
         "dp": data_bytes(config, layout, stage, precision, gradients, times),
         "pp": pipeline_bytes(config, layout, stage, microbatch, computed_bytes(precision), times),
@@ -261,8 +320,9 @@ def every_dtype_on(rank: int, world: int, short: str, model: str, *given: Any) -
 
 @pytest.mark.parametrize("short", LAYOUTS)
 def test_held_and_sent_are_those_planned(ranks: Ranks, short: str) -> None:
-    """On every rank, in bf16 (gradients in either) and fp32: what is held after each action and after a step, the most
-    held at any moment with rows that arrive, and what is sent in a step. No difference is left to name."""
+    """On every rank, in bf16 (gradients in either) and fp32: what is held after each action and
+    after a step, the most held at any moment with rows that arrive, and what is sent in a step. No
+    difference is left to name."""
     plans = [planned(short, MODELS["primes-tied"], *choice) for choice in DTYPE_CHOICES]
     for measured in ranks.run(Layout.parse(short).world_size, every_dtype_on, short, "primes-tied"):
         for each, plan in zip(measured, plans, strict=True):
@@ -275,19 +335,27 @@ def test_held_and_sent_are_those_planned(ranks: Ranks, short: str) -> None:
 )
 def test_every_family(ranks: Ranks, short: str, model: str) -> None:
     plan = planned(short, MODELS[model], "bf16", "same")
-    for measured in ranks.run(Layout.parse(short).world_size, steps_on, short, model, "bf16", "same"):
+    for measured in ranks.run(
+        Layout.parse(short).world_size, steps_on, short, model, "bf16", "same"
+    ):
         check_equal(measured, plan)
 
 
 @pytest.mark.parametrize(
     ("bucket_bytes", "overlap", "short"),
-    [(500, True, short) for short in ("dp3.m2", "dp2.z1", "dp3.z2.m2", "dp4.z3.s2.m2", "dp2.z2.s1.m2")]
+    [
+        (500, True, short)
+        for short in ("dp3.m2", "dp2.z1", "dp3.z2.m2", "dp4.z3.s2.m2", "dp2.z2.s1.m2")
+    ]
     + [(500, False, short) for short in ("dp3.m2", "dp3.z2.m2", "dp4.z3.s2.m2")]
     + [(BUCKET_BYTES, False, short) for short in ("dp2.z1", "dp2.z3.m2", "dp2.z2.s1.m2")],
 )
 def test_buckets_and_overlap(ranks: Ranks, short: str, bucket_bytes: int, overlap: bool) -> None:
     """They change what is held for a while, not what is sent."""
-    plans = [planned(short, MODELS["primes-tied"], *choice, bucket_bytes, overlap) for choice in DTYPE_CHOICES]
+    plans = [
+        planned(short, MODELS["primes-tied"], *choice, bucket_bytes, overlap)
+        for choice in DTYPE_CHOICES
+    ]
     for measured in ranks.run(
         Layout.parse(short).world_size, every_dtype_on, short, "primes-tied", bucket_bytes, overlap
     ):
@@ -296,8 +364,18 @@ def test_buckets_and_overlap(ranks: Ranks, short: str, bucket_bytes: int, overla
 
 
 PIPELINES = [
-    *("pp3.zb-h1.m4", "pp2.interleaved.v2.m4", "dp2.pp2.z1.zb-h1.m3", "dp2.pp2.z2.zb-h1.m3", "dp2.pp2.z3.gpipe.m2"),
-    *("dp2.pp2.z2.interleaved.v2.m2", "dp2.pp2.z3.keep.zb-h1.m3", "dp2.pp2.z3.keep.interleaved.v2.m2"),
+    *(
+        "pp3.zb-h1.m4",
+        "pp2.interleaved.v2.m4",
+        "dp2.pp2.z1.zb-h1.m3",
+        "dp2.pp2.z2.zb-h1.m3",
+        "dp2.pp2.z3.gpipe.m2",
+    ),
+    *(
+        "dp2.pp2.z2.interleaved.v2.m2",
+        "dp2.pp2.z3.keep.zb-h1.m3",
+        "dp2.pp2.z3.keep.interleaved.v2.m2",
+    ),
     *("dp2.pp3.z3.1f1b.m4", "dp2.pp2.z3.s1.zb-h1.m2"),
 ]
 
@@ -308,7 +386,9 @@ def test_every_stage_holds_and_sends_what_is_planned(ranks: Ranks, short: str) -
     check_stages(ranks, short, "deep")
 
 
-@pytest.mark.parametrize("short", ["tp2.pp2.z1.1f1b.m3", "tp2.pp2.z3.zb-h1.m2.sp", "dp2.tp2.pp2.z3.keep.1f1b.m2"])
+@pytest.mark.parametrize(
+    "short", ["tp2.pp2.z1.1f1b.m3", "tp2.pp2.z3.zb-h1.m2.sp", "dp2.tp2.pp2.z3.keep.1f1b.m2"]
+)
 def test_so_does_a_part_of_a_stage(ranks: Ranks, short: str) -> None:
     check_stages(ranks, short, "deep-gpt2")
 
@@ -318,14 +398,19 @@ def test_buckets_and_overlap_of_stages(ranks: Ranks, bucket_bytes: int, overlap:
     check_stages(ranks, "dp2.pp2.z3.zb-h1.m3", "deep", bucket_bytes, overlap)
 
 
-def check_stages(ranks: Ranks, short: str, model: str, bucket_bytes: int = BUCKET_BYTES, overlap: bool = True) -> None:
-    layout, given = Layout.parse(short), (bucket_bytes, overlap)
+def check_stages(
+    ranks: Ranks, short: str, model: str, bucket_bytes: int = BUCKET_BYTES, overlap: bool = True
+) -> None:
+    layout = Layout.parse(short)
+    given = (bucket_bytes, overlap)
     plans = {
         (stage, choice): planned(short, MODELS[model], *choice, *given, stage)
         for stage in range(layout.pp)
         for choice in DTYPE_CHOICES
     }
-    for rank, measured in enumerate(ranks.run(layout.world_size, every_dtype_on, short, model, *given)):
+    for rank, measured in enumerate(
+        ranks.run(layout.world_size, every_dtype_on, short, model, *given)
+    ):
         for choice, each in zip(DTYPE_CHOICES, measured, strict=True):
             check_equal(each, plans[layout.coord(rank).pp, choice])
 
@@ -336,15 +421,30 @@ def trained_layouts(draw: st.DrawFn, most_ranks: int = 4) -> Layout:
     shard = draw(st.sampled_from(["none", "zero1", "zero2", "zero3"]))
     groups = [size for size in range(1, dp + 1) if dp % size == 0]
     group = draw(st.sampled_from([None, *groups])) if shard != "none" else None
-    return Layout(dp=dp, shard=shard, shard_group=group, keep=shard == "zero3" and draw(st.booleans()),
-                  microbatches=draw(st.integers(1, 3)))  # fmt: skip
+    return Layout(
+        dp=dp,
+        shard=shard,
+        shard_group=group,
+        keep=shard == "zero3" and draw(st.booleans()),
+        microbatches=draw(st.integers(1, 3)),
+    )
 
 
 @settings(max_examples=5)
-@given(trained_layouts(), st.sampled_from(sorted(MODELS)), st.sampled_from(DTYPE_CHOICES), st.integers(400, 9000),
-       st.booleans())  # fmt: skip
+@given(
+    trained_layouts(),
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(DTYPE_CHOICES),
+    st.integers(400, 9000),
+    st.booleans(),
+)
 def test_a_drawn_case(
-    ranks: Ranks, layout: Layout, model: str, choice: tuple[Precision, Gradients], bucket_bytes: int, overlap: bool
+    ranks: Ranks,
+    layout: Layout,
+    model: str,
+    choice: tuple[Precision, Gradients],
+    bucket_bytes: int,
+    overlap: bool,
 ) -> None:
     given = (*choice, bucket_bytes, overlap)
     plan = planned(str(layout), MODELS[model], *given)
@@ -366,17 +466,22 @@ def evaluated_on(rank: int, world: int, short: str) -> tuple[int, int]:
 @pytest.mark.parametrize(("short", "kept"), [("dp2.z1", True), ("dp2.z2", True), ("dp2.z3", False)])
 def test_what_an_evaluation_gathered_a_step_need_not(ranks: Ranks, short: str, kept: bool) -> None:
     """The one difference between steps: stages 1 and 2 have whole weights already."""
-    whole = 4 * sum(Layout.parse(short).padded(size) for size in unit_sizes(MODELS["llama"], Layout()).values())
+    whole = 4 * sum(
+        Layout.parse(short).padded(size) for size in unit_sizes(MODELS["llama"], Layout()).values()
+    )
     planned_bytes = comm_bytes(MODELS["llama"], Layout.parse(short), "fp32")["dp"]
     for evaluation, step in ranks.run(2, evaluated_on, short):
         assert evaluation == whole // 2
         assert evaluation + step == planned_bytes + (0 if kept else evaluation)
 
 
-# -- FSDP ---------------------------------------------------------------------------------------------------
+# -- FSDP
+# ---------------------------------------------------------------------------------------------------
 
 
-def fsdp_on(rank: int, world: int, short: str, model: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+def fsdp_on(
+    rank: int, world: int, short: str, model: str
+) -> list[tuple[dict[str, int], dict[str, int]]]:
     told = []
     for choice in DTYPE_CHOICES:
         program, mesh = ready(rank, short, model, *choice, BUCKET_BYTES, True)
@@ -394,20 +499,25 @@ def fsdp_on(rank: int, world: int, short: str, model: str) -> list[tuple[dict[st
     + [("dp2.tp3.fsdp.m2", "primes"), ("dp4.tp2.sp.fsdp.s2.keep", "gpt2")],
 )
 def test_fsdp_holds_and_sends_what_is_planned(ranks: Ranks, short: str, model: str) -> None:
-    """Exactly on the first rank of each group, which has the most rows, of the first tensor rank, which has the most
-    of a parameter. The last may own fewer rows: its weights and gradients are padded to the same, its optimizer state
-    is not."""
-    layout, config = Layout.parse(short), MODELS[model]
+    """Exactly on the first rank of each group, which has the most rows, of the first tensor rank,
+    which has the most of a parameter. The last may own fewer rows: its weights and gradients are
+    padded to the same, its optimizer state is not."""
+    layout = Layout.parse(short)
+    config = MODELS[model]
     told = ranks.run(layout.world_size, fsdp_on, short, model)
     for at, choice in enumerate(DTYPE_CHOICES):
         (ledger,) = training_ledgers(config, layout, *choice)
         states = {row: ledger.rows[row] for row in STATES}
         sent = comm_bytes(config, layout, *choice)
-        assert {axis for axis, num_bytes in sent.items() if num_bytes is None} == ({"tp"} if layout.tp > 1 else set())
+        assert {axis for axis, num_bytes in sent.items() if num_bytes is None} == (
+            {"tp"} if layout.tp > 1 else set()
+        )
         for rank, (held, bytes_sent) in enumerate(each[at] for each in told):
             coord = layout.coord(rank)
             if coord.tp == 0:
-                optimizer = states["optimizer"] if coord.dp % layout.shard_size == 0 else held["optimizer"]
+                optimizer = (
+                    states["optimizer"] if coord.dp % layout.shard_size == 0 else held["optimizer"]
+                )
                 assert held == states | {"optimizer": optimizer}
                 assert {axis: bytes_sent[axis] for axis in sent if sent[axis] is not None} == {
                     axis: num_bytes for axis, num_bytes in sent.items() if num_bytes is not None
@@ -425,9 +535,12 @@ def test_fsdp_holds_and_sends_what_is_planned(ranks: Ranks, short: str, model: s
         assert sum(rank[at][0]["optimizer"] for rank in told) == each_bytes * elements * groups
 
 
-# -- tensor parallel ----------------------------------------------------------------------------------------
+# -- tensor parallel
+# ----------------------------------------------------------------------------------------
 
-NORMED = replace(FAMILIES["qwen3"], num_kv_heads=1, qkv_bias=True, mlp_bias=True, out_bias=True, ffn_size=21)
+NORMED = replace(
+    FAMILIES["qwen3"], num_kv_heads=1, qkv_bias=True, mlp_bias=True, out_bias=True, ffn_size=21
+)
 CUT = {
     **{family: FAMILIES[family] for family in ("llama-tied", "gpt2", "qwen3")},
     "normed": NORMED,
@@ -455,14 +568,20 @@ class Case:
 
 def chunks_of(module: Any, case: Case) -> AbstractContextManager[object]:
     """What `module` takes for the size of a chunk of logits."""
-    return patch.multiple(module, SOFTMAX_BYTES=2100, PRODUCT_BYTES=5000) if case.small else nullcontext()
+    return (
+        patch.multiple(module, SOFTMAX_BYTES=2100, PRODUCT_BYTES=5000)
+        if case.small
+        else nullcontext()
+    )
 
 
 def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]]:
     """What each step sends."""
     told = []
     for case in cases:
-        layout, config, dtype = Layout.parse(case.layout), case.config, DTYPES[case.precision]
+        layout = Layout.parse(case.layout)
+        config = case.config
+        dtype = DTYPES[case.precision]
         mesh = make_mesh(layout, rank, CPU, config.num_kv_heads)
         program = apply(config, mesh, dtype, dtype, OPTIMIZER.update)
         fill_store(program.store, tiny_weights(config))  # type: ignore[arg-type]
@@ -476,11 +595,21 @@ def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]
 
 def planned_bytes(case: Case) -> CommBytes:
     with chunks_of(exchange, case):
-        return comm_bytes(case.config, Layout.parse(case.layout), case.precision, microbatch=case.microbatch)
+        return comm_bytes(
+            case.config, Layout.parse(case.layout), case.precision, microbatch=case.microbatch
+        )
 
 
 TENSOR_LAYOUTS = [
-    *("tp2.m3", "tp2.sp.z2.m2", "tp2.z3", "tp4.sp.m2", "dp2.tp2.z1", "dp2.tp2.sp.z3.keep.m2", "dp2.tp2.z3.s1.m2"),
+    *(
+        "tp2.m3",
+        "tp2.sp.z2.m2",
+        "tp2.z3",
+        "tp4.sp.m2",
+        "dp2.tp2.z1",
+        "dp2.tp2.sp.z3.keep.m2",
+        "dp2.tp2.z3.s1.m2",
+    ),
     *("tp2.rc-selective", "tp2.sp.rc-full.m2", "tp2.sp.rc-selective", "dp2.z3.rc-full.m2"),
 ]
 CONTEXT_LAYOUTS = ["cp2", "cp3", "cp2.z3.m2", "tp2.cp2.sp.z2.m2", "cp2.rc-full", "cp2.rc-selective"]
@@ -488,8 +617,8 @@ CONTEXT_LAYOUTS = ["cp2", "cp3", "cp2.z3.m2", "tp2.cp2.sp.z2.m2", "cp2.rc-full",
 
 @pytest.mark.parametrize("short", TENSOR_LAYOUTS + CONTEXT_LAYOUTS)
 def test_tensor_and_context_parallel_send_what_is_planned(ranks: Ranks, short: str) -> None:
-    """On every axis of every rank: activations, the softmax of each chunk of rows, gradients of norms, of learned
-    positions, of q and k norms, and of kv heads that several ranks hold."""
+    """On every axis of every rank: activations, the softmax of each chunk of rows, gradients of
+    norms, of learned positions, of q and k norms, and of kv heads that several ranks hold."""
     cases = [Case(short, model) for model in CUT if model != "odd"]
     cases += [Case(short, model, "bf16", small=True) for model in ("gpt2", "normed")]
     plans = [planned_bytes(case) for case in cases]
@@ -503,16 +632,30 @@ def test_trading_tokens_for_heads_sends_what_is_planned(ranks: Ranks, short: str
     cases = [Case(short, "gpt2"), Case(short, "gpt2", "bf16")]
     plans = [planned_bytes(case) for case in cases]
     for mine in ranks.run(Layout.parse(short).world_size, sent_on, cases):
-        assert [{axis: sent[axis] for axis in plan} for sent, plan in zip(mine, plans, strict=True)] == plans
+        assert [
+            {axis: sent[axis] for axis in plan} for sent, plan in zip(mine, plans, strict=True)
+        ] == plans
 
 
-PIPELINE_LAYOUTS = ["pp2.1f1b.m3", "pp2.zb-h1.m4", "dp2.pp2.z3.1f1b.m3", "dp2.pp2.z2.gpipe.m2", "tp2.pp2.1f1b.m2.sp"]
+PIPELINE_LAYOUTS = [
+    "pp2.1f1b.m3",
+    "pp2.zb-h1.m4",
+    "dp2.pp2.z3.1f1b.m3",
+    "dp2.pp2.z2.gpipe.m2",
+    "tp2.pp2.1f1b.m2.sp",
+]
 
 
-@pytest.mark.parametrize("short", [*PIPELINE_LAYOUTS, "pp2.cp2.1f1b.m2", "dp2.pp2.z3.keep.zb-h1.m3"])
+@pytest.mark.parametrize(
+    "short", [*PIPELINE_LAYOUTS, "pp2.cp2.1f1b.m2", "dp2.pp2.z3.keep.zb-h1.m3"]
+)
 def test_the_busiest_stage_of_a_pipeline_sends_what_is_planned(ranks: Ranks, short: str) -> None:
     """On each axis, of all ranks the one that sends most; tied embeddings count under pp."""
-    cases = [Case(short, model, precision) for model in ("llama-tied", "gpt2") for precision in ("fp32", "bf16")]  # type: ignore[arg-type]
+    cases = [
+        Case(short, model, precision)
+        for model in ("llama-tied", "gpt2")
+        for precision in ("fp32", "bf16")
+    ]  # type: ignore[arg-type]
     told = ranks.run(Layout.parse(short).world_size, sent_on, cases)
     for at, case in enumerate(cases):
         plan = planned_bytes(case)
@@ -521,11 +664,17 @@ def test_the_busiest_stage_of_a_pipeline_sends_what_is_planned(ranks: Ranks, sho
 
 def test_sizes_that_three_ranks_do_not_divide(ranks: Ranks) -> None:
     """Each collective is rounded down on its own, and there are many of a few rows."""
-    cases = [Case(short, "odd", precision, small) for short in ("tp3", "tp3.z2.m2") for precision in ("fp32", "bf16")
-             for small in (False, True)]  # fmt: skip
+    cases = [
+        Case(short, "odd", precision, small)
+        for short in ("tp3", "tp3.z2.m2")
+        for precision in ("fp32", "bf16")
+        for small in (False, True)
+    ]
     expected = [planned_bytes(case) for case in cases]
     for mine in ranks.run(3, sent_on, cases):
-        assert [{axis: sent[axis] for axis in ("dp", "tp", "pp", "cp")} for sent in mine] == expected
+        assert [
+            {axis: sent[axis] for axis in ("dp", "tp", "pp", "cp")} for sent in mine
+        ] == expected
 
 
 @st.composite
@@ -533,18 +682,35 @@ def cut_cases(draw: st.DrawFn) -> Case:
     """Any small model on two to four tensor ranks, and up to two data ranks."""
     tp = draw(st.integers(2, 4))
     kv_heads = draw(st.sampled_from([kv for kv in (1, 2, tp) if kv % tp == 0 or tp % kv == 0]))
-    layer_norm, learned = draw(st.booleans()), draw(st.booleans())
+    layer_norm = draw(st.booleans())
+    learned = draw(st.booleans())
     config = ModelConfig(
-        "llama", draw(st.integers(1, 3)), draw(st.integers(3, 17)), draw(st.integers(1, 23)),
-        tp * draw(st.integers(1, 2)), kv_heads, 4, VOCAB, 32, tied=draw(st.booleans()),
-        norm="layer" if layer_norm else "rms", gated=draw(st.booleans()), positions="learned" if learned else "rope",
-        qkv_bias=draw(st.booleans()), out_bias=draw(st.booleans()), mlp_bias=draw(st.booleans()),
+        "llama",
+        draw(st.integers(1, 3)),
+        draw(st.integers(3, 17)),
+        draw(st.integers(1, 23)),
+        tp * draw(st.integers(1, 2)),
+        kv_heads,
+        4,
+        VOCAB,
+        32,
+        tied=draw(st.booleans()),
+        norm="layer" if layer_norm else "rms",
+        gated=draw(st.booleans()),
+        positions="learned" if learned else "rope",
+        qkv_bias=draw(st.booleans()),
+        out_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
         qk_norm=not layer_norm and draw(st.booleans()),
-    )  # fmt: skip
+    )
     shard = draw(st.sampled_from(["none", "zero1", "zero2", "zero3"]))
-    layout = Layout(dp=draw(st.integers(1, 2)) if tp == 2 else 1, tp=tp, shard=shard,
-                    microbatches=draw(st.integers(1, 2)),
-                    sequence_parallel=SEQ_LEN % tp == 0 and draw(st.booleans()))  # fmt: skip
+    layout = Layout(
+        dp=draw(st.integers(1, 2)) if tp == 2 else 1,
+        tp=tp,
+        shard=shard,
+        microbatches=draw(st.integers(1, 2)),
+        sequence_parallel=SEQ_LEN % tp == 0 and draw(st.booleans()),
+    )
     return Case(str(layout), config, draw(st.sampled_from(["bf16", "fp32"])), draw(st.booleans()))
 
 
@@ -559,15 +725,20 @@ def test_a_drawn_model_sends_what_is_planned(ranks: Ranks, case: Case) -> None:
 @pytest.mark.parametrize("b", [1, 4])
 @pytest.mark.parametrize("t", [2, 4, 8])
 def test_a_layer_sends_what_is_published(t: int, b: int) -> None:
-    """8 b s h (t - 1) / t elements, without sequence parallel (Shoeybi et al. 2019) and with (Korthikanti et al. 2022),
-    whose norms' gradients are summed besides. What is recomputed is sent again."""
-    config, tokens = replace(CATALOGUE["llama-2-7b"], num_layers=1), b * 2048
+    """8 b s h (t - 1) / t elements, without sequence parallel (Shoeybi et al. 2019) and with
+    (Korthikanti et al. 2022), whose norms' gradients are summed besides. What is recomputed is sent
+    again."""
+    config = replace(CATALOGUE["llama-2-7b"], num_layers=1)
+    tokens = b * 2048
     half = 2 * tokens * config.hidden_size * (t - 1) // t
 
     def layer(short: str) -> int:
         layout = Layout.parse(short)
         deep, flat = (
-            comm_bytes(replace(config, num_layers=n), layout, microbatch=MicroBatchShape(b, 2048))["tp"] for n in (2, 1)
+            comm_bytes(replace(config, num_layers=n), layout, microbatch=MicroBatchShape(b, 2048))[
+                "tp"
+            ]
+            for n in (2, 1)
         )
         assert deep is not None and flat is not None
         return deep - flat
@@ -581,7 +752,9 @@ def test_a_layer_sends_what_is_published(t: int, b: int) -> None:
     assert layer(f"tp{t}.m3") == 24 * half
     assert layer(f"dp2.tp{t}.sp.z2.m3") == 3 * (8 * half + norms)
     assert layer(f"dp2.tp{t}.sp.z1.m3") == 24 * half + norms
-    assert layer(f"dp2.tp{t}.sp.fsdp.m3") == 24 * half + norms // 2, "of the rows that a data rank has"
+    assert layer(f"dp2.tp{t}.sp.fsdp.m3") == 24 * half + norms // 2, (
+        "of the rows that a data rank has"
+    )
 
 
 def test_the_busiest_stage_is_told() -> None:
@@ -597,23 +770,27 @@ def test_the_busiest_stage_is_told() -> None:
     assert sent("tp2.pp4") == 8 * 4 * seam + seam + 3 * 4096 * 4, "the last, with the loss"
 
 
-# -- context parallel ---------------------------------------------------------------------------------------
+# -- context parallel
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("c", [2, 4, 8])
 def test_context_parallel_by_hand(c: int) -> None:
-    """Llama-3.1-8B, 8192 tokens: 32 layers, 32 heads and 8 kv heads of 128, bf16. A ring sends keys and values c - 1
-    times forward and again backward, their gradients in fp32 as often (Liu et al. 2023); an all-to-all sends q, k, v
-    and the output once each way (Jacobs et al. 2023)."""
-    config, n = CATALOGUE["llama-3.1-8b"], 8192 // c
+    """Llama-3.1-8B, 8192 tokens: 32 layers, 32 heads and 8 kv heads of 128, bf16. A ring sends keys
+    and values c - 1 times forward and again backward, their gradients in fp32 as often (Liu et al.
+    2023); an all-to-all sends q, k, v and the output once each way (Jacobs et al. 2023)."""
+    config = CATALOGUE["llama-3.1-8b"]
+    n = 8192 // c
 
     def sent(short: str, tokens: int = 8192) -> int:
         found = comm_bytes(config, Layout.parse(short), microbatch=MicroBatchShape(1, tokens))["cp"]
         assert found is not None
         return found
 
-    kv, q = 8 * 128, 32 * 128
-    forward, backward = (c - 1) * 2 * n * kv * 2, (c - 1) * 2 * n * kv * (2 + 4)
+    kv = 8 * 128
+    q = 32 * 128
+    forward = (c - 1) * 2 * n * kv * 2
+    backward = (c - 1) * 2 * n * kv * (2 + 4)
     assert sent(f"cp{c}") == sent(f"cp{c}.rc-selective") == 32 * (forward + backward)
     assert sent(f"cp{c}.rc-full") == 32 * (2 * forward + backward)
     assert sent(f"cp{c}.m3") == 3 * sent(f"cp{c}")
@@ -625,7 +802,8 @@ def test_context_parallel_by_hand(c: int) -> None:
     assert sent(f"cp{c}.pp2.l16-16") == sent(f"cp{c}") // 2
 
 
-# -- the planner's short cuts -------------------------------------------------------------------------------
+# -- the planner's short cuts
+# -------------------------------------------------------------------------------
 
 
 @st.composite
@@ -649,8 +827,8 @@ def test_two_micro_batches_tell_of_all(
 
 @given(trained_layouts(9), models(), st.integers(1, 400))
 def test_a_few_buckets_tell_of_all(layout: Layout, config: ModelConfig, bucket_bytes: int) -> None:
-    """Equal buckets beyond those under way are left out: the most that arrives in bf16 is still that of two in turn,
-    with a copy of what is sent where a unit is several."""
+    """Equal buckets beyond those under way are left out: the most that arrives in bf16 is still
+    that of two in turn, with a copy of what is sent where a unit is several."""
     table = step_table(config, layout, 0, layout.microbatches)
     groups = layout.data_size // layout.shard_size
     most = max(1, bucket_bytes // 2 // layout.data_size) * groups
@@ -666,7 +844,8 @@ def test_a_few_buckets_tell_of_all(layout: Layout, config: ModelConfig, bucket_b
     assert max(moment.arriving for moment in plan.buffers if moment.at < len(table)) == expected
 
 
-# -- what is published --------------------------------------------------------------------------------------
+# -- what is published
+# --------------------------------------------------------------------------------------
 
 
 def elements_sent(config: ModelConfig, short: str) -> int:
@@ -679,12 +858,12 @@ def elements_sent(config: ModelConfig, short: str) -> int:
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-405b", "qwen2.5-0.5b", "gpt2"])
 @pytest.mark.parametrize("n", [8, 64, 1024, 1021])
 def test_zero_volumes(model: str, n: int) -> None:
-    """ZeRO, section 7: 2P elements a step with plain data parallel and stages 1 and 2, 3P with stage 3, times (n-1)/n.
+    """ZeRO, section 7: 2P elements a step with plain data parallel and stages 1 and 2, 3P with
+    stage 3, times (n-1)/n.
 
-    Two differences: units are padded to n ranks, by less than n elements each; and the weights that only the embedding
-    or only the head uses are gathered once, not twice, since the head's backward follows its forward, and a backward
-    that looks rows up reads no weights.
-    """
+    Two differences: units are padded to n ranks, by less than n elements each; and the weights that
+    only the embedding or only the head uses are gathered once, not twice, since the head's backward
+    follows its forward, and a backward that looks rows up reads no weights."""
     config = CATALOGUE[model]
     sizes = unit_sizes(config, Layout())
     params = sum(sizes.values())
@@ -692,18 +871,27 @@ def test_zero_volumes(model: str, n: int) -> None:
     padding = sum(-size % n for size in sizes.values())
     for short in (f"dp{n}", f"dp{n}.z1", f"dp{n}.z2"):
         assert elements_sent(config, short) == 2 * (params + padding) * (n - 1) // n
-    once = [unit for unit in sizes if not unit.startswith("blocks.") and not (unit == "embed" and config.tied)]
+    once = [
+        unit
+        for unit in sizes
+        if not unit.startswith("blocks.") and not (unit == "embed" and config.tied)
+    ]
     less = sum(sizes[unit] + -sizes[unit] % n for unit in once)
     assert elements_sent(config, f"dp{n}.z3") == (3 * (params + padding) - less) * (n - 1) // n
-    assert elements_sent(config, f"dp{n}.z3") == pytest.approx(3 * params, rel=less / params / 3 + 1 / n + 1e-3)
-    assert elements_sent(config, f"dp{n}.z3.keep") == 2 * (params + padding) * (n - 1) // n  # all is gathered once
+    assert elements_sent(config, f"dp{n}.z3") == pytest.approx(
+        3 * params, rel=less / params / 3 + 1 / n + 1e-3
+    )
+    assert (
+        elements_sent(config, f"dp{n}.z3.keep") == 2 * (params + padding) * (n - 1) // n
+    )  # all is gathered once
 
 
 @pytest.mark.parametrize("m", [1, 2, 5, 1024])
 def test_micro_batches_multiply_what_stages_2_and_3_send(m: int) -> None:
-    """One sum a step with plain data parallel and stage 1; stage 2 sums every micro-batch, (m + 1)P, stage 3 gathers in
-    every micro-batch too."""
-    config, n = CATALOGUE["llama-3.1-8b"], 8
+    """One sum a step with plain data parallel and stage 1; stage 2 sums every micro-batch, (m +
+    1)P, stage 3 gathers in every micro-batch too."""
+    config = CATALOGUE["llama-3.1-8b"]
+    n = 8
     params = num_params(model_specs(config)) * (n - 1) // n
     assert elements_sent(config, f"dp8.m{m}") == elements_sent(config, f"dp8.z1.m{m}") == 2 * params
     assert elements_sent(config, f"dp8.z2.m{m}") == (m + 1) * params
@@ -711,7 +899,8 @@ def test_micro_batches_multiply_what_stages_2_and_3_send(m: int) -> None:
 
 
 def test_hybrid_sharding_sends_within_groups_and_once_across() -> None:
-    """Groups of 4: 3/4 of each gather and reduction; then all 8 ranks sum a quarter in 2 groups, once a step."""
+    """Groups of 4: 3/4 of each gather and reduction; then all 8 ranks sum a quarter in 2 groups,
+    once a step."""
     config = CATALOGUE["llama-3.1-8b"]
     params = num_params(model_specs(config))
     for m in (1, 3):
@@ -720,11 +909,13 @@ def test_hybrid_sharding_sends_within_groups_and_once_across() -> None:
 
 
 def test_what_is_gathered_for_a_while() -> None:
-    """Llama-3.1-8B at stage 3, by hand: when the head's gradient is summed, its weights and those of the last block,
-    which come early, the gradient, and two buckets of 64 MiB, each as it arrives and as it is sent."""
+    """Llama-3.1-8B at stage 3, by hand: when the head's gradient is summed, its weights and those
+    of the last block, which come early, the gradient, and two buckets of 64 MiB, each as it arrives
+    and as it is sent."""
     config = CATALOGUE["llama-3.1-8b"]
     sizes = unit_sizes(config, Layout())
-    block, final = 2 * sizes["blocks.31"], 2 * sizes["final"]
+    block = 2 * sizes["blocks.31"]
+    final = 2 * sizes["final"]
     (ledger,) = training_ledgers(config, Layout.parse("dp8.z3"))
     head_backward = block + 2 * final
     bucket = 2 * (64 << 20)  # what arrives and a copy of what is sent
@@ -736,11 +927,15 @@ def test_what_is_gathered_for_a_while() -> None:
 
 
 def test_what_no_micro_batch_or_no_table_tells_is_named_not_guessed() -> None:
-    """Without a micro-batch what tensor and context parallel send; what pipeline stages do in any case."""
-    config, microbatch = CATALOGUE["llama-3.1-8b"], MicroBatchShape(1, 64)
+    """Without a micro-batch what tensor and context parallel send; what pipeline stages do in any
+    case."""
+    config = CATALOGUE["llama-3.1-8b"]
+    microbatch = MicroBatchShape(1, 64)
     for short in ("dp2.tp2.z1", "dp2.pp4.z1", "dp2.cp2.z1"):
-        layout, axis = Layout.parse(short), short.split(".")[1][:2]
-        sent, told = comm_bytes(config, layout), comm_bytes(config, layout, microbatch=microbatch)
+        layout = Layout.parse(short)
+        axis = short.split(".")[1][:2]
+        sent = comm_bytes(config, layout)
+        told = comm_bytes(config, layout, microbatch=microbatch)
         assert sent["dp"] and sent["dp"] == told["dp"]
         assert {axis for axis, num_bytes in sent.items() if num_bytes is None} == {axis}
         assert None not in told.values() and told[axis] > 0  # type: ignore[operator]
@@ -752,7 +947,9 @@ def test_what_no_micro_batch_or_no_table_tells_is_named_not_guessed() -> None:
 
 def test_what_is_counted_does_not_grow_with_micro_batches() -> None:
     """A plan of 1,024 of them runs through tables of two at most, and counts all."""
-    config, short, counted = CATALOGUE["llama-3.1-8b"], "dp8.z3.m1024", []
+    config = CATALOGUE["llama-3.1-8b"]
+    short = "dp8.z3.m1024"
+    counted = []
 
     def counting(order: list[Action], *given: Any) -> list[Action]:
         counted.append(len(order))

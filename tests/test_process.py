@@ -1,4 +1,5 @@
-"""The engine in its own process: it starts, refuses, dies, is started again and ends, and nothing of it is left."""
+"""The engine in its own process: it starts, refuses, dies, is started again and ends, and nothing
+of it is left."""
 
 import asyncio
 import os
@@ -20,21 +21,22 @@ import pytest
 import torch
 
 from engines import AsLeader, answers, drawn_tokens, engine_of, greedy, plain_logprobs, runner_of
-from shardwise.kernels.choice import kernels_for
-from shardwise.kernels.paged import BLOCK_TOKENS
+from shardwise.formats.load import read_config
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
+from shardwise.kernels.reference.paged_attention import BLOCK_TOKENS
+from shardwise.kernels.registry import kernels_for
 from shardwise.layout import Layout
-from shardwise.model.load import read_config
-from shardwise.model.tokenizer import byte_tokenizer, load_tokenizer
 from shardwise.parallel.launch import Place
-from shardwise.serve import process, worker
 from shardwise.serve import settings as limits
-from shardwise.serve.batch import Batch
+from shardwise.serve.engine import remote as process
+from shardwise.serve.engine import worker
+from shardwise.serve.engine.batch import Batch
+from shardwise.serve.engine.remote import RemoteEngine
+from shardwise.serve.engine.runner import SCORED_ROWS
+from shardwise.serve.engine.scheduler import QueueFull
+from shardwise.serve.engine_client import EngineDied
 from shardwise.serve.generate import load_model
-from shardwise.serve.link import EngineDied
-from shardwise.serve.process import RemoteEngine
 from shardwise.serve.request import MAX_LOGPROBS, Ask, SamplingParams
-from shardwise.serve.runner import SCORED_ROWS
-from shardwise.serve.scheduler import QueueFull
 from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
@@ -74,7 +76,10 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 def remote(path: Path, said: list[str] | None = None, **settings: Any) -> RemoteEngine:
     chosen: dict[str, Any] = {"dtype": "fp32", "kv_bytes": 1 << 23} | settings
     return RemoteEngine(
-        EngineSettings(path, **chosen), read_config(path), load_tokenizer(path), ([] if said is None else said).append
+        EngineSettings(path, **chosen),
+        read_config(path),
+        load_tokenizer(path),
+        ([] if said is None else said).append,
     )
 
 
@@ -101,7 +106,8 @@ def children(pid: int) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            told, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
+            told = (folder / "stat").read_text()
+            command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
         if int(told.rsplit(")", 1)[1].split()[1]) == pid and b"resource_tracker" not in command:
@@ -127,8 +133,10 @@ def test_smollm2_starts_answers_and_ends(own_temporary_folder: Path) -> None:
         assert engine.is_ready and engine.max_len == 8192
         kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
         assert [line.split(":")[0] for line in said[:3]] == [
-            "weights", f"one full batch with {kernels.name} kernels, for its memory", "pages",
-        ]  # fmt: skip
+            "weights",
+            f"one full batch with {kernels.name} kernels, for its memory",
+            "pages",
+        ]
         assert all(re.fullmatch(r".*: \d+\.\d\d s", line) for line in said[:3])
         assert "728 pages of 16 tokens: 11,648 in all, 8,192 in a request at most" in said[3]
         prompt = tuple(engine.tokenizer.encode("The capital of France is"))
@@ -157,7 +165,9 @@ def test_smollm2_starts_answers_and_ends(own_temporary_folder: Path) -> None:
             await tokens_of(engine)
         assert_gone(pid)
         assert not engine.waiting and not list(own_temporary_folder.iterdir())
-        assert len(set(os.listdir("/proc/self/fd")) - before) <= 3  # the tracker's, and listdir's own
+        assert (
+            len(set(os.listdir("/proc/self/fd")) - before) <= 3
+        )  # the tracker's, and listdir's own
 
     run(check())
 
@@ -179,7 +189,10 @@ def test_what_does_not_fit_is_refused_with_what_does(
         engine = remote(folder, kv_bytes=100_000, max_len=int(told[3]))
         await engine.start()
         assert engine.max_len == int(told[3])
-        assert len(await tokens_of(engine, SamplingParams(max_tokens=None, ignore_eos=True))) == int(told[3]) - 3
+        assert (
+            len(await tokens_of(engine, SamplingParams(max_tokens=None, ignore_eos=True)))
+            == int(told[3]) - 3
+        )
         await engine.close()
 
     run(check())
@@ -245,7 +258,9 @@ def test_the_event_loop_does_not_wait_for_a_step(folder: Path) -> None:
         os.kill(pid, signal.SIGSTOP)
         asks = [asyncio.create_task(tokens_of(engine, SHORT, (1,) * 4000)) for _ in range(200)]
         await asyncio.sleep(0)
-        assert len(engine.waiting) == 200 and Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+        assert (
+            len(engine.waiting) == 200 and Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+        )
         for task in asks:
             task.cancel()
         await asyncio.gather(*asks, return_exceptions=True)
@@ -258,7 +273,9 @@ def test_the_event_loop_does_not_wait_for_a_step(folder: Path) -> None:
     run(check())
 
 
-def test_one_that_is_closed_while_it_starts_is_gone(folder: Path, own_temporary_folder: Path) -> None:
+def test_one_that_is_closed_while_it_starts_is_gone(
+    folder: Path, own_temporary_folder: Path
+) -> None:
     async def check() -> None:
         engine = remote(folder)
         starting = asyncio.create_task(engine.start())
@@ -300,7 +317,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("end", "code"), [("killed", -9), ("fails", 1)])
 def test_it_ends_with_its_server(folder: Path, tmp_path: Path, end: str, code: int) -> None:
-    """However that ends, without a word or by an error of its own: Python must not wait for the engine at its exit."""
+    """However that ends, without a word or by an error of its own: Python must not wait for the
+    engine at its exit."""
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     command = [sys.executable, str(script), str(folder), end]
@@ -310,17 +328,22 @@ def test_it_ends_with_its_server(folder: Path, tmp_path: Path, end: str, code: i
     assert_gone(int(ran.stdout))
 
 
-# -- tensor parallel ----------------------------------------------------------------------------------------
+# -- tensor parallel
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_two_ranks_say_what_one_says(folder: Path, dtype: limits.Dtype) -> None:
     model = load_model(folder, worker.DTYPES[dtype], torch.device("cpu"))
     prompts = [tuple(range(5, 5 + count)) for count in (1, 17, 90)]
-    expected = answers(engine_of(runner_of(model), model.tokenizer), [Ask(prompt, SHORT) for prompt in prompts])
+    expected = answers(
+        engine_of(runner_of(model), model.tokenizer), [Ask(prompt, SHORT) for prompt in prompts]
+    )
 
     async def check() -> None:
-        engine = remote(folder, layout=Layout(tp=2), dtype=dtype, max_batch_tokens=40, max_running=8)
+        engine = remote(
+            folder, layout=Layout(tp=2), dtype=dtype, max_batch_tokens=40, max_running=8
+        )
         await engine.start()
         pid = pid_of(engine)
         ranks = children(pid)
@@ -329,7 +352,9 @@ def test_two_ranks_say_what_one_says(folder: Path, dtype: limits.Dtype) -> None:
         found = await asyncio.gather(*(tokens_of(engine, SHORT, prompt) for prompt in prompts))
         if dtype == "fp32":
             assert found == [got.tokens for (got,) in expected]
-        assert [await tokens_of(engine, SHORT, prompt) for prompt in prompts] == found  # alone, cached
+        assert [
+            await tokens_of(engine, SHORT, prompt) for prompt in prompts
+        ] == found  # alone, cached
         assert sum(x * x for x in await engine.embed(prompts[1])) == pytest.approx(1)
         with pytest.raises(ValueError, match="vocabulary"):
             await tokens_of(engine, SHORT, (264,))
@@ -375,7 +400,9 @@ def test_ranks_end_together_and_are_started_again(
         assert await tokens_of(engine) == expected
         second = pid_of(engine)
         exhaust(children(second)[1])
-        with pytest.raises(EngineDied, match=r"the engine has ended: rank 1 failed first, with exit code -?\d+$"):
+        with pytest.raises(
+            EngineDied, match=r"the engine has ended: rank 1 failed first, with exit code -?\d+$"
+        ):
             await engine.embed(list(range(200)) * 20)
         assert not engine.is_lost and said[-1] == "it is started again"
         await engine.close()
@@ -386,7 +413,8 @@ def test_ranks_end_together_and_are_started_again(
     run(check())
 
 
-# -- what the process does with what it hears ---------------------------------------------------------------
+# -- what the process does with what it hears
+# ---------------------------------------------------------------
 
 
 @dataclass
@@ -402,14 +430,19 @@ class Idle(AsLeader):
         self.kept.set()
 
 
-def test_ranks_are_kept_alive_while_only_questions_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions that come more often than IDLE_S do not keep the ranks waiting for a batch until they give up."""
+def test_ranks_are_kept_alive_while_only_questions_come(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions that come more often than IDLE_S do not keep the ranks waiting for a batch until
+    they give up."""
     monkeypatch.setattr(worker, "IDLE_S", 1e6)
     model = load_model(folder, torch.float32, torch.device("cpu"))
     runner = runner_of(model)
     runs = Idle(runner)
     ours, its = Pipe()
-    talk = threading.Thread(target=worker.serve_until_gone, args=(its, engine_of(runner, model.tokenizer, runs=runs)))
+    talk = threading.Thread(
+        target=worker.serve_until_gone, args=(its, engine_of(runner, model.tokenizer, runs=runs))
+    )
     talk.start()
     for name in range(3):
         ours.send(("stats", name))
@@ -442,7 +475,9 @@ def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> N
     talk.start()
     refused, *heard = (ours.recv() for _ in range(1 + 5 + SHORT.max_tokens))  # type: ignore[operator]
     assert refused[:2] == ("refused", 7) and "from 0 to 263" in refused[2]
-    assert [message[0] for message in heard] == ["answer", "pieces"] * 5 + ["pieces"] * (len(heard) - 10)
+    assert [message[0] for message in heard] == ["answer", "pieces"] * 5 + ["pieces"] * (
+        len(heard) - 10
+    )
     assert [name for what, name, *_ in heard if what == "answer"] == [1, 2, 3, 4, 5]
     ours.send(("stats", 8))
     assert ours.recv()[:2] == ("answer", 8)
@@ -451,11 +486,13 @@ def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> N
     assert not talk.is_alive()
 
 
-# -- memory -------------------------------------------------------------------------------------------------
+# -- memory
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    """What it has read of files can be dropped; without a limit, or outside of a container, there is none."""
+    """What it has read of files can be dropped; without a limit, or outside of a container, there
+    is none."""
     assert worker.container_bytes(tmp_path) == 1 << 62
     for name, text in (
         ("current", "700\n"),
@@ -477,45 +514,54 @@ def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder:
         str(refused.value),
     )
     assert told and int(told[2]) <= 0.51 * 1e9 * float(told[1].replace(",", ""))
-    fits = worker.start(place, EngineSettings(folder, dtype="fp32", kv_bytes=min(int(told[2]), 1 << 23)))
+    fits = worker.start(
+        place, EngineSettings(folder, dtype="fp32", kv_bytes=min(int(told[2]), 1 << 23))
+    )
     assert fits.num_pages == (1 << 23) // fits.runner.page_bytes
 
 
 def test_scored_prompts_are_in_what_a_batch_is_measured_with(folder: Path) -> None:
     model = load_model(folder, torch.float32, torch.device("cpu"))
-    runner, seen = runner_of(model), list[Batch]()
+    runner = runner_of(model)
+    seen = list[Batch]()
     genuine = runner.run
     runner.run = lambda batch: seen.append(batch) or genuine(batch)  # type: ignore[method-assign, func-returns-value]
     assert worker.batch_bytes(runner, EngineSettings(folder, dtype="fp32")) >= 0
     (batch,) = seen
     assert [len(part.tokens) for part in batch.parts] == [512, SCORED_ROWS + 1]
     pages = [page for part in batch.parts for page in part.pages]
-    assert batch.parts[1].scores == MAX_LOGPROBS and sorted(pages) == list(range(runner.pages[0].keys.numbers.shape[1]))
+    assert batch.parts[1].scores == MAX_LOGPROBS and sorted(pages) == list(
+        range(runner.pages[0].keys.numbers.shape[1])
+    )
 
 
 def test_logits_of_a_scored_prompt_are_held_in_pieces(folder: Path) -> None:
     """No more than SCORED_ROWS of them at a time, whatever the chunk."""
     model = load_model(folder, torch.float32, torch.device("cpu"))
-    runner, rows = runner_of(model), list[int]()
+    runner = runner_of(model)
+    rows = list[int]()
     genuine = runner.logits
     runner.logits = lambda x: rows.append(len(x)) or genuine(x)  # type: ignore[method-assign, func-returns-value]
     prompt = drawn_tokens(200, 0)
-    ((got,),) = answers(engine_of(runner, model.tokenizer), [Ask(prompt, greedy(1, prompt_logprobs=2))])
-    expected = plain_logprobs(model, prompt)[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    ((got,),) = answers(
+        engine_of(runner, model.tokenizer), [Ask(prompt, greedy(1, prompt_logprobs=2))]
+    )
+    expected = plain_logprobs(model, prompt)[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[
+        :, 0
+    ]
     assert got.prompt is not None and [each.id for each in got.prompt] == list(prompt[1:])
     assert [each.logprob for each in got.prompt] == pytest.approx(expected.tolist(), abs=1e-4)
     assert rows == [SCORED_ROWS] * 3 + [199 - 3 * SCORED_ROWS, 1]
 
 
 def test_the_log_has_the_traceback_and_clients_the_rank() -> None:
-    told = (
-        "Traceback (most recent call last):\n  File x\nKeyError: 1\nrank 1 failed first, with exit code 1\nrank 0 ended"
-    )
+    told = "Traceback (most recent call last):\n  File x\nKeyError: 1\nrank 1 failed first, with exit code 1\nrank 0 ended"
     assert process.in_brief(told) == "rank 1 failed first, with exit code 1; rank 0 ended"
     assert process.in_brief("its process ended with code -9") == "its process ended with code -9"
 
 
-# -- settings -----------------------------------------------------------------------------------------------
+# -- settings
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

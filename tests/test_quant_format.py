@@ -1,4 +1,5 @@
-"""The quantized matrix against its definition, worked out number by number; its bytes and slices; what is refused."""
+"""The quantized matrix against its definition, worked out number by number; its bytes and slices;
+what is refused."""
 
 import math
 
@@ -25,13 +26,31 @@ from shardwise.quant.format import (
 )
 from shardwise.quant.scheme import Scheme, check_groups, quantizable
 
-NAMES = ("int8", "int8z", "int8-g32", "int8z-g16", "int4", "int4z", "int4-g8", "int4-g32", "int4z-g64", "int3", "int3z",
-         "int3-g8", "int3-g32", "int3z-g40", "fp8", "fp8-g32")  # fmt: skip
+NAMES = (
+    "int8",
+    "int8z",
+    "int8-g32",
+    "int8z-g16",
+    "int4",
+    "int4z",
+    "int4-g8",
+    "int4-g32",
+    "int4z-g64",
+    "int3",
+    "int3z",
+    "int3-g8",
+    "int3-g32",
+    "int3z-g40",
+    "fp8",
+    "fp8-g32",
+)
 CONFIG = ModelConfig("llama", 2, 576, 1536, 9, 3, 64, 1000, 128, tied=True)
 
 
 def drawn(num_rows: int, num_columns: int, seed: int = 0, scale: float = 0.05) -> Tensor:
-    weight = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed)) * scale
+    weight = (
+        torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed)) * scale
+    )
     weight[0, : num_columns // 2] = 0  # groups of nothing but zeros
     return weight
 
@@ -40,7 +59,9 @@ def drawn(num_rows: int, num_columns: int, seed: int = 0, scale: float = 0.05) -
 def matrices(draw: st.DrawFn) -> tuple[Tensor, Scheme]:
     scheme = Scheme.parse(draw(st.sampled_from(NAMES)))
     columns = draw(st.integers(1, 5)) * scheme.group if scheme.group else draw(st.integers(1, 70))
-    weight = drawn(draw(st.integers(1, 6)), columns, draw(st.integers(0, 1000)), 10 ** draw(st.floats(-4, 3)))
+    weight = drawn(
+        draw(st.integers(1, 6)), columns, draw(st.integers(0, 1000)), 10 ** draw(st.floats(-4, 3))
+    )
     return weight + draw(st.sampled_from((0.0, 0.1))), scheme
 
 
@@ -57,11 +78,14 @@ def code_at(quantized: Quantized, row: int, column: int) -> float:
 def weight_at(quantized: Quantized, row: int, column: int) -> float:
     """By the definition, in Python's doubles."""
     group = column // quantized.scheme.group if quantized.scheme.group else 0
-    code, scale = code_at(quantized, row, column), float(quantized.scales[row, group])
+    code = code_at(quantized, row, column)
+    scale = float(quantized.scales[row, group])
     if quantized.zeros is None:
         return scale * code
     offset = float(quantized.zeros[row, group])
-    return scale * (code - offset) if quantized.zeros.dtype == torch.uint8 else scale * code + offset
+    return (
+        scale * (code - offset) if quantized.zeros.dtype == torch.uint8 else scale * code + offset
+    )
 
 
 @given(matrices())
@@ -74,7 +98,9 @@ def test_it_is_what_its_definition_says(drawn: tuple[Tensor, Scheme]) -> None:
         for column in range(weight.shape[1]):
             assert code_at(quantized, row, column) == float(codes_of(quantized)[row, column])
             wanted = weight_at(quantized, row, column)
-            assert float(plain[row, column]) == wanted  # exact: a code has 8 bits at most, a scale 8
+            assert (
+                float(plain[row, column]) == wanted
+            )  # exact: a code has 8 bits at most, a scale 8
     assert torch.equal(dequantize(quantized, torch.bfloat16), plain.bfloat16())
     assert quantized.num_bytes == scheme.num_bytes(tuple(weight.shape))
 
@@ -85,8 +111,12 @@ def test_nothing_is_off_by_more_than_half_a_step(drawn: tuple[Tensor, Scheme]) -
     weight, scheme = drawn
     quantized = quantize(weight, scheme)
     error = (dequantize(quantized, torch.float32) - weight).abs()
-    steps = quantized.scales.float().repeat_interleave(weight.shape[1] // quantized.scales.shape[1], 1)
-    if scheme.kind == "fp8":  # 3 bits behind the point; below 2^-6 steps of 2^-9; the scale may be half of 2^-7 short
+    steps = quantized.scales.float().repeat_interleave(
+        weight.shape[1] // quantized.scales.shape[1], 1
+    )
+    if (
+        scheme.kind == "fp8"
+    ):  # 3 bits behind the point; below 2^-6 steps of 2^-9; the scale may be half of 2^-7 short
         bound = torch.maximum(weight.abs() * 2**-4, steps * 2**-10) + 448 * steps * 2**-8
     else:
         bound = steps * (0.5 + scheme.levels * 2**-8)
@@ -98,9 +128,16 @@ def test_nothing_is_off_by_more_than_half_a_step(drawn: tuple[Tensor, Scheme]) -
 def test_each_row_is_quantized_by_itself(drawn: tuple[Tensor, Scheme]) -> None:
     """So rows can be quantized a few at a time, or by the ranks that hold them."""
     weight, scheme = drawn
-    whole, stacked = quantize(weight, scheme), stack_rows([quantize(row[None], scheme) for row in weight])
-    for mine, theirs in ((whole.codes, stacked.codes), (whole.scales, stacked.scales), (whole.zeros, stacked.zeros)):
-        assert mine is theirs is None or (mine is not None and theirs is not None and same(mine, theirs))
+    whole = quantize(weight, scheme)
+    stacked = stack_rows([quantize(row[None], scheme) for row in weight])
+    for mine, theirs in (
+        (whole.codes, stacked.codes),
+        (whole.scales, stacked.scales),
+        (whole.zeros, stacked.zeros),
+    ):
+        assert mine is theirs is None or (
+            mine is not None and theirs is not None and same(mine, theirs)
+        )
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -113,22 +150,38 @@ def test_slices_are_exact(drawn: tuple[Tensor, Scheme], data: st.DataObject) -> 
     weight, scheme = drawn
     quantized = quantize(weight, scheme)
     unit = scheme.group or 8
-    places = st.integers(0, weight.shape[1] // unit).map(lambda n: n * unit) | st.just(weight.shape[1])
+    places = st.integers(0, weight.shape[1] // unit).map(lambda n: n * unit) | st.just(
+        weight.shape[1]
+    )
     first, last = sorted((data.draw(places), data.draw(places)))
-    top, bottom = sorted((data.draw(st.integers(0, len(weight))), data.draw(st.integers(0, len(weight)))))
-    piece = quantized.columns(first, last).rows(top, bottom) if first < last else quantized.rows(top, bottom)
+    top, bottom = sorted(
+        (data.draw(st.integers(0, len(weight))), data.draw(st.integers(0, len(weight))))
+    )
+    piece = (
+        quantized.columns(first, last).rows(top, bottom)
+        if first < last
+        else quantized.rows(top, bottom)
+    )
     columns = slice(first, last) if first < last else slice(None)
-    assert torch.equal(dequantize(piece, torch.float32), dequantize(quantized, torch.float32)[top:bottom, columns])
+    assert torch.equal(
+        dequantize(piece, torch.float32), dequantize(quantized, torch.float32)[top:bottom, columns]
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tp", [1, 3])
 def test_ranks_hold_slices_of_one_matrix(name: str, tp: int) -> None:
-    """Of a fused qkv by rows and parts, of out and down by columns; with the bytes that the scheme says."""
-    scheme, layout = Scheme.parse(name), Layout(tp=tp)
+    """Of a fused qkv by rows and parts, of out and down by columns; with the bytes that the scheme
+    says."""
+    scheme = Scheme.parse(name)
+    layout = Layout(tp=tp)
     if scheme.group == 40:
         pytest.skip("groups of 40 do not divide these columns")
-    for spec in (spec for spec in model_specs(CONFIG) if quantizable(spec) and spec.name.startswith("blocks.0.")):
+    for spec in (
+        spec
+        for spec in model_specs(CONFIG)
+        if quantizable(spec) and spec.name.startswith("blocks.0.")
+    ):
         check_groups([spec], scheme.group, layout)
         num_rows, num_columns = spec.shape
         weight = drawn(num_rows, num_columns)
@@ -163,18 +216,25 @@ def test_known_values() -> None:
     row = [7.5, -7.5, 7.0, 3.0, -1.0, 0.5, 0.0, 1.5]
     quantized = quantize(torch.tensor([row, [0.0] * 8]), Scheme.parse("int4-g8"))
     assert quantized.scales.tolist() == [[1.0], [1.0]]
-    assert codes_of(quantized).tolist() == [[7, -8, 7, 3, -1, 0, 0, 2], [0] * 8]  # halves go to the even
+    assert codes_of(quantized).tolist() == [
+        [7, -8, 7, 3, -1, 0, 0, 2],
+        [0] * 8,
+    ]  # halves go to the even
     assert quantized.codes.tolist() == [[0x0F, 0xBF, 0x87, 0xA8], [0x88] * 4]
-    three = from_codes(torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]]), Scheme.parse("int3z-g8"), torch.ones(1, 1),
-                       torch.zeros(1, 1, dtype=torch.uint8))  # fmt: skip
+    three = from_codes(
+        torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]]),
+        Scheme.parse("int3z-g8"),
+        torch.ones(1, 1),
+        torch.zeros(1, 1, dtype=torch.uint8),
+    )
     assert three.codes.tolist() == [[0b10001000, 0b11000110, 0b11111010]]
     eight = quantize(torch.tensor([[448.0, -448.0, 1.0, 0.0]]), Scheme.parse("fp8"))
     assert eight.codes.dtype == FP8 and eight.codes.float().tolist() == [[448.0, -448.0, 1.0, 0.0]]
 
 
 def test_zero_points_and_minima_are_exact() -> None:
-    """With fp16 scales: s (q - z) and s q + m, m = -s z, are the same fp32 numbers; and a minimum that is no multiple
-    of the scale is kept as it is."""
+    """With fp16 scales: s (q - z) and s q + m, m = -s z, are the same fp32 numbers; and a minimum
+    that is no multiple of the scale is kept as it is."""
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(16, (7, 64), generator=random)
     scales = torch.rand(7, 2, generator=random).half()
@@ -183,7 +243,9 @@ def test_zero_points_and_minima_are_exact() -> None:
     plain = dequantize(from_codes(codes, scheme, scales, points), torch.float32)
     minima = -(scales.float() * points.float())
     assert torch.equal(plain, dequantize(from_codes(codes, scheme, scales, minima), torch.float32))
-    doubles = (codes.double().view(7, 2, 32) - points.double()[..., None]) * scales.double()[..., None]
+    doubles = (codes.double().view(7, 2, 32) - points.double()[..., None]) * scales.double()[
+        ..., None
+    ]
     assert torch.equal(plain.double(), doubles.view(7, 64))
     odd = torch.randn(7, 2, generator=random).half()
     wanted = codes.view(7, 2, 32).float() * scales.float()[..., None] + odd.float()[..., None]
@@ -203,7 +265,8 @@ def test_quantizing_twice_changes_nothing_more(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_product_is_that_of_the_plain_matrix(name: str) -> None:
-    """In more than one strip. fp32: 1e-5 of the largest; bf16: 1e-2, as strips may be added up in another order."""
+    """In more than one strip. fp32: 1e-5 of the largest; bf16: 1e-2, as strips may be added up in
+    another order."""
     scheme = Scheme.parse(name)
     num_columns = 320 if scheme.group != 64 else 384
     weight = drawn(5000, num_columns, 3)
@@ -220,12 +283,20 @@ def test_error_falls_with_bits_and_grows_with_groups() -> None:
     weight = drawn(64, 512, 5)
 
     def error(name: str) -> float:
-        return float((dequantize(quantize(weight, Scheme.parse(name)), torch.float32) - weight).norm() / weight.norm())
+        return float(
+            (dequantize(quantize(weight, Scheme.parse(name)), torch.float32) - weight).norm()
+            / weight.norm()
+        )
 
-    assert error("int8") < error("int4-g32") < error("int4-g128") < error("int4") < error("int3-g128")
+    assert (
+        error("int8") < error("int4-g32") < error("int4-g128") < error("int4") < error("int3-g128")
+    )
     assert error("int4-g32") < error("int3-g32")
     skewed = drawn(64, 512, 5) + 0.2
-    zero, none = (dequantize(quantize(skewed, Scheme.parse(name)), torch.float32) for name in ("int4z-g32", "int4-g32"))
+    zero, none = (
+        dequantize(quantize(skewed, Scheme.parse(name)), torch.float32)
+        for name in ("int4z-g32", "int4-g32")
+    )
     assert (zero - skewed).norm() < (none - skewed).norm()
 
 
@@ -260,14 +331,20 @@ def test_unknown_names(name: str, sentence: str) -> None:
 def test_groups_that_do_not_divide() -> None:
     """T26, and 576 / 128 of SmolLM2."""
     specs = model_specs(CONFIG)
-    with pytest.raises(ValueError, match=r"groups of 128 columns do not divide the 576 of blocks\.0\.qkv; "
-                       r"groups of 32 and 64 do"):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"groups of 128 columns do not divide the 576 of blocks\.0\.qkv; "
+        r"groups of 32 and 64 do",
+    ):
         check_groups(specs, 128, Layout())
     check_groups(specs, 64, Layout(tp=3))
     wide = ModelConfig("qwen2", 1, 8192, 29568, 64, 8, 128, 1000, 128, qkv_bias=True)
     check_groups(model_specs(wide), 128, Layout())
-    with pytest.raises(ValueError, match=r"tp8 cuts the 29568 columns of blocks\.0\.down where groups of 128 columns "
-                       r"do not end; tp 1 works"):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"tp8 cuts the 29568 columns of blocks\.0\.down where groups of 128 columns "
+        r"do not end; tp 1 works",
+    ):
         check_groups(model_specs(wide), 128, Layout(tp=8))
     with pytest.raises(ValueError, match=r"tp 1 and 2 work$"):
         check_groups(model_specs(wide), 64, Layout(tp=4))
@@ -276,7 +353,9 @@ def test_groups_that_do_not_divide() -> None:
     odd = ModelConfig("llama", 1, 40, 60, 10, 10, 4, 100, 128)
     with pytest.raises(ValueError, match="one scale a row does"):
         check_groups(model_specs(odd), 32, Layout())
-    with pytest.raises(ValueError, match="pieces of 8 columns, which fill bytes, do not end; tp 1 works"):
+    with pytest.raises(
+        ValueError, match="pieces of 8 columns, which fill bytes, do not end; tp 1 works"
+    ):
         check_groups(model_specs(odd), None, Layout(tp=2))
 
 

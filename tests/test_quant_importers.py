@@ -1,4 +1,5 @@
-"""Folders of GPTQ, AWQ, compressed-tensors and fp8: every weight exactly as the format means it, kept or made plain."""
+"""Folders of GPTQ, AWQ, compressed-tensors and fp8: every weight exactly as the format means it,
+kept or made plain."""
 
 import json
 import shutil
@@ -13,18 +14,19 @@ from transformers import LlamaForCausalLM
 
 from quantized_files import WRITERS, Tensors, awq, edit_tensors, gptq, quantize_folder, set_config
 from shardwise.cli import main
-from shardwise.config import from_hugging_face
+from shardwise.formats.convert import convert
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.load import load_weights, read_config
+from shardwise.formats.storage import quantized_forms
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.layout import Layout
-from shardwise.model.convert import convert
-from shardwise.model.forms import quantized_forms
 from shardwise.model.layers import Causal
-from shardwise.model.load import load_weights, read_config
-from shardwise.model.quantized import load_quantized
-from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.params import boxes, model_specs
 from shardwise.plan import plan
 from shardwise.quant.weight import QuantizedWeight
+from shardwise.quantize.load_quantized import load_quantized
 from tiny_models import our_weights, tiny_model
 
 STEM = "model.layers.1.mlp.down_proj"
@@ -58,9 +60,11 @@ def nbytes(weight: Tensor | QuantizedWeight) -> int:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name: str) -> None:
-    """Exactly, in fp32; read as plain numbers or kept; whole and on each of two ranks; in the bytes of the plan."""
+    """Exactly, in fp32; read as plain numbers or kept; whole and on each of two ranks; in the bytes
+    of the plan."""
     meant = quantize_folder(plain, tmp_path / "folder", WRITERS[name])
-    wanted, path = ours(plain, meant), tmp_path / "folder"
+    wanted = ours(plain, meant)
+    path = tmp_path / "folder"
     config = read_config(path)
     specs = [spec for spec in model_specs(config) if spec.tied_to is None]
     one = Layout()
@@ -76,12 +80,26 @@ def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name
             kept = load_quantized(path, config, specs, layout, coord, torch.float32, "as-stored")
             for spec in specs:
                 held = kept[spec.name]
-                assert isinstance(held, QuantizedWeight) == ((spec.name, spec.rows[0].name) in forms)
+                assert isinstance(held, QuantizedWeight) == (
+                    (spec.name, spec.rows[0].name) in forms
+                )
                 local = held.plain(torch.float32) if isinstance(held, QuantizedWeight) else held
                 for box in boxes(spec, layout, coord):
-                    assert torch.equal(local[box.local_slices], wanted[spec.name][box.slices]), spec.name
-            planned = plan(str(path), "h100-80gb", layout=layout, mode="serve", precision="fp32", quant="as-stored")
-            assert sum(map(nbytes, kept.values())) == planned.answers[0].candidates[0].ledger[0].rows["parameters"]
+                    assert torch.equal(local[box.local_slices], wanted[spec.name][box.slices]), (
+                        spec.name
+                    )
+            planned = plan(
+                str(path),
+                "h100-80gb",
+                layout=layout,
+                mode="serve",
+                precision="fp32",
+                quant="as-stored",
+            )
+            assert (
+                sum(map(nbytes, kept.values()))
+                == planned.answers[0].candidates[0].ledger[0].rows["parameters"]
+            )
 
 
 @pytest.mark.parametrize("name", ["gptq-4", "awq", "packed-4", "int8", "fp8-block"])
@@ -90,13 +108,18 @@ def test_logits_are_those_of_transformers(plain: Path, tmp_path: Path, name: str
     meant = quantize_folder(plain, tmp_path / "folder", WRITERS[name])
     theirs = LlamaForCausalLM(tiny_model("llama", vocab_size=264).config).eval()
     theirs.load_state_dict(meant)
-    config, layout = from_hugging_face(theirs.config.to_dict()), Layout()
+    config = from_hugging_face(theirs.config.to_dict())
+    layout = Layout()
     specs = model_specs(config)
-    kept = load_quantized(tmp_path / "folder", config, specs, layout, layout.coord(0), torch.float32, "as-stored")
+    kept = load_quantized(
+        tmp_path / "folder", config, specs, layout, layout.coord(0), torch.float32, "as-stored"
+    )
     ids = torch.randint(264, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = theirs(ids).logits
-        found = Transformer(config).forward(kept, ids, torch.arange(20)[None], Causal(config))  # type: ignore[arg-type]
+        found = Transformer(config, TORCH).forward(
+            kept, ids, torch.arange(20)[None], Causal(config)
+        )  # type: ignore[arg-type]
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
@@ -104,16 +127,26 @@ def test_layers_may_stay_plain(plain: Path, tmp_path: Path) -> None:
     """Those that were left out, even one of a fused q, k and v."""
     path = tmp_path / "folder"
     meant = quantize_folder(
-        plain, path, WRITERS["packed-4"], lambda stem: stem.endswith(("0.self_attn.v_proj", "1.mlp.down_proj"))
+        plain,
+        path,
+        WRITERS["packed-4"],
+        lambda stem: stem.endswith(("0.self_attn.v_proj", "1.mlp.down_proj")),
     )
-    wanted, config, one = ours(plain, meant), read_config(path), Layout()
-    kept = load_quantized(path, config, model_specs(config), one, one.coord(0), torch.float32, "as-stored")
+    wanted = ours(plain, meant)
+    config = read_config(path)
+    one = Layout()
+    kept = load_quantized(
+        path, config, model_specs(config), one, one.coord(0), torch.float32, "as-stored"
+    )
     assert isinstance(kept["blocks.1.down"], Tensor)
     qkv = kept["blocks.0.qkv"]
     assert isinstance(qkv, QuantizedWeight) and len(qkv.pieces) == 3
     assert torch.equal(qkv.plain(torch.float32), wanted["blocks.0.qkv"])
     planned = plan(str(path), "h100-80gb", mode="serve", precision="fp32", quant="as-stored")
-    assert sum(map(nbytes, kept.values())) == planned.answers[0].candidates[0].ledger[0].rows["parameters"]
+    assert (
+        sum(map(nbytes, kept.values()))
+        == planned.answers[0].candidates[0].ledger[0].rows["parameters"]
+    )
 
 
 def test_it_can_be_converted_to_a_plain_folder(plain: Path, tmp_path: Path) -> None:
@@ -125,29 +158,46 @@ def test_it_can_be_converted_to_a_plain_folder(plain: Path, tmp_path: Path) -> N
     assert all(torch.equal(found[name], tensor) for name, tensor in meant.items())
 
 
-# -- refused ------------------------------------------------------------------------------------------------
+# -- refused
+# ------------------------------------------------------------------------------------------------
 
 
 def refused(folder: Path) -> str:
     config = read_config(folder)
     with pytest.raises(ValueError) as caught:
-        load_weights(folder, config, model_specs(config), Layout(), Layout().coord(0), torch.float32)
+        load_weights(
+            folder, config, model_specs(config), Layout(), Layout().coord(0), torch.float32
+        )
     return str(caught.value)
 
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+WEIGHTS: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 32,
+}
 
 
-def compressed_with(form: str = "pack-quantized", groups: int = 1, **weights: object) -> dict[str, Any]:
-    each = {f"group_{n}": {"weights": WEIGHTS | ({"num_bits": 8} if n else {}) | weights} for n in range(groups)}
+def compressed_with(
+    form: str = "pack-quantized", groups: int = 1, **weights: object
+) -> dict[str, Any]:
+    each = {
+        f"group_{n}": {"weights": WEIGHTS | ({"num_bits": 8} if n else {}) | weights}
+        for n in range(groups)
+    }
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": each}
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes', which cannot be read; gptq, awq, "),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantized by 'bitsandbytes', which cannot be read; gptq, awq, ",
+        ),
         ({"bits": 4}, "quantized by None, which cannot be read"),
         ("gptq", "quantization_config must be an object"),
         (GPTQ | {"bits": 2}, "codes of 2 bits cannot be read; of 3, 4 and 8 can"),
@@ -156,8 +206,14 @@ def compressed_with(form: str = "pack-quantized", groups: int = 1, **weights: ob
         (GPTQ | {"group_size": "many"}, "a group size must be a whole number"),
         (GPTQ | {"group_size": 128}, "has groups of 128 columns, which do not divide its 64"),
         (GPTQ | {"group_size": 20}, "groups have a multiple of 8 columns, not 20"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "in version 'gemv' cannot be read"),
-        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero points cannot be read"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
+            "in version 'gemv' cannot be read",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "zero_point": False},
+            "without zero points cannot be read",
+        ),
         (compressed_with(groups=2), "quantized in different ways"),
         (compressed_with("mixed-precision"), "quantized in different ways"),
         (compressed_with("marlin-24"), "in the format 'marlin-24' cannot be read"),
@@ -165,11 +221,17 @@ def compressed_with(form: str = "pack-quantized", groups: int = 1, **weights: ob
         (compressed_with(actorder="group"), "act-order"),
         (compressed_with("float-quantized", type="float"), "floats of 4 bits cannot be read"),
         (compressed_with("int-quantized"), "codes of 4 bits that are not packed"),
-        (compressed_with() | {"kv_cache_scheme": {"num_bits": 8}}, "its kv_cache_scheme cannot be followed"),
+        (
+            compressed_with() | {"kv_cache_scheme": {"num_bits": 8}},
+            "its kv_cache_scheme cannot be followed",
+        ),
         (compressed_with(strategy="block"), "a block of scales must be two whole numbers"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "a block of scales must be two whole numbers"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            "a block of scales must be two whole numbers",
+        ),
     ],
-)  # fmt: skip
+)
 def test_formats_that_are_refused(folder: Path, config: Any, sentence: str) -> None:
     set_config(folder, quantization_config=config)
     said = refused(folder)
@@ -181,14 +243,22 @@ def test_formats_that_are_refused(folder: Path, config: Any, sentence: str) -> N
     [
         (lambda t: t.pop(f"{STEM}.scales"), f"{STEM} is quantized, but has no scales"),
         (lambda t: t.pop(f"{STEM}.qzeros"), f"{STEM} is quantized, but has no qzeros"),
-        (lambda t: t.update({f"{STEM}.scales": torch.ones(2, 64)}), f"{STEM}.scales is [2, 64] and should be [3, 64]"),
+        (
+            lambda t: t.update({f"{STEM}.scales": torch.ones(2, 64)}),
+            f"{STEM}.scales is [2, 64] and should be [3, 64]",
+        ),
         (lambda t: t.update({f"{STEM}.scales": torch.ones(3, 64).double()}), "is stored as F64"),
-        (lambda t: t.update({f"{STEM}.g_idx": torch.arange(96).flip(0) // 32}), f"{STEM}: its columns are in the"),
+        (
+            lambda t: t.update({f"{STEM}.g_idx": torch.arange(96).flip(0) // 32}),
+            f"{STEM}: its columns are in the",
+        ),
         (lambda t: t.pop(f"{STEM}.qweight"), f"it lacks {STEM}.weight"),
         (lambda t: t.update({f"{STEM}.odd": torch.ones(1)}), f"it has no place for {STEM}.odd"),
     ],
-)  # fmt: skip
-def test_tensors_that_are_refused(folder: Path, edit: Callable[[Tensors], object], sentence: str) -> None:
+)
+def test_tensors_that_are_refused(
+    folder: Path, edit: Callable[[Tensors], object], sentence: str
+) -> None:
     edit_tensors(folder, edit)
     said = refused(folder)
     assert sentence in said and "\n" not in said
@@ -199,12 +269,16 @@ def test_act_order_without_harm_is_read(folder: Path) -> None:
     config = read_config(folder)
 
     def loaded() -> dict[str, torch.Tensor]:
-        return load_weights(folder, config, model_specs(config), Layout(), Layout().coord(0), torch.float32)
+        return load_weights(
+            folder, config, model_specs(config), Layout(), Layout().coord(0), torch.float32
+        )
 
     plain = loaded()
     set_config(folder, quantization_config=gptq(4, 32, False).config | {"desc_act": True})
     found = loaded()
-    assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
+    assert found.keys() == plain.keys() and all(
+        torch.equal(found[name], plain[name]) for name in plain
+    )
 
 
 def test_zero_points_off_the_middle_are_not_symmetric(folder: Path) -> None:
@@ -222,18 +296,22 @@ def test_gpt2_is_refused(tmp_path: Path) -> None:
     ("quant", "sentence"),
     [
         ("int4-g32", "is quantized already (int4z-g32), and twice is not done; as-stored keeps it"),
-        ("int4_g32", "did you mean int4-g32?; as-stored keeps a model that is stored quantized as it is"),
+        (
+            "int4_g32",
+            "did you mean int4-g32?; as-stored keeps a model that is stored quantized as it is",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_command_line_refuses_in_a_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str], quant: str, sentence: str
 ) -> None:
     data = folder / "text.txt"
     data.write_text("some text")
     for command in (
-        ["serve", str(folder), "--port", "0"], ["plan", str(folder), "--gpu", "h100-80gb"],
+        ["serve", str(folder), "--port", "0"],
+        ["plan", str(folder), "--gpu", "h100-80gb"],
         ["eval", "perplexity", str(folder), "--data", str(data)],
-    ):  # fmt: skip
+    ):
         assert main([*command, "--quant", quant]) == 2
         said = capsys.readouterr().err
         assert sentence in said and said.count("\n") == 1
@@ -268,7 +346,10 @@ def in_two_files(file: Path) -> None:
         (without_a_header, "is not a whole safetensors file"),
         (listed_but_gone, "is missing, although model.safetensors.index.json beside it lists it"),
         (in_two_files, "in two files, so it is unclear which is meant"),
-        (Path.unlink, "holds no weights: expected model.safetensors or model.safetensors.index.json"),
+        (
+            Path.unlink,
+            "holds no weights: expected model.safetensors or model.safetensors.index.json",
+        ),
     ],
 )
 def test_plan_and_loader_say_the_same_of_damaged_files(
@@ -281,13 +362,17 @@ def test_plan_and_loader_say_the_same_of_damaged_files(
     assert capsys.readouterr().err == f"shardwise: {said}\n"
 
 
-def test_a_damaged_folder_stops_the_server_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_folder_stops_the_server_in_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit_tensors(folder, lambda tensors: tensors.pop(f"{STEM}.scales"))
     assert main(["serve", str(folder), "--port", "0", "--quant", "as-stored"]) == 2
     assert f"{STEM} is quantized, but has no scales" in capsys.readouterr().err
 
 
-def test_what_is_plain_has_nothing_to_keep(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_plain_has_nothing_to_keep(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", str(plain), "--gpu", "h100-80gb", "--quant", "as-stored"]) == 2
     assert "as-stored has nothing to keep in" in capsys.readouterr().err
     run = tmp_path / "run"

@@ -1,4 +1,5 @@
-"""Quantized weights where plain ones stood: products, gradients, rows of the same bits, the blocks of GGUF files."""
+"""Quantized weights where plain ones stood: products, gradients, rows of the same bits, the blocks
+of GGUF files."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +12,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from quantized_files import drawn_blocks
-from shardwise.config import ModelConfig, from_hugging_face
-from shardwise.gguf import BLOCKS
-from shardwise.kernels.norm import rms_norm
-from shardwise.kernels.rows import RowWeight, row_weights
+from shardwise.config import ModelConfig
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.kernels.reference.batch_invariant import RowWeight, row_weights
+from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.norm import rms_norm
 from shardwise.model.layers import Causal, Light, linear
 from shardwise.model.transformer import Transformer
-from shardwise.parallel.deferred import Deferred, Owed
-from shardwise.quant.blocks import Blocks, from_blocks, stack_blocks
+from shardwise.parallel.pipeline.deferred import Deferred, Owed
 from shardwise.quant.format import Quantized, dequantize, quantize
-from shardwise.quant.gguf import dequantize as decode
+from shardwise.quant.ggml import BLOCKS
+from shardwise.quant.ggml_blocks import Blocks, from_blocks, stack_blocks
+from shardwise.quant.ggml_decode import dequantize as decode
 from shardwise.quant.scheme import Scheme, gguf_form
 from shardwise.quant.weight import Piece, Plain, QuantizedWeight
 from tiny_models import our_weights, tiny_model
@@ -35,16 +38,23 @@ def random_of(seed: int) -> torch.Generator:
 def drawn_weight(num_columns: int = 256) -> QuantizedWeight:
     """Rows in five forms."""
     weight = torch.randn(24, num_columns, generator=random_of(1))
-    pieces: list[Piece] = [quantize(weight, Scheme.parse(name)) for name in ("int4-g32", "int3z-g64", "fp8")]
-    pieces += [Blocks("Q6_K", (7, num_columns), drawn_blocks("Q6_K", 7, num_columns)), Plain(weight[:5])]
+    pieces: list[Piece] = [
+        quantize(weight, Scheme.parse(name)) for name in ("int4-g32", "int3z-g64", "fp8")
+    ]
+    pieces += [
+        Blocks("Q6_K", (7, num_columns), drawn_blocks("Q6_K", 7, num_columns)),
+        Plain(weight[:5]),
+    ]
     return QuantizedWeight(tuple(pieces))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_kept_without_loss(kind: str) -> None:
     """Every bit of what a GGUF block means, in as many bytes; rows and columns too."""
-    raw, shape = drawn_blocks(kind, 9, 512), (9, 512)
-    wanted, piece = decode(raw, kind, shape), from_blocks(raw, kind, shape)
+    raw = drawn_blocks(kind, 9, 512)
+    shape = (9, 512)
+    wanted = decode(raw, kind, shape)
+    piece = from_blocks(raw, kind, shape)
     assert isinstance(piece, Quantized) == (kind in ("Q8_0", "Q4_0", "Q4_1"))
 
     def plain(held: Quantized | Blocks) -> Tensor:
@@ -54,34 +64,44 @@ def test_blocks_are_kept_without_loss(kind: str) -> None:
     form = gguf_form(kind)
     assert form is not None and form.num_bytes(shape) == piece.num_bytes == raw.nbytes
     assert torch.equal(plain(piece.rows(2, 7).columns(256, 512)), wanted[2:7, 256:])
-    assert torch.equal(plain(stack_blocks([piece, piece])) if isinstance(piece, Blocks) else wanted.repeat(2, 1),
-                       wanted.repeat(2, 1))  # fmt: skip
+    assert torch.equal(
+        plain(stack_blocks([piece, piece])) if isinstance(piece, Blocks) else wanted.repeat(2, 1),
+        wanted.repeat(2, 1),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_product_and_gradient_are_those_of_the_plain_matrix(dtype: torch.dtype) -> None:
     """fp32: 1e-5 of the largest; bf16: 1e-2. The weight itself gets no gradient."""
     weight = drawn_weight()
-    plain, tolerance = weight.plain(dtype), 1e-5 if dtype == torch.float32 else 1e-2
+    plain = weight.plain(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     x = torch.randn(2, 3, 256, generator=random_of(2)).to(dtype).requires_grad_()
     y = linear(x, weight)
     dy = torch.randn(y.shape, generator=random_of(3)).to(dtype)
     (dx,) = torch.autograd.grad(y, x, dy)
-    wanted, wanted_dx = x.detach().double() @ plain.double().t(), dy.double() @ plain.double()
+    wanted = x.detach().double() @ plain.double().t()
+    wanted_dx = dy.double() @ plain.double()
     assert y.dtype == dx.dtype == dtype and y.shape == (2, 3, 24 * 3 + 12)
     assert (y - wanted).abs().max() <= tolerance * wanted.abs().max()
     assert (dx - wanted_dx).abs().max() <= tolerance * wanted_dx.abs().max()
 
 
 def test_gradcheck() -> None:
-    weight = QuantizedWeight((quantize(torch.randn(5, 16, generator=random_of(1)), Scheme.parse("int4-g8")),))
+    weight = QuantizedWeight(
+        (quantize(torch.randn(5, 16, generator=random_of(1)), Scheme.parse("int4-g8")),)
+    )
     x = torch.randn(3, 16, dtype=torch.float64, generator=random_of(2), requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: weight.apply(x.float()).double(), x, eps=1e-2, atol=1e-3)
+    assert torch.autograd.gradcheck(
+        lambda x: weight.apply(x.float()).double(), x, eps=1e-2, atol=1e-3
+    )
 
 
 def test_what_is_light_is_made_again() -> None:
-    """Selective recompute: the same gradients as without, and x is made twice instead of being kept."""
-    weight, scale = drawn_weight(), torch.rand(256).requires_grad_()
+    """Selective recompute: the same gradients as without, and x is made twice instead of being
+    kept."""
+    weight = drawn_weight()
+    scale = torch.rand(256).requires_grad_()
     x = torch.randn(4, 256, generator=random_of(2), requires_grad=True)
     times: list[int] = []
 
@@ -134,11 +154,13 @@ def drawn_thin(weights: Weights, up: float) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def logits_of(config: ModelConfig, weights: Weights, thin: dict[str, tuple[Tensor, Tensor]], selective: bool) -> Tensor:
+def logits_of(
+    config: ModelConfig, weights: Weights, thin: dict[str, tuple[Tensor, Tensor]], selective: bool
+) -> Tensor:
     ids = torch.randint(config.vocab_size, (2, 12), generator=random_of(4))
     positions = torch.arange(12).expand(2, 12)
     adapted = weights | {name: LowRank(weights[name], *each) for name, each in thin.items()}
-    decoder = Transformer(config, selective=selective)
+    decoder = Transformer(config, TORCH, selective=selective)
     return decoder.forward(adapted, ids, positions, Causal(config))  # type: ignore[arg-type]
 
 
@@ -146,7 +168,10 @@ def logits_of(config: ModelConfig, weights: Weights, thin: dict[str, tuple[Tenso
 def test_adapters_have_the_gradients_of_plain_weights(selective: bool) -> None:
     """Through a whole model, beside the same weights made plain: 1e-4 of each."""
     config, weights = frozen_model()
-    plain = {n: w.plain(torch.float32) if isinstance(w, QuantizedWeight) else w for n, w in weights.items()}
+    plain = {
+        n: w.plain(torch.float32) if isinstance(w, QuantizedWeight) else w
+        for n, w in weights.items()
+    }
     thin = drawn_thin(weights, up=0.1)
     leaves = [leaf for pair in thin.values() for leaf in pair]
     found, wanted = (
@@ -162,9 +187,13 @@ def test_adapters_have_the_gradients_of_plain_weights(selective: bool) -> None:
 def test_adapters_learn_and_what_is_quantized_stays(selective: bool) -> None:
     """They begin as nothing, as LoRA's do, and twelve steps take a third off the loss."""
     config, weights = frozen_model()
-    before = {n: w.plain(torch.float32) for n, w in weights.items() if isinstance(w, QuantizedWeight)}
+    before = {
+        n: w.plain(torch.float32) for n, w in weights.items() if isinstance(w, QuantizedWeight)
+    }
     thin = drawn_thin(weights, up=0.0)
-    optimizer = torch.optim.AdamW([leaf for pair in thin.values() for leaf in pair], lr=0.02, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [leaf for pair in thin.values() for leaf in pair], lr=0.02, weight_decay=0.0
+    )
     targets = torch.randint(config.vocab_size, (2, 12), generator=random_of(9)).flatten()
     losses = []
     for _ in range(12):
@@ -173,7 +202,10 @@ def test_adapters_learn_and_what_is_quantized_stays(selective: bool) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[0] == cross_entropy(logits_of(config, weights, {}, selective).flatten(0, 1), targets).item()
+    assert (
+        losses[0]
+        == cross_entropy(logits_of(config, weights, {}, selective).flatten(0, 1), targets).item()
+    )
     assert losses[-1] < losses[0] * 2 / 3
     for name, weight in weights.items():
         if isinstance(weight, QuantizedWeight):
@@ -183,9 +215,11 @@ def test_adapters_learn_and_what_is_quantized_stays(selective: bool) -> None:
 
 
 def test_gradients_of_adapters_may_wait() -> None:
-    """As in a zero-bubble schedule: dx comes at once, the thin matrices' from the tape, 1e-4 of the largest of those
-    beside the plain weight; also of what is light. The quantized weight owes nothing."""
-    weight, scale = drawn_weight(), torch.rand(256, generator=random_of(1))
+    """As in a zero-bubble schedule: dx comes at once, the thin matrices' from the tape, 1e-4 of the
+    largest of those beside the plain weight; also of what is light. The quantized weight owes
+    nothing."""
+    weight = drawn_weight()
+    scale = torch.rand(256, generator=random_of(1))
     x = torch.randn(3, 4, 256, generator=random_of(2), requires_grad=True)
     down = torch.randn(4, 256, generator=random_of(3)).requires_grad_()
     up = torch.randn(84, 4, generator=random_of(4)).requires_grad_()
@@ -199,7 +233,9 @@ def test_gradients_of_adapters_may_wait() -> None:
     (dx,) = torch.autograd.grad(linear(light(x), waiting), x, dy)
     found = {owed.name: owed.gradient() for owed in tape} | {"x": dx}
     plain = linear(light(x), LowRank(weight.plain(torch.float32), down, up))
-    wanted = dict(zip(("x", "down", "up"), torch.autograd.grad(plain, (x, down, up), dy), strict=True))
+    wanted = dict(
+        zip(("x", "down", "up"), torch.autograd.grad(plain, (x, down, up), dy), strict=True)
+    )
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert (found[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
@@ -211,7 +247,9 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_columns:
     """In more strips than one: 1536 columns and 2,000 rows are three."""
     many = quantize(torch.randn(2000, num_columns, generator=random_of(7)), Scheme.parse("int8"))
     weight = QuantizedWeight((*drawn_weight(num_columns).pieces, many))
-    ready = row_weights({"norm": torch.ones(2, dtype=dtype), "blocks.0.out": weight})["blocks.0.out"]
+    ready = row_weights({"norm": torch.ones(2, dtype=dtype), "blocks.0.out": weight})[
+        "blocks.0.out"
+    ]
     assert isinstance(ready, RowWeight)
     x = torch.randn(300, num_columns, generator=random_of(8)).to(dtype)
     wanted = ready.apply(x)
@@ -228,7 +266,9 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_columns:
 def test_as_many_bytes_as_its_pieces() -> None:
     weight = drawn_weight()
     assert weight.num_bytes == sum(piece.num_bytes for piece in weight.pieces)
-    assert weight.shape == (84, 256) and torch.equal(weight.to("cpu").plain(torch.float32), weight.plain(torch.float32))
+    assert weight.shape == (84, 256) and torch.equal(
+        weight.to("cpu").plain(torch.float32), weight.plain(torch.float32)
+    )
     (quantized, *_) = weight.pieces
     assert isinstance(quantized, Quantized)
     assert torch.equal(weight.plain(torch.float32)[:24], dequantize(quantized, torch.float32))

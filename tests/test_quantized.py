@@ -1,4 +1,5 @@
-"""Models that are loaded quantized: rounded on the way, or a GGUF file as it is. Their bytes, slices and answers."""
+"""Models that are loaded quantized: rounded on the way, or a GGUF file as it is. Their bytes,
+slices and answers."""
 
 import asyncio
 import json
@@ -19,47 +20,63 @@ from memory import peak_bytes
 from quantized_files import drawn_blocks
 from shardwise import LLM, SamplingParams
 from shardwise.cli import main
-from shardwise.gguf import BLOCKS
+from shardwise.formats.load import load_weights, read_config
+from shardwise.formats.storage import quantized_forms
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.layout import Coord, Layout
-from shardwise.model.forms import quantized_forms
+from shardwise.measure.perplexity import perplexity
 from shardwise.model.layers import Causal
-from shardwise.model.load import load_weights, read_config
-from shardwise.model.quantized import load_quantized
-from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import ParamSpec, boxes, model_specs, stage_units
 from shardwise.plan import plan
-from shardwise.plan.memory import Precision, serving_ledgers
+from shardwise.plan.ledger import Precision, serving_ledgers
 from shardwise.quant.format import dequantize, quantize
+from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.scheme import Scheme, keepable, quantizable
 from shardwise.quant.weight import QuantizedWeight
-from shardwise.serve.batch import Batch, Part
-from shardwise.serve.evaluate import perplexity
+from shardwise.quantize.load_quantized import load_quantized
+from shardwise.serve.engine.batch import Batch, Part
+from shardwise.serve.engine.remote import RemoteEngine
+from shardwise.serve.engine.runner import Runner
 from shardwise.serve.generate import load_model
-from shardwise.serve.process import RemoteEngine
 from shardwise.serve.request import Ask
-from shardwise.serve.runner import Runner
 from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
 
 KINDS = [kind for kind, block in BLOCKS.items() if block.num_elements > 1]
-MIXED = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q5_K", "ffn_gate": "Q4_K",
-         "ffn_up": "F16", "ffn_down": "Q8_0", "token_embd": "Q6_K", "output": "Q4_0"}  # fmt: skip
+MIXED = {
+    "attn_q": "Q4_K",
+    "attn_k": "Q4_K",
+    "attn_v": "Q6_K",
+    "attn_output": "Q5_K",
+    "ffn_gate": "Q4_K",
+    "ffn_up": "F16",
+    "ffn_down": "Q8_0",
+    "token_embd": "Q6_K",
+    "output": "Q4_0",
+}
 
 
 def nbytes(weights: Mapping[str, Tensor | QuantizedWeight]) -> int:
-    return sum(weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes for weight in weights.values())
+    return sum(
+        weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
+        for weight in weights.values()
+    )
 
 
 def planned_bytes(path: Path, layout: Layout, quant: str, precision: Precision = "bf16") -> int:
-    answer = plan(str(path), "h100-80gb", layout=layout, mode="serve", precision=precision, quant=quant)
+    answer = plan(
+        str(path), "h100-80gb", layout=layout, mode="serve", precision=precision, quant=quant
+    )
     return answer.answers[0].candidates[0].ledger[0].rows["parameters"]
 
 
 def write_gguf(path: Path, kinds: dict[str, str], tied: bool = False) -> Path:
-    """A llama of width 512 whose matrices are drawn blocks of a kind each, by the first that its name holds."""
+    """A llama of width 512 whose matrices are drawn blocks of a kind each, by the first that its
+    name holds."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(64)
@@ -74,15 +91,25 @@ def write_gguf(path: Path, kinds: dict[str, str], tied: bool = False) -> Path:
         raw = drawn_blocks(kinds[name], 96, 512, seed=100 + number).numpy()
         writer.add_tensor(f"{name}.weight", raw, raw_dtype=GGMLQuantizationType[kinds[name]])
     writer.add_tensor("output_norm.weight", np.ones(512, np.float32))
-    shapes = {"attn_q": (512, 512), "attn_k": (256, 512), "attn_v": (256, 512), "attn_output": (512, 512),
-              "ffn_gate": (1024, 512), "ffn_up": (1024, 512), "ffn_down": (512, 1024)}  # fmt: skip
+    shapes = {
+        "attn_q": (512, 512),
+        "attn_k": (256, 512),
+        "attn_v": (256, 512),
+        "attn_output": (512, 512),
+        "ffn_gate": (1024, 512),
+        "ffn_up": (1024, 512),
+        "ffn_down": (512, 1024),
+    }
     for layer in range(2):
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(512, np.float32))
         for number, (name, shape) in enumerate(shapes.items()):
             kind = GGMLQuantizationType[kinds[name]]
             if kinds[name] == "F16":
-                writer.add_tensor(f"blk.{layer}.{name}.weight", (0.02 * random.normal(size=shape)).astype(np.float16))
+                writer.add_tensor(
+                    f"blk.{layer}.{name}.weight",
+                    (0.02 * random.normal(size=shape)).astype(np.float16),
+                )
             else:
                 raw = drawn_blocks(kinds[name], *shape, seed=10 * layer + number).numpy()
                 writer.add_tensor(f"blk.{layer}.{name}.weight", raw, raw_dtype=kind)
@@ -100,11 +127,13 @@ def stored_specs(path: Path) -> list[ParamSpec]:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
 def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str, tp: int) -> None:
-    """Each weight exactly as it is when it is made plain on the way, on every rank, q and k in our order; in the bytes
-    of the file and of the plan."""
+    """Each weight exactly as it is when it is made plain on the way, on every rank, q and k in our
+    order; in the bytes of the file and of the plan."""
     kinds = MIXED if kind == "mixed" else dict.fromkeys(MIXED, kind)
-    path, layout = write_gguf(tmp_path / "model.gguf", kinds), Layout(tp=tp)
-    config, specs = read_config(path), stored_specs(path)
+    path = write_gguf(tmp_path / "model.gguf", kinds)
+    layout = Layout(tp=tp)
+    config = read_config(path)
+    specs = stored_specs(path)
     total = 0
     for rank in range(tp):
         coord = layout.coord(rank)
@@ -123,12 +152,15 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str, tp: int) -> Non
 
 
 def test_logits_are_those_of_the_plain_file(tmp_path: Path) -> None:
-    """In fp32: 1e-5 of the largest, since products are cut in other places; the weights are the same numbers."""
+    """In fp32: 1e-5 of the largest, since products are cut in other places; the weights are the
+    same numbers."""
     path = write_gguf(tmp_path / "model.gguf", MIXED)
-    config, specs, one = read_config(path), stored_specs(path), Layout()
+    config = read_config(path)
+    specs = stored_specs(path)
+    one = Layout()
     ids = torch.randint(96, (1, 20), generator=torch.Generator().manual_seed(0))
     found = [
-        Transformer(config).forward(weights, ids, torch.arange(20)[None], Causal(config))  # type: ignore[arg-type]
+        Transformer(config, TORCH).forward(weights, ids, torch.arange(20)[None], Causal(config))  # type: ignore[arg-type]
         for weights in (
             load_weights(path, config, specs, one, one.coord(0), torch.float32),
             load_quantized(path, config, specs, one, one.coord(0), torch.float32, "as-stored"),
@@ -143,31 +175,44 @@ def test_logits_are_those_of_the_plain_file(tmp_path: Path) -> None:
 def test_a_kept_embedding_is_looked_up_where_a_batch_runs(
     tmp_path: Path, dtype: torch.dtype, embedding: str, tied: bool
 ) -> None:
-    """With a native product or without one, and where it makes the logits too: within 1e-5 of the largest logit in
-    fp32, and 0.05 in bf16, of a model made plain."""
+    """With a native product or without one, and where it makes the logits too: within 1e-5 of the
+    largest logit in fp32, and 0.05 in bf16, of a model made plain."""
     kinds = MIXED | {"token_embd": embedding}
-    path, one = write_gguf(tmp_path / "model.gguf", kinds, tied), Layout()
-    config, specs = read_config(path), stored_specs(path)
+    path = write_gguf(tmp_path / "model.gguf", kinds, tied)
+    one = Layout()
+    config = read_config(path)
+    specs = stored_specs(path)
     assert config.tied == tied
     kept = load_quantized(path, config, specs, one, one.coord(0), dtype, "as-stored")
-    runner = Runner(config, kept, make_mesh(one, 0, torch.device("cpu"), config.num_kv_heads), dtype, 16)
+    runner = Runner(
+        config, kept, make_mesh(one, 0, torch.device("cpu"), config.num_kv_heads), dtype, 16
+    )
     runner.make_pages(2)
     ids = torch.randint(96, (20,), generator=torch.Generator().manual_seed(0))
     found = runner.run(Batch((Part(0, tuple(ids.tolist()), 0, (1, 0), 1, None),), ())).logits[0]
     plain = load_weights(path, config, specs, one, one.coord(0), torch.float32)
-    expected = Transformer(config).forward(plain, ids[None], torch.arange(20)[None], Causal(config))[0, -1]
-    assert (found - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05) * expected.abs().max()
+    expected = Transformer(config, TORCH).forward(
+        plain, ids[None], torch.arange(20)[None], Causal(config)
+    )[0, -1]
+    assert (found - expected).abs().max() <= (
+        1e-5 if dtype == torch.float32 else 0.05
+    ) * expected.abs().max()
 
 
 def test_smollm2_as_stored() -> None:
-    """The real model, Q4_1: the weights are those of the plain one to the last bit, in a third of the bytes."""
-    path, one = smollm2_gguf(), Layout()
-    config, specs = read_config(path), stored_specs(path)
+    """The real model, Q4_1: the weights are those of the plain one to the last bit, in a third of
+    the bytes."""
+    path = smollm2_gguf()
+    one = Layout()
+    config = read_config(path)
+    specs = stored_specs(path)
     kept = load_quantized(path, config, specs, one, one.coord(0), torch.bfloat16, "as-stored")
     plain = load_weights(path, config, specs, one, one.coord(0), torch.bfloat16)
     for name, weight in plain.items():
         held = kept[name]
-        assert torch.equal(held.plain(torch.bfloat16) if isinstance(held, QuantizedWeight) else held, weight), name
+        assert torch.equal(
+            held.plain(torch.bfloat16) if isinstance(held, QuantizedWeight) else held, weight
+        ), name
     blocks = sum(spec.numel for spec in specs if quantizable(spec))
     embedding = 49152 * 576
     assert blocks == 106_168_320
@@ -176,8 +221,9 @@ def test_smollm2_as_stored() -> None:
 
 
 def test_smollm2_answers_as_the_plain_model_does() -> None:
-    """Its log-probabilities are 0.05 from those of the plain model on average: activations in int8, where
-    products are native, cost about as much as bf16 itself does, whose products are 0.025 from fp32."""
+    """Its log-probabilities are 0.05 from those of the plain model on average: activations in int8,
+    where products are native, cost about as much as bf16 itself does, whose products are 0.025 from
+    fp32."""
     params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0)
     text = (
         "The capital of France is Paris. " * 3
@@ -185,17 +231,25 @@ def test_smollm2_answers_as_the_plain_model_does() -> None:
     )
     told = []
     for quant in (None, "as-stored"):
-        llm = LLM(str(smollm2_gguf()), quant=quant, kv_bytes=1 << 26, max_len=512, max_batch_tokens=80)
+        llm = LLM(
+            str(smollm2_gguf()), quant=quant, kv_bytes=1 << 26, max_len=512, max_batch_tokens=80
+        )
         (output,) = llm.generate([text], params, use_tqdm=False)
         assert output.prompt_logprobs is not None
-        told.append((torch.tensor([each.logprob for each in output.prompt_logprobs]), output.outputs[0].token_ids[0]))
+        told.append(
+            (
+                torch.tensor([each.logprob for each in output.prompt_logprobs]),
+                output.outputs[0].token_ids[0],
+            )
+        )
     (plain, first), (kept, kept_first) = told
     assert first == kept_first
     assert (plain - kept).abs().mean() < 0.05
 
 
 def test_answers_have_the_same_bits_in_any_company() -> None:
-    """Of quantized weights too (docs/decisions/0004-invariance.md): alone, and among five others in one batch."""
+    """Of quantized weights too (docs/decisions/0004-invariance.md): alone, and among five others in
+    one batch."""
     model = load_model(smollm2_gguf(), torch.bfloat16, torch.device("cpu"), "as-stored")
     texts = (
         "The capital of France is",
@@ -212,7 +266,8 @@ def test_answers_have_the_same_bits_in_any_company() -> None:
     assert alone == [got.said for (got,) in together[:3]]
 
 
-# -- rounded ------------------------------------------------------------------------------------------------
+# -- rounded
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +281,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gpt2"])
 @pytest.mark.parametrize("quant", ["int8", "int4-g16", "int4z-g16", "int3-g16", "fp8"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_ranks_hold_slices_of_what_one_rounds_to(tmp_path: Path, name: str, quant: str, tp: int) -> None:
+def test_ranks_hold_slices_of_what_one_rounds_to(
+    tmp_path: Path, name: str, quant: str, tp: int
+) -> None:
     """With one scale a row too, of which a rank has a part; in the bytes of the plan."""
-    theirs, layout, scheme = tiny_model(name), Layout(tp=tp), Scheme.parse(quant)
+    theirs = tiny_model(name)
+    layout = Layout(tp=tp)
+    scheme = Scheme.parse(quant)
     theirs.save_pretrained(tmp_path / "model")
-    path, weights = tmp_path / "model", our_weights(theirs)
-    config, specs = read_config(path), stored_specs(path)
+    path = tmp_path / "model"
+    weights = our_weights(theirs)
+    config = read_config(path)
+    specs = stored_specs(path)
     for rank in range(tp):
         coord = layout.coord(rank)
         held = load_quantized(path, config, specs, layout, coord, torch.float32, quant)
@@ -240,15 +301,21 @@ def test_ranks_hold_slices_of_what_one_rounds_to(tmp_path: Path, name: str, quan
 
 
 def assert_slices(
-    held: Mapping[str, Tensor | QuantizedWeight], specs: Sequence[ParamSpec], weights: Mapping[str, Tensor],
-    scheme: Scheme, layout: Layout, coord: Coord,
-) -> None:  # fmt: skip
+    held: Mapping[str, Tensor | QuantizedWeight],
+    specs: Sequence[ParamSpec],
+    weights: Mapping[str, Tensor],
+    scheme: Scheme,
+    layout: Layout,
+    coord: Coord,
+) -> None:
     """What a rank holds are slices of the weights, those of blocks quantized whole."""
     for spec in specs:
-        whole, mine = weights[spec.name], held[spec.name]
+        whole = weights[spec.name]
+        mine = held[spec.name]
         if quantizable(spec):
             assert isinstance(mine, QuantizedWeight)
-            whole, mine = dequantize(quantize(whole, scheme), torch.float32), mine.plain(torch.float32)
+            whole = dequantize(quantize(whole, scheme), torch.float32)
+            mine = mine.plain(torch.float32)
         assert isinstance(mine, Tensor)
         for box in boxes(spec, layout, coord):
             assert torch.equal(mine[box.local_slices], whole[box.slices]), spec.name
@@ -256,11 +323,16 @@ def assert_slices(
 
 @pytest.mark.parametrize("quant", ["int8", "int4-g16"])
 def test_a_stage_holds_its_blocks_and_a_rank_its_slices(tmp_path: Path, quant: str) -> None:
-    """Of dp1.tp2.pp2, against slices of the whole; each parameter is on some stage, and a tied embedding on both."""
-    theirs, layout, scheme = tiny_model("qwen3"), Layout(tp=2, pp=2, schedule="1f1b"), Scheme.parse(quant)
+    """Of dp1.tp2.pp2, against slices of the whole; each parameter is on some stage, and a tied
+    embedding on both."""
+    theirs = tiny_model("qwen3")
+    layout = Layout(tp=2, pp=2, schedule="1f1b")
+    scheme = Scheme.parse(quant)
     theirs.save_pretrained(tmp_path / "model")
-    path, weights = tmp_path / "model", our_weights(theirs)
-    config, found = read_config(path), Counter[str]()
+    path = tmp_path / "model"
+    weights = our_weights(theirs)
+    config = read_config(path)
+    found = Counter[str]()
     for rank in range(layout.world_size):
         coord = layout.coord(rank)
         units = stage_units(config, layout, coord.pp)
@@ -272,16 +344,21 @@ def test_a_stage_holds_its_blocks_and_a_rank_its_slices(tmp_path: Path, quant: s
 
 
 def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> None:
-    """In bf16. What is allocated at most, beyond what stays: temporaries of a strip, a matrix that is being joined."""
+    """In bf16. What is allocated at most, beyond what stays: temporaries of a strip, a matrix that
+    is being joined."""
     theirs = tiny_model("llama", torch.bfloat16, hidden_size=2048, intermediate_size=4096)
     theirs.save_pretrained(tmp_path / "model")
-    path, one = tmp_path / "model", Layout()
-    config, specs = read_config(path), stored_specs(path)
+    path = tmp_path / "model"
+    one = Layout()
+    config = read_config(path)
+    specs = stored_specs(path)
     layer_bytes = 2 * sum(spec.numel for spec in specs if spec.name.startswith("blocks.0."))
     loaded: list[dict[str, Tensor | QuantizedWeight]] = []
 
     def load() -> None:
-        loaded.append(dict(load_quantized(path, config, specs, one, one.coord(0), torch.bfloat16, "int4-g64")))
+        loaded.append(
+            dict(load_quantized(path, config, specs, one, one.coord(0), torch.bfloat16, "int4-g64"))
+        )
 
     peak, mapped = peak_bytes(load, tmp_path / "trace.json")
     assert mapped == (path / "model.safetensors").stat().st_size  # which is no memory of ours
@@ -289,7 +366,8 @@ def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> No
 
 
 def test_two_ranks_say_what_one_says(folder: Path) -> None:
-    """In fp32, greedy; each with its slices of the quantized weights, and its heads of the quantized cache."""
+    """In fp32, greedy; each with its slices of the quantized weights, and its heads of the
+    quantized cache."""
     model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g16")
     ask = Ask(tuple(range(5, 40)), greedy(8))
     ((wanted,),) = answers(engine_of(runner_of(model, "int8"), model.tokenizer), [ask])
@@ -297,7 +375,9 @@ def test_two_ranks_say_what_one_says(folder: Path) -> None:
     said: list[str] = []
 
     async def tokens() -> list[int]:
-        settings = EngineSettings(folder, Layout(tp=2), "fp32", kv_bytes=1 << 20, quant="int4-g16", kv_dtype="int8")
+        settings = EngineSettings(
+            folder, Layout(tp=2), "fp32", kv_bytes=1 << 20, quant="int4-g16", kv_dtype="int8"
+        )
         engine = RemoteEngine(settings, model.config, model.tokenizer, said.append)
         await engine.start()
         try:
@@ -314,30 +394,42 @@ def test_an_engine_with_quantized_weights_answers(folder: Path) -> None:
     model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g32")
     llm = LLM(str(folder), dtype="fp32", quant="int4-g32", kv_bytes=1 << 20)
     (output,) = llm.generate(
-        "abc", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0), use_tqdm=False
+        "abc",
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0),
+        use_tqdm=False,
     )
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     with torch.no_grad():
-        logits = Transformer(model.config).forward(
-            model.weights, torch.tensor([tokens]), torch.arange(len(tokens))[None], Causal(model.config)
+        logits = Transformer(model.config, TORCH).forward(
+            model.weights,
+            torch.tensor([tokens]),
+            torch.arange(len(tokens))[None],
+            Causal(model.config),
         )
     wanted = logits[0].log_softmax(-1)
     for at, told in enumerate(output.outputs[0].logprobs, start=len(output.prompt_token_ids)):
         assert abs(float(wanted[at - 1, tokens[at]]) - told.logprob) < 1e-4
 
 
-def test_perplexity_of_rounded_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As with the same weights rounded here and made plain: 1e-5 of a nat. It is not that of the plain model."""
+def test_perplexity_of_rounded_weights(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with the same weights rounded here and made plain: 1e-5 of a nat. It is not that of the
+    plain model."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 3)
     model = load_model(folder, torch.float32, torch.device("cpu"))
     tokens = model.tokenizer.encode(text.read_text(), special_tokens=True)
     rounded = {
-        spec.name: dequantize(quantize(model.weights[spec.name], Scheme.parse("int4-g32")), torch.float32)
+        spec.name: dequantize(
+            quantize(model.weights[spec.name], Scheme.parse("int4-g32")), torch.float32
+        )
         for spec in model_specs(model.config)
         if quantizable(spec)
     }
-    wanted = perplexity(replace(model, weights=model.weights | rounded), tokens, 64, 64, lambda done: None)
+    wanted = perplexity(
+        replace(model, weights=model.weights | rounded), tokens, 64, 64, lambda done: None
+    )
     plain = perplexity(model, tokens, 64, 64, lambda done: None)
     command = [
         "eval",
@@ -357,18 +449,31 @@ def test_perplexity_of_rounded_weights(folder: Path, tmp_path: Path, capsys: pyt
     assert abs(found["nll"] - plain.nll) > 1e-4
 
 
-# -- refused ------------------------------------------------------------------------------------------------
+# -- refused
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--quant", "int4-g128"], "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do"),
-        (["--quant", "int4-g32", "--tp", "2"], "tp2 cuts the 96 columns of blocks.0.down where groups of 32 columns"),
+        (
+            ["--quant", "int4-g128"],
+            "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
+        ),
+        (
+            ["--quant", "int4-g32", "--tp", "2"],
+            "tp2 cuts the 96 columns of blocks.0.down where groups of 32 columns",
+        ),
         (["--quant", "int5"], "'int5' is no way to quantize weights; did you mean int8?"),
         (["--quant", "gptq"], "known are int8, int8-g32, "),
-        (["--quant", "as-stored"], "which is not stored quantized; int8 or int4-g64 quantizes a model"),
-        (["--quant", "int8", "--tp", "2", "--max-len", "65"], "max_len 65 is more than the model's 64 positions"),
+        (
+            ["--quant", "as-stored"],
+            "which is not stored quantized; int8 or int4-g64 quantizes a model",
+        ),
+        (
+            ["--quant", "int8", "--tp", "2", "--max-len", "65"],
+            "max_len 65 is more than the model's 64 positions",
+        ),
     ],
 )
 def test_a_server_refuses_in_a_sentence(
@@ -381,7 +486,8 @@ def test_a_server_refuses_in_a_sentence(
 
 def test_twice_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"is quantized already \(Q4_1, Q8_0\), and twice is not done; as-stored keeps it"
+        ValueError,
+        match=r"is quantized already \(Q4_1, Q8_0\), and twice is not done; as-stored keeps it",
     ):
         LLM(str(smollm2_gguf()), quant="int4-g64")
 
@@ -389,8 +495,11 @@ def test_twice_is_refused() -> None:
 def test_blocks_that_ranks_would_cut(tmp_path: Path) -> None:
     """Q6_K has blocks of 256 columns: of 512 columns four ranks would have half of one each."""
     path = write_gguf(tmp_path / "model.gguf", dict.fromkeys(MIXED, "Q6_K"))
-    with pytest.raises(ValueError, match=r"tp4 cuts the 512 columns of blocks\.0\.out where groups of 256 columns do "
-                       r"not end; tp 1 and 2 work"):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"tp4 cuts the 512 columns of blocks\.0\.out where groups of 256 columns do "
+        r"not end; tp 1 and 2 work",
+    ):
         quantized_forms(path, read_config(path), Layout(tp=4), "as-stored")
 
 
@@ -398,27 +507,54 @@ def test_the_trainer_knows_no_quantized_weights(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("text")
-    assert main(["eval", "logprobs", str(folder), "--data", str(tmp_path / "text.txt"), "--quant", "int8"]) == 2
+    assert (
+        main(
+            [
+                "eval",
+                "logprobs",
+                str(folder),
+                "--data",
+                str(tmp_path / "text.txt"),
+                "--quant",
+                "int8",
+            ]
+        )
+        == 2
+    )
     assert "--quant is a flag of `eval perplexity`" in capsys.readouterr().err
 
 
-# -- planned ------------------------------------------------------------------------------------------------
+# -- planned
+# ------------------------------------------------------------------------------------------------
 
 
 def test_plan_of_published_shapes() -> None:
-    """Llama 3.1 70B in int4-g128: 68.45e9 weights in blocks at 4 + 16 / 128 bits, 2.10e9 others at 2 bytes."""
+    """Llama 3.1 70B in int4-g128: 68.45e9 weights in blocks at 4 + 16 / 128 bits, 2.10e9 others at
+    2 bytes."""
     answer = plan("llama-3.1-70b", "h100-80gb", mode="serve", quant="int4-g128")
-    blocks, others = 80 * (8192 * 10240 + 8192 * 8192 + 3 * 8192 * 28672), 2 * 128256 * 8192 + 161 * 8192
-    assert answer.answers[0].candidates[0].ledger[0].rows["parameters"] == blocks * (4 + 16 / 128) / 8 + 2 * others
+    blocks = 80 * (8192 * 10240 + 8192 * 8192 + 3 * 8192 * 28672)
+    others = 2 * 128256 * 8192 + 161 * 8192
+    assert (
+        answer.answers[0].candidates[0].ledger[0].rows["parameters"]
+        == blocks * (4 + 16 / 128) / 8 + 2 * others
+    )
     assert answer.fits and answer.to_json()["quant"] == "int4-g128"
     assert not plan("llama-3.1-70b", "h100-80gb", mode="serve").fits
 
 
 def test_plan_proposes_only_cuts_that_groups_allow() -> None:
     """T26: 29568 / 128 = 231 groups, an odd number of them; 29568 / 32 = 924 is 4 x 231."""
-    layouts = plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g128").answers[0].candidates
+    layouts = (
+        plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g128")
+        .answers[0]
+        .candidates
+    )
     assert [str(each.layout) for each in layouts] == ["dp8"]
-    found = plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g32").answers[0].candidates
+    found = (
+        plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g32")
+        .answers[0]
+        .candidates
+    )
     assert {each.layout.tp for each in found} == {1, 2, 4}
     with pytest.raises(ValueError, match="tp8 cuts the 29568 columns"):
         plan("qwen2.5-72b", "h100-80gb", layout="tp8", mode="serve", quant="int4-g128")
@@ -432,13 +568,21 @@ def test_plan_proposes_only_cuts_that_groups_allow() -> None:
         (["--quant", "int4-g7"], "groups have a multiple of 8 columns, not 7"),
     ],
 )
-def test_plans_that_are_refused(capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str) -> None:
+def test_plans_that_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str
+) -> None:
     assert main(["plan", "llama-3.1-8b", "--gpu", "h100-80gb", *flags]) == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_a_plan_says_what_is_quantized(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama-3.1-405b", "--gpu", "h100-80gb", "--mode", "serve", "--quant", "int8"]) == 1
+    assert (
+        main(["plan", "llama-3.1-405b", "--gpu", "h100-80gb", "--mode", "serve", "--quant", "int8"])
+        == 1
+    )
     said = " ".join(capsys.readouterr().out.split())
     assert "Serving in bf16, matrices of the blocks in int8" in said
-    assert "with the matrices of its blocks in int8 and the rest in bf16 (2 bytes each): these alone exceed it" in said
+    assert (
+        "with the matrices of its blocks in int8 and the rest in bf16 (2 bytes each): these alone exceed it"
+        in said
+    )

@@ -1,4 +1,5 @@
-"""The pool of rank processes: groups of every size, and what a failing rank does to its peers and to the pool."""
+"""The pool of rank processes: groups of every size, and what a failing rank does to its peers and
+to the pool."""
 
 import os
 import signal
@@ -42,7 +43,9 @@ def fail_while_others_wait_among_themselves(rank: int, world_size: int) -> None:
     if rank == 0:
         raise ValueError("rank zero gives up")
     if rank == 1:
-        dist.all_reduce(torch.ones(1), group=pair)  # rank 2 does not come, and neither talks to rank 0
+        dist.all_reduce(
+            torch.ones(1), group=pair
+        )  # rank 2 does not come, and neither talks to rank 0
     if rank == 2:
         signal.pause()
 
@@ -74,14 +77,17 @@ def return_what_cannot_travel(rank: int, world_size: int) -> object:
 def test_all_reduce(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
     results = ranks.run(world_size, sum_over_ranks, torch.tensor([1.0, 2.0, 3.0], dtype=dtype))
     total = world_size * (world_size - 1) / 2
-    expected = torch.tensor([total, 2 * total, 3 * total], dtype=dtype)  # small integers: exact in both types
+    expected = torch.tensor(
+        [total, 2 * total, 3 * total], dtype=dtype
+    )  # small integers: exact in both types
     assert len(results) == world_size
     for result in results:
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
 def test_processes_are_started_once_and_shared_by_calls(ranks: Ranks) -> None:
-    first, again = ranks.run(4, process_id), ranks.run(2, process_id)
+    first = ranks.run(4, process_id)
+    again = ranks.run(2, process_id)
     assert first[:2] == again
     assert len(set(first)) == 4
     assert os.getpid() not in first
@@ -99,7 +105,9 @@ def test_the_rank_that_failed_first_is_reported_and_its_waiting_peers_live(ranks
         ranks.run(4, fail_on_rank_1)
     assert caught.value.rank == 1
     first, *others = str(caught.value).split("\nthen rank ")
-    assert first.startswith("rank 1 of 4 failed:\nTraceback") and first.endswith("ValueError: rank one gives up")
+    assert first.startswith("rank 1 of 4 failed:\nTraceback") and first.endswith(
+        "ValueError: rank one gives up"
+    )
     assert "in fail_on_rank_1" in first
     assert [other[:2] for other in others] and {other[0] for other in others} == {"0", "2", "3"}
     assert time.monotonic() - started_s < 30, "the peers waited for the group's own timeout"
@@ -117,7 +125,9 @@ def test_ranks_that_never_answer_are_ended_and_replaced(ranks: Ranks) -> None:
 
 
 def test_a_collective_that_waits_too_long_fails_with_its_own_traceback(ranks: Ranks) -> None:
-    with pytest.raises(RankFailed, match=r"rank 0 of 2 failed:\n(?s:.*)in wait_for_a_missing_collective"):
+    with pytest.raises(
+        RankFailed, match=r"rank 0 of 2 failed:\n(?s:.*)in wait_for_a_missing_collective"
+    ):
         ranks.run(2, wait_for_a_missing_collective, timeout_s=1.0)
     assert len(ranks.run(2, process_id)) == 2
 
@@ -150,12 +160,25 @@ def test_hangs(ranks):
 
 
 def test_ctrl_c_ends_the_ranks_with_pytest(tmp_path: Path) -> None:
-    tests, pid_file = Path(__file__).parent, tmp_path / "pid"
+    tests = Path(__file__).parent
+    pid_file = tmp_path / "pid"
     find_ranks = f"import sys\nsys.path.insert(0, {str(tests)!r})\n"
     (tmp_path / "conftest.py").write_text(find_ranks + (tests / "conftest.py").read_text())
-    (tmp_path / "test_interrupted.py").write_text(INTERRUPTED_SESSION.format(pid_file=str(pid_file)))
+    (tmp_path / "test_interrupted.py").write_text(
+        INTERRUPTED_SESSION.format(pid_file=str(pid_file))
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(tmp_path),
+            str(tmp_path),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

@@ -13,6 +13,8 @@ def test_python_without_torch_prints_what_the_comments_say() -> None:
     told = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
     assert told and len(told) == block.count("print(")
     program = f"{block}\nimport sys\nassert 'torch' not in sys.modules\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == told

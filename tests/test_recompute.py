@@ -1,4 +1,5 @@
-"""Recompute in the backward: not a bit of the result changes; what is kept, run again and sent again is counted."""
+"""Recompute in the backward: not a bit of the result changes; what is kept, run again and sent
+again is counted."""
 
 import functools
 import hashlib
@@ -20,15 +21,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from memory import peak_bytes
 from ranks import Ranks
 from shardwise.config import ModelConfig
-from shardwise.kernels.gated import gated
-from shardwise.kernels.norm import rms_norm
-from shardwise.kernels.training import TRAINING_IN_TORCH
+from shardwise.formats.run_checkpoint import STATES
+from shardwise.kernels.reference.bundle import TRAINING_IN_TORCH
+from shardwise.kernels.reference.gated import gated
+from shardwise.kernels.reference.norm import rms_norm
 from shardwise.layout import Layout, Recompute
-from shardwise.model.checkpoint import STATES
 from shardwise.model.layers import Light, layer_norm, linear
 from shardwise.parallel.apply import Program
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.pipeline.executor import Pipeline
 from shardwise.parallel.unit import Owned
 from shardwise.parallel.zero import States, Store
 from shardwise.train.data import Batch
@@ -50,7 +51,9 @@ BIASED = replace(LLAMA, num_kv_heads=4, qkv_bias=True, out_bias=True, mlp_bias=T
 MODELS = FAMILIES | {"biased": BIASED}
 
 
-def make(layout: Layout, config: ModelConfig, rank: int = 0, precision: str = "fp32") -> tuple[Program, Mesh]:
+def make(
+    layout: Layout, config: ModelConfig, rank: int = 0, precision: str = "fp32"
+) -> tuple[Program, Mesh]:
     return filled_program(config, layout, rank, DTYPES[precision])
 
 
@@ -58,7 +61,8 @@ def batch_of(mesh: Mesh, step: int = 0) -> Batch:
     return part_of(*global_batch(step), mesh.layout, mesh.dp.rank)
 
 
-# -- a linear of something light ----------------------------------------------------------------------------
+# -- a linear of something light
+# ----------------------------------------------------------------------------
 
 MAKES: dict[str, Callable[..., Tensor]] = {
     "norm": lambda x, weight, bias: rms_norm(x, weight, 1e-5),
@@ -69,18 +73,26 @@ MAKES: dict[str, Callable[..., Tensor]] = {
 
 @settings(max_examples=60)
 @given(
-    make=st.sampled_from(sorted(MAKES)), leading=st.lists(st.integers(0, 4), min_size=1, max_size=3),
-    width=st.integers(1, 9), out=st.integers(0, 7), biased=st.booleans(), dtype=st.sampled_from(sorted(DTYPES)),
-)  # fmt: skip
+    make=st.sampled_from(sorted(MAKES)),
+    leading=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    width=st.integers(1, 9),
+    out=st.integers(0, 7),
+    biased=st.booleans(),
+    dtype=st.sampled_from(sorted(DTYPES)),
+)
 def test_a_light_linear_is_the_linear_of_what_is_made(
     make: str, leading: list[int], width: int, out: int, biased: bool, dtype: str
 ) -> None:
-    """Result and every gradient bit for bit, of any shape, also of no rows and, as a rank may have of an MLP, of no
-    columns. The matrix is kept and what it is made of, and not what is made."""
-    random, has_bias = seeded(width), make == "layer norm"
+    """Result and every gradient bit for bit, of any shape, also of no rows and, as a rank may have
+    of an MLP, of no columns. The matrix is kept and what it is made of, and not what is made."""
+    random = seeded(width)
+    has_bias = make == "layer norm"
     shapes = [(*leading, width), *[(width,)] * (1 + has_bias), (out, width), *[(out,)] * biased]
-    leaves = [torch.randn(shape, generator=random).to(DTYPES[dtype]).requires_grad_() for shape in shapes]
-    inputs, (weight, *bias) = leaves[: 2 + has_bias], leaves[2 + has_bias :]
+    leaves = [
+        torch.randn(shape, generator=random).to(DTYPES[dtype]).requires_grad_() for shape in shapes
+    ]
+    inputs = leaves[: 2 + has_bias]
+    weight, *bias = leaves[2 + has_bias :]
     dy = torch.randn(*leading, out, generator=random).to(DTYPES[dtype])
     arguments = (*inputs, *([] if has_bias else [None]))
     kept: list[Tensor] = []
@@ -97,12 +109,14 @@ def test_a_light_linear_is_the_linear_of_what_is_made(
     assert [id(x) for x in kept] == [id(x) for x in (weight, *inputs)]
 
 
-# -- nothing changes ----------------------------------------------------------------------------------------
+# -- nothing changes
+# ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Told:
-    """What two steps and an evaluation came to on one rank: numbers, and digests of all that it owns."""
+    """What two steps and an evaluation came to on one rank: numbers, and digests of all that it
+    owns."""
 
     losses: list[float]
     norms: list[float]
@@ -113,19 +127,28 @@ class Told:
 def digests(store: States) -> dict[str, str]:
     kinds: tuple[Owned, ...] = ("gradient", *STATES)
     return {
-        f"{kind} {spec.name} {box.start}": hashlib.sha256(view.detach().float().numpy().tobytes()).hexdigest()
+        f"{kind} {spec.name} {box.start}": hashlib.sha256(
+            view.detach().float().numpy().tobytes()
+        ).hexdigest()
         for kind in kinds
         for spec, box, view in store.owned(kind)
     }
 
 
-def run_on(rank: int, world: int, layout: Layout, model: str, precision: str) -> dict[Recompute, Told]:
+def run_on(
+    rank: int, world: int, layout: Layout, model: str, precision: str
+) -> dict[Recompute, Told]:
     found = {}
     for mode in MODES:
         program, mesh = make(replace(layout, recompute=mode), MODELS[model], rank, precision)
         steps = [take_step(program, mesh, batch_of(mesh, step), 1e-2, 0.2) for step in range(2)]
         evaluation = program.pipeline.evaluate(program.evaluation, batch_of(mesh).microbatches[0])
-        found[mode] = Told([loss for loss, _ in steps], [norm for _, norm in steps], evaluation, digests(program.store))
+        found[mode] = Told(
+            [loss for loss, _ in steps],
+            [norm for _, norm in steps],
+            evaluation,
+            digests(program.store),
+        )
     return found
 
 
@@ -145,8 +168,8 @@ def run_on(rank: int, world: int, layout: Layout, model: str, precision: str) ->
     ],
 )
 def test_not_a_bit_changes(ranks: Ranks, short: str, models: list[str]) -> None:
-    """Losses, norms, every gradient, weights and moments after two steps, and the evaluation: the same operations run
-    on the same values, in fp32 and bf16, and only when is another."""
+    """Losses, norms, every gradient, weights and moments after two steps, and the evaluation: the
+    same operations run on the same values, in fp32 and bf16, and only when is another."""
     layout = Layout.parse(short)
     for model in models:
         for precision in ("fp32", "bf16") if model == "qwen3" else ("fp32",):
@@ -156,12 +179,14 @@ def test_not_a_bit_changes(ranks: Ranks, short: str, models: list[str]) -> None:
                 assert told["full"] == told["none"], (model, precision)
 
 
-# -- what is run again --------------------------------------------------------------------------------------
+# -- what is run again
+# --------------------------------------------------------------------------------------
 
 
 def counted(program: Program) -> Counter[str]:
     """From now on, how often each piece runs."""
-    pipeline, runs = program.pipeline, Counter[str]()
+    pipeline = program.pipeline
+    runs = Counter[str]()
     assert isinstance(pipeline, Pipeline)
 
     def counting(name: str, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -177,11 +202,17 @@ def counted(program: Program) -> Counter[str]:
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_full_runs_blocks_twice_and_the_ends_once(mode: Recompute, microbatches: int) -> None:
-    program, mesh = make(Layout(microbatches=microbatches, recompute=mode), replace(LLAMA, num_layers=3))
+    program, mesh = make(
+        Layout(microbatches=microbatches, recompute=mode), replace(LLAMA, num_layers=3)
+    )
     runs = counted(program)
     take_step(program, mesh, batch_of(mesh), 1e-2, 0.2)
     times = microbatches * (2 if mode == "full" else 1)
-    assert runs == {"embed": microbatches, "head": microbatches, **{f"blocks.{layer}": times for layer in range(3)}}
+    assert runs == {
+        "embed": microbatches,
+        "head": microbatches,
+        **{f"blocks.{layer}": times for layer in range(3)},
+    }
     runs.clear()
     program.pipeline.evaluate(program.evaluation, batch_of(mesh).microbatches[0])
     assert set(runs.values()) == {1}, "an evaluation has no backward"
@@ -195,8 +226,8 @@ def flops(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3"])
 def test_selective_repeats_no_product(model: str) -> None:
-    """Products are all but the whole work. Full recompute repeats those of the blocks' forward: in an evaluation they
-    are all but the head's."""
+    """Products are all but the whole work. Full recompute repeats those of the blocks' forward: in
+    an evaluation they are all but the head's."""
     config = MODELS[model]
     programs = {mode: make(Layout(recompute=mode), config) for mode in MODES}
     found = {
@@ -204,13 +235,22 @@ def test_selective_repeats_no_product(model: str) -> None:
         for mode, (program, mesh) in programs.items()
     }
     program, mesh = programs["none"]
-    forward = flops(lambda: program.pipeline.evaluate(program.evaluation, batch_of(mesh).microbatches[0]))
+    forward = flops(
+        lambda: program.pipeline.evaluate(program.evaluation, batch_of(mesh).microbatches[0])
+    )
     assert found["selective"] == found["none"] > 0
-    assert found["full"] == found["none"] + forward - 2 * SEQUENCES * SEQ_LEN * config.vocab_size * config.hidden_size
+    assert (
+        found["full"]
+        == found["none"]
+        + forward
+        - 2 * SEQUENCES * SEQ_LEN * config.vocab_size * config.hidden_size
+    )
 
 
 @pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 2), ("full", 2)])
-def test_norms_and_activations_are_made_again(monkeypatch: pytest.MonkeyPatch, mode: Recompute, times: int) -> None:
+def test_norms_and_activations_are_made_again(
+    monkeypatch: pytest.MonkeyPatch, mode: Recompute, times: int
+) -> None:
     made = Counter[str]()
 
     def count(name: str, where: dict[str, Any]) -> None:
@@ -228,10 +268,15 @@ def test_norms_and_activations_are_made_again(monkeypatch: pytest.MonkeyPatch, m
     take_step(program, mesh, batch_of(mesh), 1e-2, 0.2)
     layers = LLAMA.num_layers
     rotations = 2 * layers * (2 if mode == "full" else 1)
-    assert made == {"rms_norm": 2 * layers * times + 1, "gated": layers * times, "rotate": rotations}
+    assert made == {
+        "rms_norm": 2 * layers * times + 1,
+        "gated": layers * times,
+        "rotate": rotations,
+    }
 
 
-# -- what is kept -------------------------------------------------------------------------------------------
+# -- what is kept
+# -------------------------------------------------------------------------------------------
 
 
 def storages(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -241,7 +286,8 @@ def storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 def run_forwards(program: Program, mesh: Mesh, kept: dict[str, list[Tensor]]) -> None:
     """The table up to the first backward; `kept` takes what each piece keeps for it, by name."""
-    pipeline, batch = program.pipeline, batch_of(mesh)
+    pipeline = program.pipeline
+    batch = batch_of(mesh)
     assert isinstance(pipeline, Pipeline)
     with torch.no_grad():
         for action in program.table:
@@ -262,7 +308,9 @@ def kept_on(rank: int, world: int, layout: Layout, config: ModelConfig) -> list[
     run_forwards(program, mesh, kept)
     assert isinstance(program.store, Store) and isinstance(program.pipeline, Pipeline)
     context = program.pipeline._contexts[0]
-    others = storages([*(unit.weights for unit in program.store.units.values()), *(context.turned or ())])
+    others = storages(
+        [*(unit.weights for unit in program.store.units.values()), *(context.turned or ())]
+    )
     found = []
     for name in (f"blocks.{layer}" for layer in range(config.num_layers)):
         own = {at: size for at, size in storages(kept[name]).items() if at not in others}
@@ -272,7 +320,8 @@ def kept_on(rank: int, world: int, layout: Layout, config: ModelConfig) -> list[
 
 
 def block_bytes(config: ModelConfig, layout: Layout) -> int:
-    """What one block keeps of a micro-batch, in fp32, from its shape. T tokens of this rank, S of them between seams:
+    """What one block keeps of a micro-batch, in fp32, from its shape. T tokens of this rank, S of
+    them between seams:
 
     - its input, and the sum of that and attention, which the norms need: S D each; full recompute: the former alone
     - q, k, v and what attention saw; a ring the log-sum-exp of every row, an all-to-all what it traded
@@ -280,8 +329,12 @@ def block_bytes(config: ModelConfig, layout: Layout) -> int:
     - what goes into the activation
     - without recompute also what comes out of the norms and the activation, and one or two numbers a row of each norm
     """
-    t, d = layout.tp, config.hidden_size
-    q, kv, f, heads = config.q_size // t, config.kv_size // t, config.ffn_size // t, config.num_heads // t
+    t = layout.tp
+    d = config.hidden_size
+    q = config.q_size // t
+    kv = config.kv_size // t
+    f = config.ffn_size // t
+    heads = config.num_heads // t
     tokens = SEQUENCES * SEQ_LEN // (layout.dp * layout.cp * layout.microbatches)
     between = tokens // t if layout.sequence_parallel else tokens
     if layout.recompute == "full":
@@ -302,14 +355,16 @@ def block_bytes(config: ModelConfig, layout: Layout) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_kept_of_a_block(mode: Recompute, model: str) -> None:
     """Exactly, in real tensors."""
-    layout, config = Layout(microbatches=2, recompute=mode), MODELS[model]
+    layout = Layout(microbatches=2, recompute=mode)
+    config = MODELS[model]
     assert kept_on(0, 1, layout, config) == [block_bytes(config, layout)] * config.num_layers
 
 
 @pytest.mark.parametrize("short", ["cp2.a2a", "dp2.z3", "tp2.cp2.sp"])
 def test_bytes_kept_of_a_cut_block(ranks: Ranks, short: str) -> None:
     for mode in MODES:
-        layout, config = replace(Layout.parse(short), recompute=mode), replace(LLAMA, num_kv_heads=4)
+        layout = replace(Layout.parse(short), recompute=mode)
+        config = replace(LLAMA, num_kv_heads=4)
         for found in ranks.run(layout.world_size, kept_on, layout, config):
             assert found == [block_bytes(config, layout)] * config.num_layers, mode
 
@@ -325,18 +380,24 @@ def test_after_the_forward_full_holds_inputs_alone() -> None:
     held = {name: saved for (name, _), saved in pipeline._saved.items()}
     blocks = [held.pop(f"blocks.{layer}") for layer in range(5)]
     for saved in blocks:
-        assert saved.y is None and saved.x is not None and saved.x.is_leaf and saved.x.grad_fn is None
+        assert (
+            saved.y is None and saved.x is not None and saved.x.is_leaf and saved.x.grad_fn is None
+        )
         assert saved.x.shape == (SEQUENCES, SEQ_LEN, config.hidden_size)
-    assert all(saved.y is not None and saved.y.requires_grad for saved in held.values()) and len(held) == 2
+    assert (
+        all(saved.y is not None and saved.y.requires_grad for saved in held.values())
+        and len(held) == 2
+    )
     inputs = storages([saved.x for saved in blocks if saved.x is not None])
     assert sum(inputs.values()) == 5 * 4 * SEQUENCES * SEQ_LEN * config.hidden_size
 
 
 def test_the_peak_of_a_step_falls(tmp_path: Path) -> None:
-    """By what every block keeps less than it would, but for the one whose backward runs, which makes it again: within
-    3%, since something small is always passing."""
+    """By what every block keeps less than it would, but for the one whose backward runs, which
+    makes it again: within 3%, since something small is always passing."""
     config = replace(LLAMA, num_layers=12, hidden_size=64, ffn_size=160, head_dim=16)
-    peaks, kept = {}, {}
+    peaks = {}
+    kept = {}
     for mode in MODES:
         layout = Layout(recompute=mode)
         program, mesh = make(layout, config)
@@ -349,7 +410,8 @@ def test_the_peak_of_a_step_falls(tmp_path: Path) -> None:
         assert fallen[mode] == pytest.approx(11 * (kept["none"] - kept[mode]), rel=0.03)
 
 
-# -- what is sent again -------------------------------------------------------------------------------------
+# -- what is sent again
+# -------------------------------------------------------------------------------------
 
 
 def sent_on(
@@ -373,28 +435,33 @@ def ring(elements: int, size: int) -> int:
 
 
 def forward_bytes(layout: Layout, config: ModelConfig) -> dict[str, int]:
-    """What the forward of all blocks sends in a step, by axis: two sums over tp of all tokens (as all-reduces, or in
-    halves), and keys and values around the ring, or what attention reads and returns traded for heads."""
+    """What the forward of all blocks sends in a step, by axis: two sums over tp of all tokens (as
+    all-reduces, or in halves), and keys and values around the ring, or what attention reads and
+    returns traded for heads."""
     tokens = SEQUENCES * SEQ_LEN // (layout.dp * layout.cp)
     passed = 4 * tokens * 2 * config.kv_size // layout.tp * (layout.cp - 1)
     traded = ring(tokens * (2 * config.q_size + 2 * config.kv_size) // layout.tp, layout.cp)
-    tp, cp = ring(2 * 2 * tokens * config.hidden_size, layout.tp), traded if layout.all_to_all else passed
+    tp = ring(2 * 2 * tokens * config.hidden_size, layout.tp)
+    cp = traded if layout.all_to_all else passed
     return {"tp": config.num_layers * tp, "cp": config.num_layers * cp}
 
 
 @pytest.mark.parametrize(
-    "short",
-    ["tp2", "cp2.a2a.m2", "dp2.z3.keep.m2", "tp2.cp2.sp.m3", "dp2.fsdp"],
+    "short", ["tp2", "cp2.a2a.m2", "dp2.z3.keep.m2", "tp2.cp2.sp.m3", "dp2.fsdp"]
 )
 def test_bytes_sent_again(ranks: Ranks, short: str) -> None:
-    """Exactly: full recompute sends the forward of the blocks once more; selective, under sequence parallel, gathers
-    the two inputs of every block again, and else nothing. No weights are gathered again, since a backward reads them
-    anyway. An evaluation sends what it did."""
-    layout, config = Layout.parse(short), replace(LLAMA, num_kv_heads=4, num_layers=3)
+    """Exactly: full recompute sends the forward of the blocks once more; selective, under sequence
+    parallel, gathers the two inputs of every block again, and else nothing. No weights are gathered
+    again, since a backward reads them anyway. An evaluation sends what it did."""
+    layout = Layout.parse(short)
+    config = replace(LLAMA, num_kv_heads=4, num_layers=3)
     again = forward_bytes(layout, config)
     for found in ranks.run(layout.world_size, sent_on, layout, config):
         step, evaluation = found["none"]
         gathered = again["tp"] // 2 if layout.sequence_parallel else 0
         assert found["selective"] == ({**step, "tp": step["tp"] + gathered}, evaluation)
-        assert found["full"] == ({**step, "tp": step["tp"] + again["tp"], "cp": step["cp"] + again["cp"]}, evaluation)
+        assert found["full"] == (
+            {**step, "tp": step["tp"] + again["tp"], "cp": step["cp"] + again["cp"]},
+            evaluation,
+        )
         assert any(step[axis] for axis in ("dp", "tp", "cp"))

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from shardwise.kernels.choice import TORCH, Kernels, native_kernels
-from shardwise.kernels.choose import Draw
-from shardwise.kernels.native import instruction_sets
-from shardwise.serve.answer import end_ids
-from shardwise.serve.filters import draw, keep
-from shardwise.serve.penalties import Sampling, generator_for
+from shardwise.kernels.interface import Kernels
+from shardwise.kernels.native.library import instruction_sets
+from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.sampling import Draw
+from shardwise.kernels.registry import native_kernels
 from shardwise.serve.request import SamplingParams, check_ids
-from shardwise.serve.sampler import Picked, at_once, by_row, pick
+from shardwise.serve.sampling.filters import draw, keep
+from shardwise.serve.sampling.penalties import Sampling, generator_for
+from shardwise.serve.sampling.sampler import Picked, at_once, by_row, pick
+from shardwise.serve.sampling.stopping import end_ids
 
 ROWS = st.lists(st.integers(-24, 24).map(lambda quarter: quarter / 4), min_size=1, max_size=12)
 PARAMS = st.builds(
@@ -53,7 +55,8 @@ def softmax(row: list[float]) -> list[float]:
 
 
 def distribution(row: list[float], params: SamplingParams) -> tuple[list[float], float]:
-    """The probabilities to draw from, in the order of definitions: temperature, min_p, top_k, top_p.
+    """The probabilities to draw from, in the order of definitions: temperature, min_p, top_k,
+    top_p.
 
     Also how near the nearest probability came to a limit: too near is a matter of rounding.
     """
@@ -70,7 +73,9 @@ def distribution(row: list[float], params: SamplingParams) -> tuple[list[float],
         limit = sorted(row, reverse=True)[min(params.top_k, len(row)) - 1]
         row = without(row, {index for index, z in enumerate(row) if z >= limit})
     if params.top_p < 1:
-        p, kept, total = softmax(row), set(), 0.0
+        p = softmax(row)
+        kept = set()
+        total = 0.0
         for index in sorted(range(len(row)), key=lambda index: (-row[index], index)):
             gaps.append(abs(total - params.top_p))
             if total < params.top_p:
@@ -83,7 +88,8 @@ def distribution(row: list[float], params: SamplingParams) -> tuple[list[float],
 @given(rows=st.lists(st.tuples(ROWS, PARAMS), min_size=1, max_size=5))
 @settings(max_examples=300)
 def test_filters_by_definition(rows: list[tuple[list[float], SamplingParams]]) -> None:
-    """In a batch of rows with different parameters: the same tokens stay, with probabilities within 1e-5."""
+    """In a batch of rows with different parameters: the same tokens stay, with probabilities within
+    1e-5."""
     width = max(len(row) for row, _ in rows)
     padded = [row + [-math.inf] * (width - len(row)) for row, _ in rows]
     answers = [distribution(row, params) for row, (_, params) in zip(padded, rows, strict=True)]
@@ -96,15 +102,20 @@ def test_filters_by_definition(rows: list[tuple[list[float], SamplingParams]]) -
 
 @pytest.mark.parametrize(("top_p", "spread"), [(0.3, 1.0), (0.95, 1.0), (0.999, 0.1), (0.9, 5.0)])
 def test_top_p_of_a_large_vocabulary_with_ties(top_p: float, spread: float) -> None:
-    """Few tokens or thousands stay, among many equal ones: as many as by definition, and of equals the lowest ids."""
-    logits = (spread * torch.randn(3, 6000, generator=torch.Generator().manual_seed(8))).round(decimals=1)
+    """Few tokens or thousands stay, among many equal ones: as many as by definition, and of equals
+    the lowest ids."""
+    logits = (spread * torch.randn(3, 6000, generator=torch.Generator().manual_seed(8))).round(
+        decimals=1
+    )
     stays = keep(logits, [SamplingParams(top_p=top_p)] * 3).isfinite()
     for row, kept in zip(logits, stays, strict=True):
         order = row.argsort(descending=True, stable=True)
         before = row.double().softmax(-1)[order].cumsum(-1).roll(1)
         before[0] = 0
         num_kept = int((before < top_p).sum())
-        assert abs(float(before[num_kept]) - top_p) > 1e-6, "too near to the limit to be told in fp32"
+        assert abs(float(before[num_kept]) - top_p) > 1e-6, (
+            "too near to the limit to be told in fp32"
+        )
         assert torch.equal(kept.nonzero().flatten(), order[:num_kept].sort().values)
 
 
@@ -121,7 +132,8 @@ def test_top_p_of_a_large_vocabulary_with_ties(top_p: float, spread: float) -> N
     ids=str,
 )
 def test_frequencies(kernels: Kernels, params: SamplingParams) -> None:
-    """Chi-square of 8,000 draws from one generator; at most 7 degrees of freedom, 0.1 % critical value 24.3."""
+    """Chi-square of 8,000 draws from one generator; at most 7 degrees of freedom, 0.1 % critical
+    value 24.3."""
     row = [1.0, -0.5, 0.25, 2.0, -2.0, 0.0, 1.5, -30.0]
     expected = [8_000 * each for each in distribution(row, params)[0]]
     sampling = Sampling(replace(params, seed=0))
@@ -145,12 +157,16 @@ def test_first_draws_of_many_seeds_have_the_frequencies_too() -> None:
     assert float(((tokens.bincount(minlength=5) - means) ** 2 / means).sum()) < 18.5
 
 
-@given(rows=st.lists(st.tuples(ROWS, PARAMS), min_size=1, max_size=5), point=st.floats(0, 1, exclude_max=True))
+@given(
+    rows=st.lists(st.tuples(ROWS, PARAMS), min_size=1, max_size=5),
+    point=st.floats(0, 1, exclude_max=True),
+)
 @settings(max_examples=200)
 def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
     rows: list[tuple[list[float], SamplingParams]], point: float
 ) -> None:
-    """choose.py and the native kernels against filters.py, which the tests above hold to the definition."""
+    """choose.py and the native kernels against filters.py, which the tests above hold to the
+    definition."""
     assume(all(distribution(row, params)[1] > 1e-6 for row, params in rows))
     for row, params in rows:
         logits = torch.tensor([row])
@@ -162,12 +178,23 @@ def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"top_k": 50}, {"top_k": 900}, {"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.01, "top_k": 30, "top_p": 0.8}],
+    [
+        {},
+        {"top_k": 50},
+        {"top_k": 900},
+        {"top_p": 0.9},
+        {"top_p": 0.999},
+        {"min_p": 0.01, "top_k": 30, "top_p": 0.8},
+    ],
     ids=str,
 )
-def test_a_row_of_a_large_vocabulary_too(kernels: Kernels, spread: float, fields: dict[str, Any]) -> None:
-    """20,011 tokens (blocks that do not divide it), with ties; 40 points, the ends of the line among them."""
-    params, random = SamplingParams(temperature=0.9, **fields), torch.Generator().manual_seed(9)
+def test_a_row_of_a_large_vocabulary_too(
+    kernels: Kernels, spread: float, fields: dict[str, Any]
+) -> None:
+    """20,011 tokens (blocks that do not divide it), with ties; 40 points, the ends of the line
+    among them."""
+    params = SamplingParams(temperature=0.9, **fields)
+    random = torch.Generator().manual_seed(9)
     logits = (spread * torch.randn(20_011, generator=random)).round(decimals=2)
     points = [0.0, 1 - 2**-53, *torch.rand(38, generator=random, dtype=torch.float64).tolist()]
     filtered = keep(logits[None].clone(), [params])
@@ -184,7 +211,9 @@ ANY_PARAMS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
     frequency_penalty=st.sampled_from([0.0, 0.5, -1.5]),
     presence_penalty=st.sampled_from([0.0, 0.7, -0.3]),
-    logit_bias=st.dictionaries(st.integers(0, 6), st.sampled_from([-100.0, -1.5, 2.0, 100.0]), max_size=3),
+    logit_bias=st.dictionaries(
+        st.integers(0, 6), st.sampled_from([-100.0, -1.5, 2.0, 100.0]), max_size=3
+    ),
     min_tokens=st.integers(0, 4),
     stop_token_ids=st.sampled_from([(), (2,), (0, 5)]),
     ignore_eos=st.booleans(),
@@ -202,7 +231,11 @@ def changed_by_definition(
     for id, bias in params.logit_bias.items():
         row[id] += bias
     for id in {*prompt, *answer}:
-        row[id] = row[id] / params.repetition_penalty if row[id] > 0 else row[id] * params.repetition_penalty
+        row[id] = (
+            row[id] / params.repetition_penalty
+            if row[id] > 0
+            else row[id] * params.repetition_penalty
+        )
     for id in set(answer):
         row[id] -= params.frequency_penalty * answer.count(id) + params.presence_penalty
     return row
@@ -247,7 +280,9 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
         assert torch.equal(row, theirs)
 
 
-def run_on(steps: Tensor, samplings: list[Sampling], masks: list[Tensor | None]) -> list[list[Picked]]:
+def run_on(
+    steps: Tensor, samplings: list[Sampling], masks: list[Tensor | None]
+) -> list[list[Picked]]:
     """What each row gets, step after step."""
     told: list[list[Picked]] = [[] for _ in samplings]
     for logits in steps:
@@ -258,12 +293,17 @@ def run_on(steps: Tensor, samplings: list[Sampling], masks: list[Tensor | None])
 
 
 @pytest.mark.parametrize("vocab_size", [49, 1001, 4096])
-@given(seed=st.integers(-(2**63), 2**63 - 1), params=st.lists(ANY_PARAMS, min_size=5, max_size=5), masked=st.booleans())
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    params=st.lists(ANY_PARAMS, min_size=5, max_size=5),
+    masked=st.booleans(),
+)
 @settings(max_examples=25)
 def test_a_row_is_the_same_alone_and_in_company(
     vocab_size: int, seed: int, params: list[SamplingParams], masked: bool
 ) -> None:
-    """Tokens and the bits of log-probabilities, at widths that leave tails of vectors, and with one thread or two."""
+    """Tokens and the bits of log-probabilities, at widths that leave tails of vectors, and with one
+    thread or two."""
     steps = 3 * torch.randn(4, 5, vocab_size, generator=torch.Generator().manual_seed(1))
     params = [replace(each, seed=seed) for each in params]
     masks: list[Tensor | None] = [None] * 5
@@ -275,42 +315,58 @@ def test_a_row_is_the_same_alone_and_in_company(
 
     company = run_on(steps, fresh(), masks)
     for row in range(5):
-        assert run_on(steps[:, row : row + 1], fresh()[row : row + 1], masks[row : row + 1]) == [company[row]]
+        assert run_on(steps[:, row : row + 1], fresh()[row : row + 1], masks[row : row + 1]) == [
+            company[row]
+        ]
     pair = run_on(steps[:, [3, 1]], [fresh()[3], fresh()[1]], [masks[3], masks[1]])
     assert pair == [company[3], company[1]]
 
 
-@given(params=st.lists(ANY_PARAMS, min_size=4, max_size=4), fault=st.sampled_from([0.0, math.nan, math.inf]))
+@given(
+    params=st.lists(ANY_PARAMS, min_size=4, max_size=4),
+    fault=st.sampled_from([0.0, math.nan, math.inf]),
+)
 @settings(max_examples=60)
 def test_rows_at_once_are_rows_one_by_one(params: list[SamplingParams], fault: float) -> None:
-    """What a GPU does, with rows that a sequence changes, masks, and a row that fails, against what a CPU does."""
+    """What a GPU does, with rows that a sequence changes, masks, and a row that fails, against what
+    a CPU does."""
     logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(17))
     logits[2, 7] += fault
     masks = [None, torch.full((10,), 0x77777777, dtype=torch.int32), None, None]
 
     def fresh() -> list[Sampling]:
-        return [Sampling(replace(each, seed=row), [1, 2, 2], {1}) for row, each in enumerate(params)]
+        return [
+            Sampling(replace(each, seed=row), [1, 2, 2], {1}) for row, each in enumerate(params)
+        ]
 
     assert at_once(logits, fresh(), masks) == by_row(logits, fresh(), masks)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_leave_a_row_the_same(kernels: Kernels, threads: int) -> None:
-    """With more than one thread torch cuts the sum of a lone row among them, but not those of many rows."""
+    """With more than one thread torch cuts the sum of a lone row among them, but not those of many
+    rows."""
     logits = 3 * torch.randn(5, 70_001, generator=torch.Generator().manual_seed(12))
-    params = [SamplingParams(seed=1, logprobs=2, top_p=0.9, temperature=0.1 * row) for row in range(5)]
+    params = [
+        SamplingParams(seed=1, logprobs=2, top_p=0.9, temperature=0.1 * row) for row in range(5)
+    ]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         company = pick(logits, [Sampling(each) for each in params], kernels=kernels)
-        alone = [pick(logits[row : row + 1], [Sampling(params[row])], kernels=kernels)[0] for row in range(5)]
+        alone = [
+            pick(logits[row : row + 1], [Sampling(params[row])], kernels=kernels)[0]
+            for row in range(5)
+        ]
     finally:
         torch.set_num_threads(before)
     assert alone == company
 
 
 def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing(kernels: Kernels) -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, -1.0]])
+    logits = torch.tensor(
+        [[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, -1.0]]
+    )
     sampling = Sampling(SamplingParams(temperature=0, top_k=2))
     before = sampling.generator.get_state()
     assert tokens_of(pick(logits, [sampling] * 3, kernels=kernels)) == [1, 0, 2]
@@ -318,29 +374,49 @@ def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing(kernels: Ke
 
 
 @pytest.mark.parametrize(
-    "params", [{"temperature": 1e-30}, {"temperature": 1e-300}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str
+    "params",
+    [
+        {"temperature": 1e-30},
+        {"temperature": 1e-300},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+        {"min_p": 1.0},
+    ],
+    ids=str,
 )
 def test_the_narrowest_settings_are_greedy(kernels: Kernels, params: dict[str, Any]) -> None:
     logits = 20 * torch.randn(16, 300, generator=torch.Generator().manual_seed(3))
     expected = logits.argmax(-1).tolist()
-    assert tokens_of(pick(logits, [Sampling(SamplingParams(**params))] * 16, kernels=kernels)) == expected
+    assert (
+        tokens_of(pick(logits, [Sampling(SamplingParams(**params))] * 16, kernels=kernels))
+        == expected
+    )
     assert draw(keep(logits, [SamplingParams(**params)] * 16), [0.999] * 16).tolist() == expected
 
 
 def test_tokens_without_probability_are_never_drawn(kernels: Kernels) -> None:
-    """Masked columns at both ends and between; 4 tokens stay, drawn 20,000 times at a temperature that flattens."""
+    """Masked columns at both ends and between; 4 tokens stay, drawn 20,000 times at a temperature
+    that flattens."""
     logits = torch.full((1, 1000), -math.inf)
     logits[:, [3, 20, 621, 960]] = torch.tensor([0.0, -1.0, -2.0, 1.0])
     sampling = Sampling(SamplingParams(temperature=5.0, seed=4))
-    assert set(tokens_of(pick(logits.expand(10_000, -1), [sampling] * 10_000, kernels=kernels))) == {3, 20, 621, 960}
+    assert set(
+        tokens_of(pick(logits.expand(10_000, -1), [sampling] * 10_000, kernels=kernels))
+    ) == {3, 20, 621, 960}
     points = torch.rand(10_000, dtype=torch.float64).tolist()
-    assert set(draw(keep(logits, [sampling.params]).expand(10_000, -1), points).tolist()) == {3, 20, 621, 960}
+    assert set(draw(keep(logits, [sampling.params]).expand(10_000, -1), points).tolist()) == {
+        3,
+        20,
+        621,
+        960,
+    }
     ends = [draw_at(sampling.params, point) for point in (0.0, 1 - 2**-53)]
     assert kernels.choose([logits[0]] * 2, ends) == [3, 960]
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_drawn(kernels: Kernels) -> None:
-    """One token has half of the probability, 200,000 share the rest; within 5 standard deviations of 400 draws."""
+    """One token has half of the probability, 200,000 share the rest; within 5 standard deviations
+    of 400 draws."""
     logits = torch.zeros(1, 200_000)
     logits[0, 0] = math.log(199_999)
     sampling = Sampling(SamplingParams(seed=5))
@@ -348,11 +424,18 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn(kernels: Kernels) -> None:
     assert abs(drawn.count(0) - 200) < 50 and len(set(drawn)) > 150
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {}, {"top_p": 0.9, "top_k": 10, "min_p": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {}, {"top_p": 0.9, "top_k": 10, "min_p": 0.01}], ids=str
+)
 @pytest.mark.parametrize("changes", [{}, {"logit_bias": {7: 0.5}}, {"logprobs": 2}], ids=str)
-@pytest.mark.parametrize("fault", [[(4, math.nan)], [(4, math.inf)], [(id, -math.inf) for id in range(20)]], ids=str)
+@pytest.mark.parametrize(
+    "fault", [[(4, math.nan)], [(4, math.inf)], [(id, -math.inf) for id in range(20)]], ids=str
+)
 def test_a_row_that_nothing_can_be_chosen_from_fails_alone(
-    kernels: Kernels, fields: dict[str, Any], changes: dict[str, Any], fault: list[tuple[int, float]]
+    kernels: Kernels,
+    fields: dict[str, Any],
+    changes: dict[str, Any],
+    fault: list[tuple[int, float]],
 ) -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(6))
     params = SamplingParams(seed=7, **fields, **changes)
@@ -364,19 +447,26 @@ def test_a_row_that_nothing_can_be_chosen_from_fails_alone(
 
 
 def bits(ids: set[int], vocab_size: int) -> Tensor:
-    words = [sum(1 << id % 32 for id in ids if id // 32 == word) for word in range(-(-vocab_size // 32))]
+    words = [
+        sum(1 << id % 32 for id in ids if id // 32 == word) for word in range(-(-vocab_size // 32))
+    ]
     return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_what_is_allowed_is_taken(kernels: Kernels, temperature: float) -> None:
-    """A row with few tokens allowed, one with none beside an end token that min_tokens bans, one without a mask."""
+    """A row with few tokens allowed, one with none beside an end token that min_tokens bans, one
+    without a mask."""
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(15))
     logits[:, 50] = 60.0
     params = SamplingParams(temperature=temperature, min_tokens=1, logprobs=0)
     samplings = [Sampling(params, (), {31}) for _ in range(3)]
-    picked = pick(logits, samplings, [bits({0, 31, 63, 64, 99}, 100), bits({31}, 100), None], kernels=kernels)
-    assert picked[0].token in {0, 63, 64, 99} and picked[1] == Picked(None) and picked[2].token == 50
+    picked = pick(
+        logits, samplings, [bits({0, 31, 63, 64, 99}, 100), bits({31}, 100), None], kernels=kernels
+    )
+    assert (
+        picked[0].token in {0, 63, 64, 99} and picked[1] == Picked(None) and picked[2].token == 50
+    )
     assert picked[0].logprob and picked[0].logprob.logprob < -50, "told of the logits as they came"
     samplings[1].add(0)
     assert tokens_of(pick(logits[1:2], samplings[1:2], [bits({31}, 100)], kernels=kernels)) == [31]
@@ -398,14 +488,25 @@ def test_answers_to_one_request_have_seeds_of_their_own() -> None:
 
 
 def test_without_a_seed_requests_differ() -> None:
-    assert generator_for(SamplingParams()).initial_seed() != generator_for(SamplingParams()).initial_seed()
-    assert generator_for(SamplingParams(), 1).initial_seed() != generator_for(SamplingParams(), 1).initial_seed()
+    assert (
+        generator_for(SamplingParams()).initial_seed()
+        != generator_for(SamplingParams()).initial_seed()
+    )
+    assert (
+        generator_for(SamplingParams(), 1).initial_seed()
+        != generator_for(SamplingParams(), 1).initial_seed()
+    )
 
 
-@pytest.mark.parametrize("fields", [{"logit_bias": {50: 1.0}}, {"stop_token_ids": [3, 50]}, {"stop_token_ids": [-1]}])
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": {50: 1.0}}, {"stop_token_ids": [3, 50]}, {"stop_token_ids": [-1]}]
+)
 def test_tokens_that_the_vocabulary_lacks_are_refused(fields: dict[str, Any]) -> None:
-    name, id = next(iter(fields)), -1 if -1 in next(iter(fields.values())) else 50
-    with pytest.raises(ValueError, match=f"^{name} must have ids of the vocabulary, from 0 to 49, and {id} is not$"):
+    name = next(iter(fields))
+    id = -1 if -1 in next(iter(fields.values())) else 50
+    with pytest.raises(
+        ValueError, match=f"^{name} must have ids of the vocabulary, from 0 to 49, and {id} is not$"
+    ):
         check_ids(name, fields[name], 50)
     with pytest.raises(ValueError, match=f"^{name} "):
         SamplingParams(**fields).check_vocabulary(50)

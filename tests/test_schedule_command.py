@@ -1,4 +1,5 @@
-"""`shardwise schedule`: its numbers, its pictures, its files, and the sentence for every mistake."""
+"""`shardwise schedule`: its numbers, its pictures, its files, and the sentence for every
+mistake."""
 
 import io
 import json
@@ -14,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from shardwise.cli import main
-from shardwise.parallel.schedules import pipeline_table
-from shardwise.parallel.table import Costs, Memory, Table
-from shardwise.plan.draw import COLOURS, LEFT, ROOM, draw_timelines, round_ticks, shade
-from shardwise.plan.picture import IDLE, MOST_ROWS, picture, print_timeline
+from shardwise.parallel.pipeline.schedules import pipeline_table
+from shardwise.parallel.pipeline.table import Costs, Memory, Table
 from shardwise.plan.simulate import Timeline, simulate
+from shardwise.plan.svg import COLOURS, LEFT, ROOM, draw_timelines, round_ticks, shade
+from shardwise.plan.terminal import IDLE, MOST_ROWS, picture, print_timeline
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SIZES = ["--stages", "4", "--microbatches", "8"]
@@ -52,7 +53,8 @@ def timeline_of(name: Any, p: int, m: int, chunks: int = 1) -> Timeline:
     return simulate(pipeline_table(name, p, m, chunks), Costs().seconds(chunks))
 
 
-# -- numbers ------------------------------------------------------------------------------------------------
+# -- numbers
+# ------------------------------------------------------------------------------------------------
 
 
 def test_json_of_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,12 +65,15 @@ def test_json_of_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
         "bubble_over_ideal": pytest.approx(3 / 8),
         "makespan": pytest.approx(11 * 6.5),
         "peak_in_flight": [4, 3, 2, 1],
-        "actions": [[str(action) for action in actions] for actions in pipeline_table("1f1b", 4, 8).ranks],
+        "actions": [
+            [str(action) for action in actions] for actions in pipeline_table("1f1b", 4, 8).ranks
+        ],
     }
 
 
 def test_every_flag_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """1F1B takes (m + p - 1)(tf + tb + tw), and longer with transfers; a search finds less the more memory it has."""
+    """1F1B takes (m + p - 1)(tf + tb + tw), and longer with transfers; a search finds less the more
+    memory it has."""
 
     def bubble(*flags: str) -> float:
         unlike = ["--tf", "15", "--tb", "14", "--tw", "9", "--tc", "0.8"]
@@ -87,23 +92,30 @@ def test_every_flag_counts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_table_written_is_the_table_read(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With chunks and transfers; the stages and micro-batches are in the file, and may be said again."""
-    file, costs = str(tmp_path / "mine.csv"), ["--tf", "1.3", "--tc", "0.2"]
+def test_a_table_written_is_the_table_read(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With chunks and transfers; the stages and micro-batches are in the file, and may be said
+    again."""
+    file = str(tmp_path / "mine.csv")
+    costs = ["--tf", "1.3", "--tc", "0.2"]
     chunks = ["--chunks", "2"] if name == "interleaved" else []
     written = answer_of(capsys, name, *SIZES, *chunks, *costs, "--csv", file)
     assert answer_of(capsys, file, *costs) == written
     assert answer_of(capsys, file, *SIZES, *chunks, *costs) == written
 
 
-# -- pictures -----------------------------------------------------------------------------------------------
+# -- pictures
+# -----------------------------------------------------------------------------------------------
 
 
 def bars(svg: str) -> list[tuple[str, float, float, float]]:
     """(colour, x, y, width) of every action drawn."""
     found = []
     for path in ET.fromstring(svg).iter(f"{SVG}path"):
-        for x, y, width in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v[\d.]+h-[\d.]+z", path.attrib["d"]):
+        for x, y, width in re.findall(
+            r"M([\d.]+) ([\d.]+)h([\d.]+)v[\d.]+h-[\d.]+z", path.attrib["d"]
+        ):
             found.append((path.attrib["class"], float(x), float(y), float(width)))
     return found
 
@@ -117,19 +129,30 @@ def test_svg_has_every_action_to_scale(name: str, p: int, m: int, chunks: int) -
     svg = draw_timelines("a < b", [("c & d", timeline)], "s")
     drawn = bars(svg)
     scale = ROOM / timeline.makespan
-    by_row = {y: sorted(x for _, x, at, _ in drawn if at == y) for y in sorted({y for _, _, y, _ in drawn})}
+    by_row = {
+        y: sorted(x for _, x, at, _ in drawn if at == y)
+        for y in sorted({y for _, _, y, _ in drawn})
+    }
     assert len(by_row) == p
     for starts, xs in zip(timeline.starts, by_row.values(), strict=True):
         assert xs == pytest.approx([LEFT + start * scale for start in starts], abs=0.06)
     kinds = {colour[0] for colour, *_ in drawn}
-    most = {kind: max(width for colour, _, _, width in drawn if colour[0] == kind) for kind in kinds}
+    most = {
+        kind: max(width for colour, _, _, width in drawn if colour[0] == kind) for kind in kinds
+    }
     for kind, width in most.items():
         whole = {"F": 1, "B": 2, "I": 1, "W": 1}[kind] / chunks * scale
         assert max(0.7 * whole, whole - 0.9) <= width <= whole
-    assert {colour for colour, *_ in drawn} == {f"{kind}{chunk}" for kind in most for chunk in range(chunks)}
+    assert {colour for colour, *_ in drawn} == {
+        f"{kind}{chunk}" for kind in most for chunk in range(chunks)
+    }
     texts = [element.text for element in ET.fromstring(svg).iter(f"{SVG}text")]
     assert {"a < b", "c & d", "rank 0", "idle", "F forward", "time, in s", "0"} <= set(texts)
-    numbers = [element.text for element in ET.fromstring(svg).iter(f"{SVG}text") if element.get("class") == "number"]
+    numbers = [
+        element.text
+        for element in ET.fromstring(svg).iter(f"{SVG}text")
+        if element.get("class") == "number"
+    ]
     assert (len(numbers) == len(drawn)) == (p == 4)
     assert (len(numbers) == 0) == (p == 32), "no number where none fits"
 
@@ -161,7 +184,9 @@ def test_pictures_in_the_documentation_are_those_of_the_command(name: str, tmp_p
     assert f"(schedules/{name}.svg)" in (DOCS / "schedules.md").read_text()
 
 
-def test_the_file_in_the_documentation_is_the_one_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_in_the_documentation_is_the_one_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["1f1b", "--stages", "2", "--microbatches", "3", "--csv", str(tmp_path / "mine.csv")]
     text_of(capsys, *argv)
     shown = "".join(f"    {line}\n" for line in (tmp_path / "mine.csv").read_text().splitlines())
@@ -169,17 +194,22 @@ def test_the_file_in_the_documentation_is_the_one_written(tmp_path: Path, capsys
 
 
 def test_the_terminal_shows_time_to_scale() -> None:
-    """A cell a unit of time: F of 1, B of 2; small letters for odd micro-batches, numbers where there is room."""
+    """A cell a unit of time: F of 1, B of 2; small letters for odd micro-batches, numbers where
+    there is room."""
     timeline = timeline_of("1f1b", 2, 3)
     assert timeline.makespan == 12
-    assert [picture(timeline, rank, 12, colour=False).plain for rank in range(2)] == ["Ff··BBFbb·BB", "·FBBfbbFBB··"]
+    assert [picture(timeline, rank, 12, colour=False).plain for rank in range(2)] == [
+        "Ff··BBFbb·BB",
+        "·FBBfbbFBB··",
+    ]
     wide = [picture(timeline, rank, 36, colour=False).plain for rank in range(2)]
     assert wide[0] == "F0Ff1f······BBB0BBF2Fbbb1bb···BBB2BB"
     assert wide[1] == "···F0FBBB0BBf1fbbb1bbF2FBBB2BB······"
 
 
 def test_the_terminal_mixes_colours_where_a_cell_is_many_things() -> None:
-    """A cell that is half forward and half idle is half way between their colours, one that is all forward its own."""
+    """A cell that is half forward and half idle is half way between their colours, one that is all
+    forward its own."""
     timeline = timeline_of("gpipe", 2, 1)  # F0 of 1 on rank 0, idle for 3, B0 of 2
     text = picture(timeline, 0, 3, colour=True)
     styles = [str(span.style) for span in text.spans]
@@ -194,23 +224,35 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "zb-auto: 4 stages, 8 micro-batches, memory limit 1.5" in said
     words = " ".join(said.split())
     assert "F forward I gradient of the input W gradient of the weights · idle" in words
-    assert "bubble / total bubble / ideal idle / makespan makespan most in flight most held / limit" in words
-    assert re.search(r"\d / 6 The slowest rank takes [\d.]+ from its first action to its last and works 20.8 of", words)
+    assert (
+        "bubble / total bubble / ideal idle / makespan makespan most in flight most held / limit"
+        in words
+    )
+    assert re.search(
+        r"\d / 6 The slowest rank takes [\d.]+ from its first action to its last and works 20.8 of",
+        words,
+    )
     assert len([line for line in said.splitlines() if re.match(r"[0-3] \S{50}", line)]) == 4
     assert max(map(len, said.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("width", [20, 60, 200])
 def test_a_picture_is_as_wide_as_its_terminal(width: int) -> None:
-    console = Console(width=width, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO())
+    console = Console(
+        width=width, force_terminal=True, color_system="truecolor", record=True, file=io.StringIO()
+    )
     print_timeline(timeline_of("1f1b", 12, 30), "title", Memory(), console)
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     rows = [line for line in lines if re.match(r" ?\d+ ", line)][:12]
-    assert [int(row.split()[-1]) for row in rows] == [12 - rank for rank in range(12)], "the column in flight"
+    assert [int(row.split()[-1]) for row in rows] == [12 - rank for rank in range(12)], (
+        "the column in flight"
+    )
 
 
-def test_of_very_many_ranks_the_first_and_the_last_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_very_many_ranks_the_first_and_the_last_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said = text_of(capsys, "gpipe", "--stages", "200", "--microbatches", "2")
     shown = [int(line.split()[0]) for line in said.splitlines() if re.match(r" *\d+ \S", line)]
     assert shown == [*range(MOST_ROWS // 2), *range(200 - MOST_ROWS // 2, 200)]
@@ -225,61 +267,105 @@ def test_chunks_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     timeline = timeline_of("interleaved", 4, 8, 2)
     colours = {str(span.style) for span in picture(timeline, 0, 57, colour=True).spans}
     assert {colour.split("#")[-1] for colour in colours} >= {
-        "".join(f"{part:02x}" for part in shade(kind, chunk, 2)) for kind in "FB" for chunk in range(2)
+        "".join(f"{part:02x}" for part in shade(kind, chunk, 2))
+        for kind in "FB"
+        for chunk in range(2)
     }
 
 
 def test_stages_of_a_v_are_told_apart() -> None:
     """The second of a rank's stages is its second chunk, wherever it is in the model."""
     v = Table((tuple(pipeline_table("1f1b", 1, 1).ranks[0]),), (0,), 1)
-    assert {bar[0] for bar in bars(draw_timelines("", [("", simulate(v, lambda action: 1.0))], "s"))} == {"F0", "B0"}
+    assert {
+        bar[0] for bar in bars(draw_timelines("", [("", simulate(v, lambda action: 1.0))], "s"))
+    } == {"F0", "B0"}
 
 
-# -- mistakes -----------------------------------------------------------------------------------------------
+# -- mistakes
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["gpip", *SIZES], "there is no schedule 'gpip'; did you mean gpipe?"),
-        (["hanayo", *SIZES], "there is no schedule 'hanayo'; there are gpipe, 1f1b, interleaved, zb-h1, zb-h2, "
-         "zb-auto, files ending with .csv, and runs"),
+        (
+            ["hanayo", *SIZES],
+            "there is no schedule 'hanayo'; there are gpipe, 1f1b, interleaved, zb-h1, zb-h2, "
+            "zb-auto, files ending with .csv, and runs",
+        ),
         ([], "required: NAME"),
         (["1f1b"], "1f1b needs --stages and --microbatches, such as --stages 4 --microbatches 8"),
         (["1f1b", "--stages", "4"], "1f1b needs --stages and --microbatches"),
         (["1f1b", "--stages", "four", "--microbatches", "8"], "invalid int value: 'four'"),
         (["1f1b", "--stages", "-4", "--microbatches", "8"], "stages must be at least 1, not -4"),
-        (["1f1b", *SIZES, "--chunks", "2"], "1f1b cannot have 2 chunks a rank; 1 works, and interleaved takes chunks"),
+        (
+            ["1f1b", *SIZES, "--chunks", "2"],
+            "1f1b cannot have 2 chunks a rank; 1 works, and interleaved takes chunks",
+        ),
         (["1f1b", *SIZES, "--chunks", "0"], "chunks must be at least 1, not 0"),
         (["interleaved", *SIZES], "interleaved cannot have 1 chunk a rank; 2 or more works"),
-        (["interleaved", "--stages", "4", "--microbatches", "6", "--chunks", "2"], "by its 4 stages, not 6; 8 works"),
-        (["zb-h2", "--stages", "4", "--microbatches", "6"], "2p - 1 micro-batches, not 6; 7 works, or zb-h1"),
+        (
+            ["interleaved", "--stages", "4", "--microbatches", "6", "--chunks", "2"],
+            "by its 4 stages, not 6; 8 works",
+        ),
+        (
+            ["zb-h2", "--stages", "4", "--microbatches", "6"],
+            "2p - 1 micro-batches, not 6; 7 works, or zb-h1",
+        ),
         (["gpipe", *SIZES, "--tf", "-1"], "tf must be 0, or a time from 1e-12 to 1e+12, not -1"),
         (["gpipe", *SIZES, "--tc", "nan"], "tc must be 0, or a time"),
         (["gpipe", *SIZES, "--tf", "0", "--tb", "0", "--tw", "0"], "tf, tb and tw are all 0"),
-        (["zb-auto", *SIZES, "--mem-limit", "0.2"], "is 0.8 forwards; every order needs 1 at least, so 0.25 works"),
-        (["zb-auto", *SIZES, "--mem-limit", "inf"], "a memory limit must be above 0, not inf; 1 is what 1f1b needs"),
-        (["zb-h1", *SIZES, "--mem-w", "-0.1"], "held between I and W must be 0 to 1 of a forward, not -0.1"),
-        (["gpipe", *SIZES, "--mem-limit", "1.5"], "rank 0, position 6: with 0F6 it holds 7 forwards, of 6; zb-auto "
-         "stays within a limit"),
-        (["gpipe", "--stages", "9999", "--microbatches", "9999"], "actions are too many; up to 4,000,000 work"),
+        (
+            ["zb-auto", *SIZES, "--mem-limit", "0.2"],
+            "is 0.8 forwards; every order needs 1 at least, so 0.25 works",
+        ),
+        (
+            ["zb-auto", *SIZES, "--mem-limit", "inf"],
+            "a memory limit must be above 0, not inf; 1 is what 1f1b needs",
+        ),
+        (
+            ["zb-h1", *SIZES, "--mem-w", "-0.1"],
+            "held between I and W must be 0 to 1 of a forward, not -0.1",
+        ),
+        (
+            ["gpipe", *SIZES, "--mem-limit", "1.5"],
+            "rank 0, position 6: with 0F6 it holds 7 forwards, of 6; zb-auto stays within a limit",
+        ),
+        (
+            ["gpipe", "--stages", "9999", "--microbatches", "9999"],
+            "actions are too many; up to 4,000,000 work",
+        ),
         (["missing.csv"], "missing.csv: No such file or directory"),
         (["gpipe", *SIZES, "--svg", "missing/a.svg"], "missing/a.svg: No such file or directory"),
         (["gpipe", *SIZES, "--csv", "."], ".: Is a directory"),
-        (["mine.csv", "--stages", "3"], "mine.csv has --stages 2, not 3; leave it out, or give another file"),
+        (
+            ["mine.csv", "--stages", "3"],
+            "mine.csv has --stages 2, not 3; leave it out, or give another file",
+        ),
         (["mine.csv", "--microbatches", "2"], "mine.csv has --microbatches 1, not 2"),
         (["mine.csv", "--chunks", "2"], "mine.csv has --chunks 1, not 2"),
-        (["mine.csv", "--mem-limit", "0.4"], "rank 0, position 0: with 0F0 it holds 1 forwards, of 0.8"),
+        (
+            ["mine.csv", "--mem-limit", "0.4"],
+            "rank 0, position 0: with 0F0 it holds 1 forwards, of 0.8",
+        ),
         (["broken.csv"], "rank 1 has neither 1B0 nor 1I0, so no backward of 1F0"),
-        (["lowered.csv"], "lowered.csv, line 1, cell 2: 0SEND_F0 is of a schedule that PyTorch has lowered"),
+        (
+            ["lowered.csv"],
+            "lowered.csv, line 1, cell 2: 0SEND_F0 is of a schedule that PyTorch has lowered",
+        ),
         (["folder.csv"], "folder.csv: Is a directory"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_mistake_is_one_sentence(
-    argv: list[str], said: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    said: str,
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.csv").write_text("0F0,,,0B0\n,1F0,1B0\n")
     Path("broken.csv").write_text("0F0,,,0B0\n,1F0\n")
@@ -292,7 +378,9 @@ def test_a_mistake_is_one_sentence(
     assert said in captured.err
 
 
-def test_nothing_is_written_for_a_table_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_for_a_table_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.csv").write_text("0F0\n1F0,1B0\n")
     assert main(["schedule", "broken.csv", "--svg", "a.svg", "--csv", "a.csv"]) == 2
@@ -308,7 +396,9 @@ sys.exit(f"imported {heavy}" if heavy else code)
 """
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["zb-auto", *SIZES, "--svg", os.devnull], ["1f1b", *SIZES, "--json"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["zb-auto", *SIZES, "--svg", os.devnull], ["1f1b", *SIZES, "--json"]]
+)
 def test_it_runs_without_torch(argv: list[str]) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, "schedule", *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

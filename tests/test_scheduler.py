@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.serve.scheduler import Counters, Limits, QueueFull
-from shardwise.serve.sequence import Request
+from shardwise.serve.engine.scheduler import Counters, Limits, QueueFull
+from shardwise.serve.engine.sequence import Request
 from toy_engine import alone, engine, ran
 
 
@@ -37,7 +37,12 @@ def test_scores_need_the_whole_prompt_in_chunks_that_overlap() -> None:
     one.drain()
     one.add(Request(1, [1] * 11, 3, scores=0))
     batches = [one.step() for _ in range(4)]
-    assert [ran(batch) for batch in batches] == [[(1, 0, 5)], [(1, 4, 5)], [(1, 8, 3)], [(1, 11, 1)]]
+    assert [ran(batch) for batch in batches] == [
+        [(1, 0, 5)],
+        [(1, 4, 5)],
+        [(1, 8, 3)],
+        [(1, 11, 1)],
+    ]
     assert [batch.parts[0].scores for batch in batches if batch] == [0, 0, 0, None]
     assert one.scored[1] == list(range(1, 11))
     assert one.scheduler.counters().num_asked_tokens == 11  # of the first alone
@@ -51,7 +56,11 @@ def test_n_sequences_run_their_prompt_once_and_share_its_pages() -> None:
     assert batch is not None and [part.samples for part in batch.parts] == [1, 3]
     assert one.pages.counts().used == 4
     batch = one.step()
-    assert batch is not None and [part.id for part in batch.parts] == [5, 6, 7, 8] and len(batch.copies) == 2
+    assert (
+        batch is not None
+        and [part.id for part in batch.parts] == [5, 6, 7, 8]
+        and len(batch.copies) == 2
+    )
     assert one.pages.counts().used == 2 + 3 and one.scheduler.counters().num_running == 3
     one.drain()
     assert one.num_tokens == 9 + 3 * 3 + 2
@@ -78,7 +87,9 @@ def test_who_finds_no_memory_waits_and_is_not_overtaken() -> None:
 
 
 @pytest.mark.parametrize(("num_prompt", "fits"), [(3, True), (4, False)])
-def test_each_running_sequence_keeps_a_spare_page_when_another_is_taken_in(num_prompt: int, fits: bool) -> None:
+def test_each_running_sequence_keeps_a_spare_page_when_another_is_taken_in(
+    num_prompt: int, fits: bool
+) -> None:
     one = engine(num_pages=10, page_tokens=1)
     one.add(Request(0, [1] * 6, 5))
     one.add(Request(1, [2] * num_prompt, 1))
@@ -108,20 +119,24 @@ def test_lower_priorities_come_later_and_give_way_first() -> None:
 
 
 def test_what_preemption_throws_away_is_counted() -> None:
-    """Two sequences of 3 + 5 tokens need 4 of the 5 pages each; one gives way and later finds a part of itself."""
+    """Two sequences of 3 + 5 tokens need 4 of the 5 pages each; one gives way and later finds a
+    part of itself."""
     one = engine(num_pages=5, page_tokens=2)
     one.add(Request(0, [1, 1, 1], 5))
     one.add(Request(1, [2, 2, 2], 5, priority=1))
     batches = [ran(batch) for batch in iter(one.step, None)]
     counters = one.scheduler.counters()
     starts = [start for batch in batches for id, start, _ in batch if id == 1]
-    again = next(number for number, start in enumerate(starts) if number and start <= starts[number - 1])
+    again = next(
+        number for number, start in enumerate(starts) if number and start <= starts[number - 1]
+    )
     assert counters.num_preemptions == 1
     assert counters.num_recomputed_tokens == starts[again - 1] + 1 - starts[again] > 0
 
 
 def test_tokens_are_recomputed_as_often_as_they_are_run_again() -> None:
-    """Two preemptions, the second while only 4 of 12 tokens were computed again; no full page can be found."""
+    """Two preemptions, the second while only 4 of 12 tokens were computed again; no full page can
+    be found."""
     one = engine(num_pages=1, page_tokens=64, limits=Limits(4, 1, 1))
     one.add(Request(0, [1] * 12, 9))
     for num_steps in (3, 1):
@@ -134,23 +149,32 @@ def test_tokens_are_recomputed_as_often_as_they_are_run_again() -> None:
 
 
 def test_what_scored_chunks_overlap_by_is_not_recomputed() -> None:
-    """A prompt of 9 that is scored gives way when all but one of its tokens have been run, and is then run again in
-    other chunks. Of these 8 were thrown away; the token that two chunks have in common is not counted."""
+    """A prompt of 9 that is scored gives way when all but one of its tokens have been run, and is
+    then run again in other chunks. Of these 8 were thrown away; the token that two chunks have in
+    common is not counted."""
     one = engine(num_pages=7, page_tokens=2, limits=Limits(4, 2, 2))
     one.add(Request(0, [1, 2], 6))
     one.add(Request(10, [2] * 6 + [1] * 3, 1, scores=0))
-    chunks = [(start, count) for batch in iter(one.step, None) for id, start, count in ran(batch) if id == 10]
+    chunks = [
+        (start, count)
+        for batch in iter(one.step, None)
+        for id, start, count in ran(batch)
+        if id == 10
+    ]
     assert chunks == [(0, 2), (1, 3), (3, 3), (5, 3), (0, 4), (3, 4), (6, 3)]
     assert one.scheduler.counters().num_recomputed_tokens == 8
 
 
 def test_a_full_queue_tells_when_to_come_back() -> None:
-    """10 + 4 tokens run at most of the first (2 sequences share 6 + 2 * 4), 3 + 7 of the second: 12 each on average."""
+    """10 + 4 tokens run at most of the first (2 sequences share 6 + 2 * 4), 3 + 7 of the second: 12
+    each on average."""
     one = engine(limits=Limits(64, 8, max_queued=2))
     one.add(Request(0, [1] * 6, 5, n=2))
     one.add(Request(2, [1] * 3, 8))
     for tokens_per_s, retry_after_s in [(12.0, 1), (11.9, 2), (0.5, 24), (1e9, 1), (0.0, 1)]:
-        with pytest.raises(QueueFull, match=f"2 requests are waiting already; try again in {retry_after_s} s") as told:
+        with pytest.raises(
+            QueueFull, match=f"2 requests are waiting already; try again in {retry_after_s} s"
+        ) as told:
             one.scheduler.add(Request(3, [1], 1), tokens_per_s)
         assert told.value.retry_after_s == retry_after_s
     one.drain()
@@ -161,15 +185,33 @@ def test_a_full_queue_tells_when_to_come_back() -> None:
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "told"),
     [
-        (10, 8, "10 prompt tokens and 8 new ones need room for 17 tokens in the KV cache (5 pages), which has room for "
-         "16 (4 pages); max_tokens=7 works"),
-        (17, 1, "17 prompt tokens and 1 new ones need room for 17 tokens in the KV cache (5 pages), which has room for "
-         "16 (4 pages); a prompt of at most 16 tokens works"),
-        (0, 1, "a request needs a prompt of at least one token, and max_tokens and n of at least 1"),
-        (1, 0, "a request needs a prompt of at least one token, and max_tokens and n of at least 1"),
+        (
+            10,
+            8,
+            "10 prompt tokens and 8 new ones need room for 17 tokens in the KV cache (5 pages), which has room for "
+            "16 (4 pages); max_tokens=7 works",
+        ),
+        (
+            17,
+            1,
+            "17 prompt tokens and 1 new ones need room for 17 tokens in the KV cache (5 pages), which has room for "
+            "16 (4 pages); a prompt of at most 16 tokens works",
+        ),
+        (
+            0,
+            1,
+            "a request needs a prompt of at least one token, and max_tokens and n of at least 1",
+        ),
+        (
+            1,
+            0,
+            "a request needs a prompt of at least one token, and max_tokens and n of at least 1",
+        ),
     ],
-)  # fmt: skip
-def test_a_request_that_could_never_end_is_refused(num_prompt: int, max_tokens: int, told: str) -> None:
+)
+def test_a_request_that_could_never_end_is_refused(
+    num_prompt: int, max_tokens: int, told: str
+) -> None:
     one = engine(num_pages=4)
     with pytest.raises(ValueError) as refused:
         one.add(Request(0, [1] * num_prompt, max_tokens))

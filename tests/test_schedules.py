@@ -1,5 +1,5 @@
-"""Tables of pipelines: the orders written out and against PyTorch's own, what they keep, the proof that each can run
-and that a broken one cannot, and tables as files."""
+"""Tables of pipelines: the orders written out and against PyTorch's own, what they keep, the proof
+that each can run and that a broken one cannot, and tables as files."""
 
 import random
 import re
@@ -13,12 +13,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.layout import Schedule
-from shardwise.parallel.proof import prove
-from shardwise.parallel.schedule import Action
-from shardwise.parallel.schedules import MOST_ACTIONS, pipeline_table
-from shardwise.parallel.table import Costs, Memory, Table, held, table_span
-from shardwise.parallel.table_csv import csv_text, read_cell, read_csv
-from shardwise.parallel.zero_bubble import POLICIES, Problem, Progress, try_policy, written_out
+from shardwise.parallel.pipeline.actions import Action
+from shardwise.parallel.pipeline.schedules import MOST_ACTIONS, pipeline_table
+from shardwise.parallel.pipeline.table import Costs, Memory, Table, held, table_span
+from shardwise.parallel.pipeline.table_csv import csv_text, read_cell, read_csv
+from shardwise.parallel.pipeline.validate import prove
+from shardwise.parallel.pipeline.zero_bubble import (
+    POLICIES,
+    Problem,
+    Progress,
+    try_policy,
+    written_out,
+)
 
 FIXED: list[Schedule] = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
 times = st.sampled_from([0.0, 0.5, 1.0, 2.0]) | st.floats(0.01, 3)
@@ -26,12 +32,18 @@ costs = st.builds(Costs, st.floats(0.01, 3), times, times, times)
 
 
 @st.composite
-def tables(draw: st.DrawFn, names: Sequence[Schedule] = (*FIXED, "zb-auto"), most: int = 6) -> Table:
+def tables(
+    draw: st.DrawFn, names: Sequence[Schedule] = (*FIXED, "zb-auto"), most: int = 6
+) -> Table:
     name = draw(st.sampled_from(list(names)))
     p = draw(st.integers(1, most))
     chunks = draw(st.integers(2, 3)) if name == "interleaved" else 1
     least = 2 * p - 1 if name == "zb-h2" else 1
-    m = p * draw(st.integers(1, 3)) if name == "interleaved" else draw(st.integers(least, least + 2 * most))
+    m = (
+        p * draw(st.integers(1, 3))
+        if name == "interleaved"
+        else draw(st.integers(least, least + 2 * most))
+    )
     memory = Memory(draw(st.floats(1, 3)) if name == "zb-auto" else None)
     return pipeline_table(name, p, m, chunks, draw(costs), memory)
 
@@ -51,7 +63,8 @@ def of(text: str, placement: Sequence[int] | None = None) -> Table:
     return Table(tuple(map(tuple, ranks)), tuple(placement or range(len(ranks))), num_microbatches)
 
 
-# -- the orders ---------------------------------------------------------------------------------------------
+# -- the orders
+# ---------------------------------------------------------------------------------------------
 
 WRITTEN_OUT: list[tuple[Schedule, int, int, int, list[str]]] = [
     ("gpipe", 2, 3, 1, ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]),
@@ -75,12 +88,16 @@ def test_whole_tables_written_out(name: Schedule, p: int, m: int, v: int, lines:
 def torch_schedules() -> Any:
     """PyTorch's own, which are private and may move."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    if not all(hasattr(schedules, name) for name in ("_Action", "_get_1f1b_rank_ops", "_validate_schedule")):
+    if not all(
+        hasattr(schedules, name) for name in ("_Action", "_get_1f1b_rank_ops", "_validate_schedule")
+    ):
         pytest.skip("this PyTorch has its schedules elsewhere")
     return schedules
 
 
-@pytest.mark.parametrize(("p", "v", "rounds"), [(2, 2, 2), (4, 2, 2), (4, 3, 3), (8, 3, 3), (3, 4, 1)])
+@pytest.mark.parametrize(
+    ("p", "v", "rounds"), [(2, 2, 2), (4, 2, 2), (4, 3, 3), (8, 3, 3), (3, 4, 1)]
+)
 def test_interleaved_is_in_megatrons_order_as_pytorch_has_it(p: int, v: int, rounds: int) -> None:
     """PyTorch builds it step by step, with idle steps that are left out here."""
     schedules = torch_schedules()
@@ -89,18 +106,24 @@ def test_interleaved_is_in_megatrons_order_as_pytorch_has_it(p: int, v: int, rou
     for rank in range(p):
         warmup = min(total, (v - 1) * p + 2 * (p - 1 - rank))
         ops = schedules._get_1f1b_rank_ops(
-            v, p, warmup, total - warmup, warmup, rank,
+            v,
+            p,
+            warmup,
+            total - warmup,
+            warmup,
+            rank,
             lambda step, rank=rank: (step // p) % v * p + rank,
             lambda step, rank=rank, warmup=warmup: (v - 1 - (step - warmup) // p % v) * p + rank,
-        )  # fmt: skip
+        )
         assert [str(op) for op in ops if op is not None] == line(table, rank).split()
 
 
 @settings(max_examples=50)
 @given(st.integers(1, 8), st.integers(1, 36))
 def test_what_the_fixed_schedules_keep(p: int, m: int) -> None:
-    """Formulas of SC21 (Narayanan et al. 2021) for GPipe and 1F1B, of Korthikanti et al. 2022 for the first rank of an
-    interleaved one, and table 2 of Qi et al. 2023 with its worker i - 1 here, where there are micro-batches enough."""
+    """Formulas of SC21 (Narayanan et al. 2021) for GPipe and 1F1B, of Korthikanti et al. 2022 for
+    the first rank of an interleaved one, and table 2 of Qi et al. 2023 with its worker i - 1 here,
+    where there are micro-batches enough."""
     mem_w = 0.3
     most = {name: pipeline_table(name, p, m).ranks for name in ("gpipe", "1f1b", "zb-h1")}
     assert [max(held(actions)) for actions in most["gpipe"]] == [m] * p
@@ -119,7 +142,8 @@ def test_what_the_fixed_schedules_keep(p: int, m: int) -> None:
         assert max(held(table.ranks[0])) == min(2 * (p - 1) + (v - 1) * p + 1, p * m * v)
 
 
-# -- every schedule can run ---------------------------------------------------------------------------------
+# -- every schedule can run
+# ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
@@ -135,23 +159,34 @@ def test_every_schedule_can_run(table: Table) -> None:
 def test_a_search_stays_within_its_memory_and_is_never_longer_than_what_fits(
     p: int, m: int, costs: Costs, limit: float, mem_w: float
 ) -> None:
-    """That of zb-h1 and zb-h2 is counted here by table 2 of their paper, at the peak of the fullest worker."""
+    """That of zb-h1 and zb-h2 is counted here by table 2 of their paper, at the peak of the fullest
+    worker."""
     assume(limit * p >= 1)
     memory = Memory(limit, mem_w)
     table = pipeline_table("zb-auto", p, m, 1, costs, memory)
     prove(table, memory)
-    rivals: list[tuple[Schedule, float]] = [("zb-h1", p), ("zb-h2", 2 * p - 1)] if m >= 2 * p - 1 else [("zb-h1", p)]
+    rivals: list[tuple[Schedule, float]] = (
+        [("zb-h1", p), ("zb-h2", 2 * p - 1)] if m >= 2 * p - 1 else [("zb-h1", p)]
+    )
     for name, forwards in rivals:
         if forwards <= limit * p:
-            assert table_span(table, costs) <= table_span(pipeline_table(name, p, m), costs) * (1 + 1e-9)
+            assert table_span(table, costs) <= table_span(pipeline_table(name, p, m), costs) * (
+                1 + 1e-9
+            )
 
 
 @settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 12), costs, st.floats(1, 3), st.sampled_from(POLICIES))
-def test_the_clock_of_a_search_is_never_fast(p: int, m: int, costs: Costs, limit: float, policy: Any) -> None:
+def test_the_clock_of_a_search_is_never_fast(
+    p: int, m: int, costs: Costs, limit: float, policy: Any
+) -> None:
     """What it says of a table's longest span, a replay of that table does not exceed."""
-    ranks: list[Progress] = try_policy(Problem(p, m, costs, limit * p, 0.28), policy, idle_limit=float("inf"))
-    table = Table(tuple(tuple(written_out(i, rank.done)) for i, rank in enumerate(ranks)), tuple(range(p)), m)
+    ranks: list[Progress] = try_policy(
+        Problem(p, m, costs, limit * p, 0.28), policy, idle_limit=float("inf")
+    )
+    table = Table(
+        tuple(tuple(written_out(i, rank.done)) for i, rank in enumerate(ranks)), tuple(range(p)), m
+    )
     prove(table, Memory(limit))
     said = m * costs.microbatch + max(rank.idle for rank in ranks)
     assert table_span(table, costs) <= said * (1 + 1e-9)
@@ -159,7 +194,10 @@ def test_the_clock_of_a_search_is_never_fast(p: int, m: int, costs: Costs, limit
 
 def test_more_memory_is_less_bubble() -> None:
     case = Costs(15, 14, 9, 0.8)
-    spans = [table_span(pipeline_table("zb-auto", 8, 40, 1, case, Memory(x)), case) for x in (0.5, 1, 1.5, 2)]
+    spans = [
+        table_span(pipeline_table("zb-auto", 8, 40, 1, case, Memory(x)), case)
+        for x in (0.5, 1, 1.5, 2)
+    ]
     assert spans == sorted(spans, reverse=True) and len({round(span, 6) for span in spans}) == 4
 
 
@@ -180,7 +218,13 @@ def test_without_a_limit_a_search_keeps_what_1f1b_does() -> None:
         ("1f1b", 4, 8, 0, "chunks must be at least 1, not 0"),
         ("1f1b", 1000, MOST_ACTIONS, 1, "8,000,000,000 actions are too many; up to 4,000,000 work"),
         ("interleaved", 7, 10**400, 2, "actions are too many"),
-        ("dualpipe", 4, 8, 1, "there is no schedule 'dualpipe'; there are gpipe, 1f1b, interleaved"),
+        (
+            "dualpipe",
+            4,
+            8,
+            1,
+            "there is no schedule 'dualpipe'; there are gpipe, 1f1b, interleaved",
+        ),
     ],
 )
 def test_sizes_that_cannot_work_are_refused(name: Any, p: int, m: int, v: int, said: str) -> None:
@@ -199,30 +243,39 @@ def test_sizes_that_cannot_work_are_refused(name: Any, p: int, m: int, v: int, s
         (lambda: Memory(0), "a memory limit must be above 0, not 0"),
         (lambda: Memory(float("nan")), "a memory limit must be above 0, not nan"),
         (lambda: Memory(1, 1.5), "between I and W must be 0 to 1 of a forward, not 1.5"),
-        (lambda: pipeline_table("zb-auto", 4, 8, memory=Memory(0.2)), "is 0.8 forwards; every order needs 1 at least, "
-         "so 0.25 works"),
+        (
+            lambda: pipeline_table("zb-auto", 4, 8, memory=Memory(0.2)),
+            "is 0.8 forwards; every order needs 1 at least, so 0.25 works",
+        ),
         (lambda: pipeline_table("zb-auto", 3, 8, memory=Memory(0.333)), "so 0.334 works"),
     ],
-)  # fmt: skip
+)
 def test_times_and_memory_that_cannot_be_are_refused(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         make()
 
 
-# -- a broken table cannot ----------------------------------------------------------------------------------
+# -- a broken table cannot
+# ----------------------------------------------------------------------------------
 
 
 def runs(table: Table) -> bool:
-    """The reference: whether every action of compute is there once, and all can be done in order, one at a time, each
-    when the sets of what is done hold all that it needs, found by trying every rank over and over."""
+    """The reference: whether every action of compute is there once, and all can be done in order,
+    one at a time, each when the sets of what is done hold all that it needs, found by trying every
+    rank over and over."""
     last = len(table.placement) - 1
     done: set[tuple[str, int, int]] = set()
     left = [list(actions) for actions in table.ranks]
 
     def ready(action: Action) -> bool:
-        s, i = action.stage, action.microbatch
+        s = action.stage
+        i = action.microbatch
         backward = (s == last or {("B", s + 1, i), ("I", s + 1, i)} & done) and ("F", s, i) in done
-        return bool({"F": s == 0 or ("F", s - 1, i) in done, "W": ("I", s, i) in done}.get(action.kind, backward))
+        return bool(
+            {"F": s == 0 or ("F", s - 1, i) in done, "W": ("I", s, i) in done}.get(
+                action.kind, backward
+            )
+        )
 
     while any(left):
         moved = False
@@ -242,7 +295,9 @@ def test_what_the_proof_says_of_a_swap_is_what_happens(table: Table, data: st.Da
     """Two actions of a rank change places, which may or may not leave an order that runs."""
     rank = data.draw(st.integers(0, len(table.ranks) - 1))
     actions = list(table.ranks[rank])
-    first, second = sorted(data.draw(st.lists(st.integers(0, len(actions) - 1), min_size=2, max_size=2, unique=True)))
+    first, second = sorted(
+        data.draw(st.lists(st.integers(0, len(actions) - 1), min_size=2, max_size=2, unique=True))
+    )
     actions[first], actions[second] = actions[second], actions[first]
     swapped = edited(table, rank, actions)
     if runs(swapped):
@@ -266,9 +321,11 @@ def test_an_action_that_is_missing_is_refused(table: Table, chance: random.Rando
 @given(tables(most=4), st.randoms(use_true_random=False))
 def test_an_action_that_is_there_twice_is_refused(table: Table, chance: random.Random) -> None:
     rank = chance.randrange(len(table.ranks))
-    at, to = chance.randrange(len(table.ranks[rank])), chance.randrange(len(table.ranks[rank]) + 1)
+    at = chance.randrange(len(table.ranks[rank]))
+    to = chance.randrange(len(table.ranks[rank]) + 1)
     again = table.ranks[rank][at]
-    later, earlier = max(to, at + (to <= at)), min(to, at)
+    later = max(to, at + (to <= at))
+    earlier = min(to, at)
     said = f"rank {rank}, position {later}: {again} is there already, at position {earlier}; once is enough"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         prove(edited(table, rank, [*table.ranks[rank][:to], again, *table.ranks[rank][to:]]))
@@ -288,20 +345,32 @@ def test_an_action_on_another_rank_is_refused(table: Table, chance: random.Rando
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0F0 0B0 0W0\n1F0 1B0", "rank 0, position 1: 0B0 is beside 0W0; a backward is whole, or an I and a W"),
-        ("0F0 0I0 0B0 0W0\n1F0 1B0", "rank 0, position 2: 0B0 is beside 0I0; a backward is whole, or an I and a W"),
+        (
+            "0F0 0B0 0W0\n1F0 1B0",
+            "rank 0, position 1: 0B0 is beside 0W0; a backward is whole, or an I and a W",
+        ),
+        (
+            "0F0 0I0 0B0 0W0\n1F0 1B0",
+            "rank 0, position 2: 0B0 is beside 0I0; a backward is whole, or an I and a W",
+        ),
         ("0F0 0I0\n1F0 1B0", "rank 0, position 1: 0I0 has no 0W0 on its rank; it needs one"),
         ("0F0 0W0\n1F0 1B0", "rank 0 has neither 0B0 nor 0I0, so no backward of 0F0"),
         ("0F0 0W0 0I0\n1F0 1B0", "rank 0, position 1: 0W0 is before 0I0, which is at position 2"),
         ("0B0 0F0\n1F0 1B0", "rank 0, position 0: 0B0 is before 0F0, which is at position 1"),
         ("0F0 0B0\n1B0", "rank 1 has no 1F0; every micro-batch goes through every stage"),
         ("0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1", None),
-        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", "no rank can go on: rank 0 waits at position 1, with 0B0, for 1B0, "
-         "rank 1 waits at position 1, with 1F1, for 0F1; what is waited for must come earlier"),
+        (
+            "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1",
+            "no rank can go on: rank 0 waits at position 1, with 0B0, for 1B0, "
+            "rank 1 waits at position 1, with 1F1, for 0F1; what is waited for must come earlier",
+        ),
         ("0F0 0F1 0B1 0B0\n1F0 1B0 1F1 1B1", None),
-        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0", "no rank can go on: rank 0 waits at position 1, with 0B0, for 1B0"),
+        (
+            "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0",
+            "no rank can go on: rank 0 waits at position 1, with 0B0, for 1B0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_in_a_sentence(text: str, said: str | None) -> None:
     table = of(text)
     if said is None:
@@ -314,10 +383,19 @@ def test_what_is_wrong_is_said_in_a_sentence(text: str, said: str | None) -> Non
 @pytest.mark.parametrize(
     ("action", "said"),
     [
-        (Action("GATHER", 0, unit="embed"), "rank 0, position 1: 0GATHERembed is none of F, B, I, W"),
+        (
+            Action("GATHER", 0, unit="embed"),
+            "rank 0, position 1: 0GATHERembed is none of F, B, I, W",
+        ),
         (Action("F", 0, 0, piece="embed"), "rank 0, position 1: 0F0:embed is none of F, B, I, W"),
-        (Action("F", 2, 0), "rank 0, position 1: 2F0 is of a stage that is not there; stages are 0 to 1"),
-        (Action("F", 0, 5), "rank 0, position 1: 0F5 is of a micro-batch beyond the 1 that there are"),
+        (
+            Action("F", 2, 0),
+            "rank 0, position 1: 2F0 is of a stage that is not there; stages are 0 to 1",
+        ),
+        (
+            Action("F", 0, 5),
+            "rank 0, position 1: 0F5 is of a micro-batch beyond the 1 that there are",
+        ),
     ],
 )
 def test_what_is_no_part_of_a_schedule_is_refused(action: Action, said: str) -> None:
@@ -327,9 +405,16 @@ def test_what_is_no_part_of_a_schedule_is_refused(action: Action, said: str) -> 
 
 
 def test_a_table_over_its_memory_is_refused() -> None:
-    """1F1B on 4 stages holds 4 forwards on its first rank, interleaved with 2 chunks 11 chunks, which are 5.5."""
+    """1F1B on 4 stages holds 4 forwards on its first rank, interleaved with 2 chunks 11 chunks,
+    which are 5.5."""
     for name, v, most, limit, said in (
-        ("1f1b", 1, 4, 3.96, "rank 0, position 3: with 0F3 it holds 4 forwards, of 3.96; zb-auto stays within a limit"),
+        (
+            "1f1b",
+            1,
+            4,
+            3.96,
+            "rank 0, position 3: with 0F3 it holds 4 forwards, of 3.96; zb-auto stays within a limit",
+        ),
         ("interleaved", 2, 5.5, 5.4, "rank 0, position 10: with 0F6 it holds 11 forwards, of 10.8"),
     ):
         schedule: Any = name
@@ -340,19 +425,22 @@ def test_a_table_over_its_memory_is_refused() -> None:
 
 
 def test_between_i_and_w_a_part_is_held() -> None:
-    """Rank 1 puts one W off: with an I that keeps a quarter it holds 3.25 at most of the 4 that rank 0 does, with one
-    that keeps all the same 4."""
+    """Rank 1 puts one W off: with an I that keeps a quarter it holds 3.25 at most of the 4 that
+    rank 0 does, with one that keeps all the same 4."""
     table = Table(((), pipeline_table("zb-h1", 4, 8).ranks[1]), (0, 1), 8)
     assert [*held(table.ranks[1], 0.25)][:9] == [1, 2, 3, 2.25, 3.25, 2.5, 2.25, 3.25, 2.5]
     assert max(held(table.ranks[1])) == 4
 
 
-# -- tables as files ----------------------------------------------------------------------------------------
+# -- tables as files
+# ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
 @given(table=tables())
-def test_a_table_comes_back_from_its_file(table: Table, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_table_comes_back_from_its_file(
+    table: Table, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "table.csv"
     path.write_text(csv_text(table))
     assert read_csv(path) == table
@@ -360,14 +448,17 @@ def test_a_table_comes_back_from_its_file(table: Table, tmp_path_factory: pytest
 
 @given(tables(most=4))
 def test_a_column_is_a_step(table: Table) -> None:
-    """What a rank does in a step it can do with what others had done by the step before: what PyTorch's lockstep
-    executor relies on. Checked with the reference above, on the table cut off at each column."""
+    """What a rank does in a step it can do with what others had done by the step before: what
+    PyTorch's lockstep executor relies on. Checked with the reference above, on the table cut off at
+    each column."""
     rows = [row.split(",") for row in csv_text(table).splitlines()]
     steps = max(map(len, rows))
     order = [row[step] for step in range(steps) for row in rows if step < len(row) and row[step]]
     assert sorted(order) == sorted(str(action) for actions in table.ranks for action in actions)
     one_rank = Table(
-        (tuple(read_cell(cell, "") for cell in order),), (0,) * len(table.placement), table.num_microbatches
+        (tuple(read_cell(cell, "") for cell in order),),
+        (0,) * len(table.placement),
+        table.num_microbatches,
     )
     assert runs(one_rank)
     for step in range(steps):
@@ -380,7 +471,8 @@ def test_a_column_is_a_step(table: Table) -> None:
 
 
 def test_pytorch_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
-    """With the parser of PyTorch's own `_load_csv`, its check of a whole schedule, and what its `_dump_csv` writes."""
+    """With the parser of PyTorch's own `_load_csv`, its check of a whole schedule, and what its
+    `_dump_csv` writes."""
     import csv
 
     schedules = torch_schedules()
@@ -390,7 +482,8 @@ def test_pytorch_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -
         (tmp_path / "ours.csv").write_text(csv_text(table))
         with open(tmp_path / "ours.csv", newline="") as file:
             loaded = {
-                rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))
+                rank: [schedules._Action.from_str(cell) for cell in row]
+                for rank, row in enumerate(csv.reader(file))
             }
         placement = schedules._validate_schedule(loaded, 4, len(table.placement), 8)
         assert placement == dict(enumerate(table.placement))
@@ -408,7 +501,9 @@ def test_a_b_with_a_w_beside_it_is_an_i(tmp_path: Path) -> None:
     assert (line(table, 1), table.placement) == ("1F0 1F1 1B0 1B1", (0, 1, 0))
     prove(table)
     path.write_text("0F0,0I0,0B0,0W0\n")
-    assert line(read_csv(path), 0) == "0F0 0I0 0B0 0W0", "where an I is there too, the B is one too many"
+    assert line(read_csv(path), 0) == "0F0 0I0 0B0 0W0", (
+        "where an I is there too, the B is one too many"
+    )
 
 
 def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
@@ -425,11 +520,20 @@ def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
     [
         ("", "line 1 is empty; a schedule has a line for each rank"),
         ("0F0,0B0\n,,\n2F0,2B0", "line 2 is empty"),
-        ("0F0,0SEND_F0,0B0", "cell 2: 0SEND_F0 is of a schedule that PyTorch has lowered; give the one with F, B, I "
-         'and W alone (`_dump_csv(file, format="compute_only")`)'),
+        (
+            "0F0,0SEND_F0,0B0",
+            "cell 2: 0SEND_F0 is of a schedule that PyTorch has lowered; give the one with F, B, I "
+            'and W alone (`_dump_csv(file, format="compute_only")`)',
+        ),
         ("0UNSHARD,0F0", "cell 1: 0UNSHARD is of a schedule that PyTorch has lowered"),
-        ("0F0,(0F1;1B0)OVERLAP_F_B", "cell 2: (0F1;1B0)OVERLAP_F_B is two actions at a time; write them one after the"),
-        ("0F0,hello", "line 1, cell 2: 'hello' is no action; write stage, F, B, I or W, and micro-batch, such as 1W2"),
+        (
+            "0F0,(0F1;1B0)OVERLAP_F_B",
+            "cell 2: (0F1;1B0)OVERLAP_F_B is two actions at a time; write them one after the",
+        ),
+        (
+            "0F0,hello",
+            "line 1, cell 2: 'hello' is no action; write stage, F, B, I or W, and micro-batch, such as 1W2",
+        ),
         ("0F", "'0F' is no action"),
         ("F0", "'F0' is no action"),
         ("0F0;0B0", "'0F0;0B0' is no action"),
@@ -438,7 +542,7 @@ def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
         ("0F0,0B0\n2F0,2B0", "has a stage 2 and none of number 1; stages count from 0 up"),
         ("9999999F0,9999999B0", "has a stage 9999999 and none of number 0; stages count from 0 up"),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_no_schedule_are_refused(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text, encoding="utf-8")
@@ -453,17 +557,21 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_with_gaps_is_refused_by_the_proof(tmp_path: Path) -> None:
-    """A micro-batch of a high number leaves those below it out; a stage on two ranks is on the wrong one."""
+    """A micro-batch of a high number leaves those below it out; a stage on two ranks is on the
+    wrong one."""
     (tmp_path / "gap.csv").write_text("0F9999999,0B9999999")
     with pytest.raises(ValueError, match="rank 0 has no 0F0"):
         prove(read_csv(tmp_path / "gap.csv"))
     (tmp_path / "two.csv").write_text("0F0,0B0\n0F1,0B1")
-    with pytest.raises(ValueError, match="rank 1, position 0: 0F1 is on the wrong rank; stage 0 is on rank 0"):
+    with pytest.raises(
+        ValueError, match="rank 1, position 0: 0F1 is on the wrong rank; stage 0 is on rank 0"
+    ):
         prove(read_csv(tmp_path / "two.csv"))
 
 
 def test_actions_of_a_search_come_in_order() -> None:
-    """Each kind takes the micro-batches in turn, so that every stage agrees on which is the next to come."""
+    """Each kind takes the micro-batches in turn, so that every stage agrees on which is the next to
+    come."""
     table = pipeline_table("zb-auto", 6, 12, 1, Costs(1, 1.2, 0.7, 0.1), Memory(1.4))
     for actions in table.ranks:
         for kind in "FIW":

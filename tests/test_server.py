@@ -1,4 +1,5 @@
-"""What the server answers: against the model itself, against the documented shapes, and to requests that are wrong."""
+"""What the server answers: against the model itself, against the documented shapes, and to requests
+that are wrong."""
 
 import base64
 import json
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from shardwise.serve.api.server import make_app
+from shardwise.serve.api.service import ServerSettings
 from shardwise.serve.request import Ask, SamplingParams
-from shardwise.serve.server import make_app
-from shardwise.serve.service import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
 LOGPROB = 1e-5  # absolute, in fp32
@@ -57,13 +58,18 @@ def post(client: TestClient, path: str, body: Any, status: int = 200, **headers:
 
 def tokens_used(answer: dict[str, Any]) -> dict[str, int]:
     """Without how many of them were found in the cache, which depends on who asked before."""
-    return {name: number for name, number in answer["usage"].items() if name != "prompt_tokens_details"}
+    return {
+        name: number for name, number in answer["usage"].items() if name != "prompt_tokens_details"
+    }
 
 
 def stream(client: TestClient, path: str, body: dict[str, Any]) -> list[Any]:
     """The events before [DONE], each parsed."""
     answer = client.post(path, json={**body, "stream": True})
-    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    assert (answer.status_code, answer.headers["content-type"]) == (
+        200,
+        "text/event-stream; charset=utf-8",
+    )
     *events, done, rest = answer.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
@@ -73,9 +79,12 @@ def stream(client: TestClient, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 @torch.no_grad()
-def their_answer(model: TinyModel, tokens: list[int], num_new: int) -> tuple[list[int], list[float]]:
+def their_answer(
+    model: TinyModel, tokens: list[int], num_new: int
+) -> tuple[list[int], list[float]]:
     """What transformers goes on with, greedily, and the log-probabilities of that."""
-    num_prompt, logprobs = len(tokens), []
+    num_prompt = len(tokens)
+    logprobs = []
     for _ in range(num_new):
         row = model.theirs(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
         tokens = [*tokens, int(row.argmax())]
@@ -84,14 +93,26 @@ def their_answer(model: TinyModel, tokens: list[int], num_new: int) -> tuple[lis
 
 
 @pytest.mark.parametrize("prompt", ["Hello, world", "é→ is not ASCII", "a"])
-def test_a_completion_is_what_the_model_says(client: TestClient, model: TinyModel, prompt: str) -> None:
+def test_a_completion_is_what_the_model_says(
+    client: TestClient, model: TinyModel, prompt: str
+) -> None:
     tokens, logprobs = their_answer(model, list(prompt.encode()), 12)
-    answer = post(client, "/v1/completions", {"prompt": prompt, "logprobs": 0, "ignore_eos": True, **GREEDY})
+    answer = post(
+        client, "/v1/completions", {"prompt": prompt, "logprobs": 0, "ignore_eos": True, **GREEDY}
+    )
     (choice,) = answer["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (bytes(tokens).decode(errors="replace"), "length")
+    assert (choice["text"], choice["finish_reason"]) == (
+        bytes(tokens).decode(errors="replace"),
+        "length",
+    )
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=LOGPROB)
-    num_prompt, num_new = len(prompt.encode()), 12
-    expected = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    num_prompt = len(prompt.encode())
+    num_new = 12
+    expected = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+    }
     assert answer["usage"] == {**expected, "prompt_tokens_details": {"cached_tokens": 0}}
     assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
 
@@ -102,18 +123,30 @@ def test_an_echo_has_the_log_probabilities_that_transformers_computes(
 ) -> None:
     text = "The sky is blue"
     ids = list(text.encode())
-    body = {"prompt": ids if give_ids else text, "echo": True, "logprobs": 3, "temperature": 0, "max_tokens": 1}
+    body = {
+        "prompt": ids if give_ids else text,
+        "echo": True,
+        "logprobs": 3,
+        "temperature": 0,
+        "max_tokens": 1,
+    }
     (choice,) = post(client, "/v1/completions", body)["choices"]
     found = choice["logprobs"]
     with torch.no_grad():
         rows = model.theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected = [float(row[id]) for row, id in zip(rows, ids[1:], strict=False)] + [float(rows[-1].max())]
+    expected = [float(row[id]) for row, id in zip(rows, ids[1:], strict=False)] + [
+        float(rows[-1].max())
+    ]
     assert choice["text"].startswith(text)
     assert found["tokens"][: len(ids)] == list(text) and len(found["tokens"]) == len(ids) + 1
     assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
     assert found["token_logprobs"][1:] == pytest.approx(expected, abs=LOGPROB)
-    for row, top, logprob in zip(rows, found["top_logprobs"][1:], found["token_logprobs"][1:], strict=True):
-        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(row.topk(3).values.tolist(), abs=LOGPROB)
+    for row, top, logprob in zip(
+        rows, found["top_logprobs"][1:], found["token_logprobs"][1:], strict=True
+    ):
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(
+            row.topk(3).values.tolist(), abs=LOGPROB
+        )
         assert logprob in top.values()
     assert found["text_offset"][: len(ids)] == list(range(len(ids)))
 
@@ -122,44 +155,89 @@ def test_the_echo_alone(client: TestClient) -> None:
     body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}
     answer = post(client, "/v1/completions", body)
     (choice,) = answer["choices"]
-    assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("abc", "length", 0)
+    assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == (
+        "abc",
+        "length",
+        0,
+    )
     assert choice["logprobs"]["tokens"] == list("abc")
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"n": 3, "temperature": 1.0, "seed": 7}, {"prompt": ["ab", "cde"], "n": 2, "temperature": 0.5, "seed": 1},
-    {"echo": True, "logprobs": 2}, {"prompt": [[97, 98], [99]]}, {"max_tokens": 1}, {"stop": ["{", "\n"]},
-])  # fmt: skip
-def test_a_streamed_completion_adds_up_to_the_whole(client: TestClient, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"n": 3, "temperature": 1.0, "seed": 7},
+        {"prompt": ["ab", "cde"], "n": 2, "temperature": 0.5, "seed": 1},
+        {"echo": True, "logprobs": 2},
+        {"prompt": [[97, 98], [99]]},
+        {"max_tokens": 1},
+        {"stop": ["{", "\n"]},
+    ],
+)
+def test_a_streamed_completion_adds_up_to_the_whole(
+    client: TestClient, changes: dict[str, Any]
+) -> None:
     body = {"prompt": "Hello", **GREEDY, **changes}
     whole = post(client, "/v1/completions", body)
-    *chunks, last = stream(client, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    *chunks, last = stream(
+        client, "/v1/completions", {**body, "stream_options": {"include_usage": True}}
+    )
     assert last["choices"] == [] and tokens_used(last) == tokens_used(whole)
     assert all(chunk["usage"] is None and chunk["id"] == last["id"] for chunk in chunks)
     for choice in whole["choices"]:
-        mine = [each for chunk in chunks for each in chunk["choices"] if each["index"] == choice["index"]]
+        mine = [
+            each
+            for chunk in chunks
+            for each in chunk["choices"]
+            if each["index"] == choice["index"]
+        ]
         assert "".join(each["text"] for each in mine) == choice["text"]
-        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + [
+            choice["finish_reason"]
+        ]
         for name in choice["logprobs"] or ():
-            assert [entry for each in mine for entry in each["logprobs"][name]] == choice["logprobs"][name]
+            assert [entry for each in mine for entry in each["logprobs"][name]] == choice[
+                "logprobs"
+            ][name]
 
 
 def test_choices_are_in_the_order_of_the_prompts(client: TestClient) -> None:
     prompts = ["abc", "x", "Hello, world"]
-    alone = [post(client, "/v1/completions", {"prompt": each, **GREEDY})["choices"][0]["text"] for each in prompts]
-    choices = post(client, "/v1/completions", {"prompt": prompts, **GREEDY, "n": 2, "best_of": 2})["choices"]
+    alone = [
+        post(client, "/v1/completions", {"prompt": each, **GREEDY})["choices"][0]["text"]
+        for each in prompts
+    ]
+    choices = post(client, "/v1/completions", {"prompt": prompts, **GREEDY, "n": 2, "best_of": 2})[
+        "choices"
+    ]
     assert [choice["index"] for choice in choices] == list(range(6))
     assert [choice["text"] for choice in choices] == [text for text in alone for _ in range(2)]
 
 
 def test_every_sampling_field_reaches_the_engine(client: TestClient, engine: TinyEngine) -> None:
     fields: dict[str, Any] = {
-        "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 3,
-        "frequency_penalty": 0.5, "presence_penalty": -0.5, "n": 2, "max_tokens": 4, "min_tokens": 1, "stop": ["zz"],
-        "stop_token_ids": [7], "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "seed": 3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "n": 2,
+        "max_tokens": 4,
+        "min_tokens": 1,
+        "stop": ["zz"],
+        "stop_token_ids": [7],
+        "ignore_eos": True,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+    }
     ours = {"prompt": "ab", "logit_bias": {"5": -1.5}, "priority": -2, "cache_salt": "mine"}
-    answer = post(client, "/v1/completions", {**ours, **fields, "user": "somebody", "not_known_yet": 1})
+    answer = post(
+        client, "/v1/completions", {**ours, **fields, "user": "somebody", "not_known_yet": 1}
+    )
     (ask,) = engine.asked
     assert ask.params == SamplingParams(**{**fields, "stop": ("zz",), "logit_bias": {5: -1.5}})
     assert (ask.tokens, ask.priority, ask.salt) == ((97, 98), -2, "mine")
@@ -167,7 +245,9 @@ def test_every_sampling_field_reaches_the_engine(client: TestClient, engine: Tin
 
 
 def test_null_is_as_good_as_left_out(client: TestClient, engine: TinyEngine) -> None:
-    names = "model temperature n stop max_tokens logit_bias stream stream_options suffix echo logprobs"
+    names = (
+        "model temperature n stop max_tokens logit_bias stream stream_options suffix echo logprobs"
+    )
     post(client, "/v1/completions", {"prompt": "a", **dict.fromkeys(names.split())})
     post(client, "/v1/completions", {"prompt": "a"})
     assert engine.asked[0] == engine.asked[1] and engine.asked[0].params == SamplingParams()
@@ -176,14 +256,18 @@ def test_null_is_as_good_as_left_out(client: TestClient, engine: TinyEngine) -> 
 def test_what_was_found_in_the_cache_is_told_unless_the_salt_is_another(client: TestClient) -> None:
     body = {"prompt": "x" * 40, "max_tokens": 1}
     found = [
-        post(client, "/v1/completions", {**body, **salt})["usage"]["prompt_tokens_details"]["cached_tokens"]
+        post(client, "/v1/completions", {**body, **salt})["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
         for salt in ({}, {}, {"cache_salt": "mine"})
     ]
     assert found == [0, 32, 0]  # whole pages of 16
 
 
 def test_the_default_length_of_a_completion_gives_way_to_a_long_prompt(client: TestClient) -> None:
-    answer = post(client, "/v1/completions", {"prompt": "a" * 250, "temperature": 0, "ignore_eos": True})
+    answer = post(
+        client, "/v1/completions", {"prompt": "a" * 250, "temperature": 0, "ignore_eos": True}
+    )
     assert answer["usage"]["completion_tokens"] == 6
 
 
@@ -192,22 +276,33 @@ def test_prompt_logprobs_have_the_form_of_vllm(client: TestClient) -> None:
     first, second = post(client, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
     assert first is None and second[str(ord("b"))]["decoded_token"] == "b"
     assert sorted(entry["rank"] for entry in second.values() if entry["rank"]) == [1, 2]
-    assert post(client, "/v1/chat/completions", {**CHAT, "prompt_logprobs": 0})["prompt_logprobs"][0] is None
+    assert (
+        post(client, "/v1/chat/completions", {**CHAT, "prompt_logprobs": 0})["prompt_logprobs"][0]
+        is None
+    )
 
 
 def test_a_chat_is_its_template_gone_on_with(client: TestClient) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    messages = [{"role": "developer", "content": "be short"}, {"role": "user", "content": parts, "name": "me"}]
+    messages = [
+        {"role": "developer", "content": "be short"},
+        {"role": "user", "content": parts, "name": "me"},
+    ]
     prompt = "system: be short\nuser: one\ntwo\nassistant: "
     text = post(client, "/v1/completions", {"prompt": prompt, **GREEDY})
     chat = post(client, "/v1/chat/completions", {"messages": messages, **GREEDY})
-    assert chat["choices"][0]["message"] == {"role": "assistant", "content": text["choices"][0]["text"]}
+    assert chat["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": text["choices"][0]["text"],
+    }
     assert tokens_used(chat) == tokens_used(text) and chat["object"] == "chat.completion"
 
 
 def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(client: TestClient) -> None:
     messages = [{"role": "user", "content": "x" * 180}]
-    unlimited = post(client, "/v1/chat/completions", {"messages": messages, "temperature": 0, "ignore_eos": True})
+    unlimited = post(
+        client, "/v1/chat/completions", {"messages": messages, "temperature": 0, "ignore_eos": True}
+    )
     assert unlimited["usage"]["total_tokens"] == 256
     both = {"messages": messages, "max_tokens": 9, "max_completion_tokens": 3, "ignore_eos": True}
     assert post(client, "/v1/chat/completions", both)["usage"]["completion_tokens"] == 3
@@ -217,13 +312,25 @@ def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(client: TestCli
 def test_a_streamed_chat_adds_up_to_the_whole(client: TestClient, n: int) -> None:
     body = {**CHAT, "n": n, "seed": 5, "temperature": 1.0, "logprobs": True, "top_logprobs": 2}
     whole = post(client, "/v1/chat/completions", body)
-    *chunks, last = stream(client, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    *chunks, last = stream(
+        client, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
+    )
     assert last["choices"] == [] and tokens_used(last) == tokens_used(whole)
     for choice in whole["choices"]:
-        mine = [each for chunk in chunks for each in chunk["choices"] if each["index"] == choice["index"]]
+        mine = [
+            each
+            for chunk in chunks
+            for each in chunk["choices"]
+            if each["index"] == choice["index"]
+        ]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-        assert "".join(each["delta"].get("content", "") for each in mine) == choice["message"]["content"]
-        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        assert (
+            "".join(each["delta"].get("content", "") for each in mine)
+            == choice["message"]["content"]
+        )
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + [
+            choice["finish_reason"]
+        ]
         entries = [entry for each in mine[1:] for entry in each["logprobs"]["content"]]
         assert entries == choice["logprobs"]["content"] and len(entries[0]["top_logprobs"]) == 2
 
@@ -241,7 +348,9 @@ def test_log_probabilities_of_a_chat_spell_its_bytes(client: TestClient) -> None
 
 def test_embeddings_in_both_forms_have_length_one(client: TestClient) -> None:
     floats = post(client, "/v1/embeddings", {"input": ["abc", "x"]})
-    packed = post(client, "/v1/embeddings", {"input": [[97, 98, 99], [120]], "encoding_format": "base64"})
+    packed = post(
+        client, "/v1/embeddings", {"input": [[97, 98, 99], [120]], "encoding_format": "base64"}
+    )
     assert [entry["index"] for entry in floats["data"]] == [0, 1]
     assert floats["usage"] == packed["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
     for one, other in zip(floats["data"], packed["data"], strict=True):
@@ -268,10 +377,15 @@ def test_messages_are_tokenized_in_their_template(client: TestClient) -> None:
 
 def test_models(client: TestClient) -> None:
     models = client.get("/v1/models").json()["data"]
-    assert [model["id"] for model in models] == ["tiny", "other/name"] and models[0]["max_model_len"] == 256
+    assert [model["id"] for model in models] == ["tiny", "other/name"] and models[0][
+        "max_model_len"
+    ] == 256
     assert client.get("/v1/models/other/name").json() == models[1]
     assert client.get("/v1/models/nobody").json()["error"]["code"] == "model_not_found"
-    assert post(client, "/v1/completions", {"prompt": "a", "model": "other/name"})["model"] == "other/name"
+    assert (
+        post(client, "/v1/completions", {"prompt": "a", "model": "other/name"})["model"]
+        == "other/name"
+    )
 
 
 SCHEMA_OF_A_TOWN = {
@@ -280,15 +394,34 @@ SCHEMA_OF_A_TOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", [
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "town", "schema": SCHEMA_OF_A_TOWN}}},
-    {"guided_json": SCHEMA_OF_A_TOWN}, {"structured_outputs": {"json": json.dumps(SCHEMA_OF_A_TOWN)}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "town", "schema": SCHEMA_OF_A_TOWN},
+            }
+        },
+        {"guided_json": SCHEMA_OF_A_TOWN},
+        {"structured_outputs": {"json": json.dumps(SCHEMA_OF_A_TOWN)}},
+    ],
+)
 def test_an_answer_follows_its_schema(client: TestClient, asked: dict[str, Any]) -> None:
-    body = {"messages": CHAT["messages"], "max_tokens": 200, "seed": 3, "logit_bias": {"32": -100, "10": -100}, **asked}
+    body = {
+        "messages": CHAT["messages"],
+        "max_tokens": 200,
+        "seed": 3,
+        "logit_bias": {"32": -100, "10": -100},
+        **asked,
+    }
     (choice,) = post(client, "/v1/chat/completions", body)["choices"]
     town = json.loads(choice["message"]["content"])
-    assert choice["finish_reason"] == "stop" and town["name"] in ("Rome", "Oslo") and town["old"] in (True, False)
+    assert (
+        choice["finish_reason"] == "stop"
+        and town["name"] in ("Rome", "Oslo")
+        and town["old"] in (True, False)
+    )
 
 
 def test_an_answer_follows_its_regex(client: TestClient) -> None:
@@ -372,7 +505,10 @@ def test_a_wrong_request_is_a_400_that_names_the_field(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_that_must_not_be_called_are_no_hindrance(client: TestClient, stream: bool) -> None:
-    answer = client.post("/v1/chat/completions", json={**CHAT, "tools": [{}], "tool_choice": "none", "stream": stream})
+    answer = client.post(
+        "/v1/chat/completions",
+        json={**CHAT, "tools": [{}], "tool_choice": "none", "stream": stream},
+    )
     assert answer.status_code == 200
 
 
@@ -388,17 +524,26 @@ RAW = {
 
 @pytest.mark.parametrize("name", RAW)
 def test_a_body_that_is_no_json_is_a_400(client: TestClient, name: str) -> None:
-    answer = client.post("/v1/completions", content=RAW[name], headers={"content-type": "application/json"})
+    answer = client.post(
+        "/v1/completions", content=RAW[name], headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
 def test_json_must_be_called_json(client: TestClient) -> None:
     """A page in a browser may send plain text anywhere without asking first."""
-    answer = client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
-    assert answer.status_code == 400 and "content-type: application/json" in answer.json()["error"]["message"]
+    answer = client.post(
+        "/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}
+    )
+    assert (
+        answer.status_code == 400
+        and "content-type: application/json" in answer.json()["error"]["message"]
+    )
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)]
+)
 def test_unknown_paths_and_methods(client: TestClient, method: str, path: str, status: int) -> None:
     answer = client.request(method, path)
     assert answer.status_code == status and answer.json()["error"]["code"]
@@ -406,7 +551,9 @@ def test_unknown_paths_and_methods(client: TestClient, method: str, path: str, s
 
 def test_an_unknown_model_is_a_404(client: TestClient) -> None:
     error = post(client, "/v1/completions", {"prompt": "a", "model": "no-such"}, 404)["error"]
-    assert (error["code"], error["param"]) == ("model_not_found", "model") and "tiny" in error["message"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model") and "tiny" in error[
+        "message"
+    ]
 
 
 # Failures of the engine
@@ -414,7 +561,9 @@ def test_an_unknown_model_is_a_404(client: TestClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_full_queue_is_a_429_and_a_dead_engine_a_503(model: TinyModel, path: str, stream: bool) -> None:
+def test_a_full_queue_is_a_429_and_a_dead_engine_a_503(
+    model: TinyModel, path: str, stream: bool
+) -> None:
     body = {**PROMPT, **CHAT, "stream": stream}
     engine = TinyEngine(model, queue=1)
     with client_of(engine) as client:
@@ -427,19 +576,29 @@ def test_a_full_queue_is_a_429_and_a_dead_engine_a_503(model: TinyModel, path: s
         assert dead.status_code == 503 and dead.json()["error"]["message"] == "rank 1 was killed"
         assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 503
         engine.is_lost = True
-        assert client.get("/health").json()["error"]["message"].startswith("the engine has ended for good")
+        assert (
+            client.get("/health")
+            .json()["error"]["message"]
+            .startswith("the engine has ended for good")
+        )
         assert client.get("/health").status_code == 503
         assert "shardwise_kv_pages" not in client.get("/metrics").text
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_request_that_the_model_fails_on_fails_alone(client: TestClient, engine: TinyEngine, path: str) -> None:
+def test_a_request_that_the_model_fails_on_fails_alone(
+    client: TestClient, engine: TinyEngine, path: str
+) -> None:
     body = {**PROMPT, **CHAT, "ignore_eos": True}
     num_prompt = post(client, path, body)["usage"]["prompt_tokens"]
     engine.runner.fails_at = num_prompt + 2
     assert post(client, path, body, 500)["error"]["code"] == "model_failed"
     *chunks, error = stream(client, path, body)
-    assert chunks and error["error"]["code"] == "model_failed" and error["error"]["type"] == "server_error"
+    assert (
+        chunks
+        and error["error"]["code"] == "model_failed"
+        and error["error"]["type"] == "server_error"
+    )
     engine.runner.fails_at = None
     assert "shardwise_request_failures_total 2.0" in client.get("/metrics").text
     post(client, path, body)
@@ -454,7 +613,11 @@ def test_a_fault_of_our_own_tells_nothing_of_the_inside(
 
     monkeypatch.setattr(engine, "embed", broken)
     answer = client.post("/v1/embeddings", json={"input": "a"}, headers={"x-request-id": "mine"})
-    assert answer.status_code == 500 and "secret" not in answer.text and answer.headers["x-request-id"] == "mine"
+    assert (
+        answer.status_code == 500
+        and "secret" not in answer.text
+        and answer.headers["x-request-id"] == "mine"
+    )
 
 
 # The door
@@ -466,9 +629,20 @@ def test_keys_guard_every_path_but_health(engine: TinyEngine) -> None:
     with client_of(engine, api_keys=("first", "second")) as client:
         assert client.get("/health").status_code == 200
         for path in PATHS:
-            for key in ("", "Bearer third", "Bearer firs", "Basic first", "first", "Bearer", "Bearer é"):
+            for key in (
+                "",
+                "Bearer third",
+                "Bearer firs",
+                "Basic first",
+                "first",
+                "Bearer",
+                "Bearer é",
+            ):
                 answer = client.get(path, headers=[(b"authorization", key.encode("latin-1"))])
-                assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+                assert (
+                    answer.status_code == 401
+                    and answer.json()["error"]["type"] == "authentication_error"
+                )
             for key in ("Bearer first", "bearer second"):
                 assert client.get(path, headers={"authorization": key}).status_code != 401
         post(client, "/v1/completions", PROMPT, 401)
@@ -477,7 +651,9 @@ def test_keys_guard_every_path_but_health(engine: TinyEngine) -> None:
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
-def test_a_body_has_a_limit_with_and_without_a_told_length(engine: TinyEngine, in_chunks: bool) -> None:
+def test_a_body_has_a_limit_with_and_without_a_told_length(
+    engine: TinyEngine, in_chunks: bool
+) -> None:
     def content(size: int) -> Any:
         body = json.dumps({"prompt": "a", "user": ""}).encode()
         body = body[:-2] + b"u" * (size - len(body)) + body[-2:]
@@ -485,33 +661,57 @@ def test_a_body_has_a_limit_with_and_without_a_told_length(engine: TinyEngine, i
 
     with client_of(engine, max_body_bytes=MIB) as client:
         headers = {"content-type": "application/json"}
-        assert client.post("/v1/completions", content=content(MIB), headers=headers).status_code == 200
+        assert (
+            client.post("/v1/completions", content=content(MIB), headers=headers).status_code == 200
+        )
         large = client.post("/v1/completions", content=content(MIB + 1), headers=headers)
     assert large.status_code == 413 and large.json()["error"]["code"] == "too_large"
     assert ("content-length" in large.request.headers) != in_chunks
 
 
 @pytest.mark.parametrize(
-    ("given", "is_taken"), [("my-id.7/x", True), ("a" * 129, False), ("two words", False), ("", False)]
+    ("given", "is_taken"),
+    [("my-id.7/x", True), ("a" * 129, False), ("two words", False), ("", False)],
 )
 def test_a_request_has_an_id(client: TestClient, given: str, is_taken: bool) -> None:
     answer = client.post("/v1/completions", json=PROMPT, headers={"x-request-id": given})
     name = answer.headers["x-request-id"]
     assert answer.json()["id"] == f"cmpl-{name}" and (name == given) == is_taken and len(name) >= 9
-    assert client.get("/nowhere").headers["x-request-id"] != client.get("/nowhere").headers["x-request-id"]
+    assert (
+        client.get("/nowhere").headers["x-request-id"]
+        != client.get("/nowhere").headers["x-request-id"]
+    )
 
 
 def test_pages_of_others_may_ask_only_where_that_is_wanted(engine: TinyEngine) -> None:
     asks = {"origin": "http://a.example", "access-control-request-method": "POST"}
     with client_of(engine) as client:
-        assert "access-control-allow-origin" not in client.options("/v1/completions", headers=asks).headers
+        assert (
+            "access-control-allow-origin"
+            not in client.options("/v1/completions", headers=asks).headers
+        )
         assert "access-control-allow-origin" not in client.get("/health", headers=asks).headers
     with client_of(engine, cors_origins=("http://a.example",), api_keys=("key",)) as client:
-        allowed = client.options("/v1/completions", headers={**asks, "access-control-request-headers": "authorization"})
-        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "http://a.example"
-        refused = client.get("/v1/models", headers=asks)  # a browser shows an error only to pages that are allowed
-        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "http://a.example"
-        assert client.options("/v1/completions", headers={**asks, "origin": "http://b.example"}).status_code == 400
+        allowed = client.options(
+            "/v1/completions", headers={**asks, "access-control-request-headers": "authorization"}
+        )
+        assert (
+            allowed.status_code == 200
+            and allowed.headers["access-control-allow-origin"] == "http://a.example"
+        )
+        refused = client.get(
+            "/v1/models", headers=asks
+        )  # a browser shows an error only to pages that are allowed
+        assert (
+            refused.status_code == 401
+            and refused.headers["access-control-allow-origin"] == "http://a.example"
+        )
+        assert (
+            client.options(
+                "/v1/completions", headers={**asks, "origin": "http://b.example"}
+            ).status_code
+            == 400
+        )
 
 
 @pytest.mark.parametrize(
@@ -537,9 +737,13 @@ def test_metrics_count_what_was_done(client: TestClient) -> None:
     text = client.get("/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     samples = {
-        (each.name, *each.labels.values()): each.value for family in families.values() for each in family.samples
-    }  # fmt: skip
-    states = {labels[1]: value for labels, value in samples.items() if labels[0] == "shardwise_kv_pages"}
+        (each.name, *each.labels.values()): each.value
+        for family in families.values()
+        for each in family.samples
+    }
+    states = {
+        labels[1]: value for labels, value in samples.items() if labels[0] == "shardwise_kv_pages"
+    }
     assert set(states) == {"free", "used", "cached"} and states["used"] == 0
     assert sum(states.values()) == samples["shardwise_kv_pages_total",]
     assert samples["shardwise_generated_tokens_total",] == 36
@@ -549,7 +753,9 @@ def test_metrics_count_what_was_done(client: TestClient) -> None:
     assert samples["shardwise_request_seconds_count",] == 2
     assert samples["shardwise_answers_total", "length"] == 3
     assert samples["shardwise_errors_total", "invalid_value"] == 1
-    assert samples["shardwise_request_failures_total",] == samples["shardwise_requests_inside",] == 0
+    assert (
+        samples["shardwise_request_failures_total",] == samples["shardwise_requests_inside",] == 0
+    )
     assert "pid" not in text
 
 
@@ -563,8 +769,12 @@ def test_two_servers_do_not_mix(model: TinyModel) -> None:
 def test_the_document_describes_every_path_and_no_422(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
     assert {path for path in document["paths"] if path.startswith("/v1")} == {
-        "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name}",
-    }  # fmt: skip
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/models",
+        "/v1/models/{name}",
+    }
     assert "422" not in json.dumps(document)
 
 

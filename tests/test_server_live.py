@@ -1,5 +1,5 @@
-"""The server as a process's clients meet it: over sockets, with the official client, with those that leave or do not
-read, and when it is told to stop."""
+"""The server as a process's clients meet it: over sockets, with the official client, with those
+that leave or do not read, and when it is told to stop."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ import openai
 import pytest
 
 from shardwise.cli import main
-from shardwise.serve.events import ClientLeft, EventStream, merge
+from shardwise.serve.api.server import Server, bind, make_app
+from shardwise.serve.api.service import ServerSettings
+from shardwise.serve.api.streaming import ClientLeft, EventStream, merge
 from shardwise.serve.request import Ask, SamplingParams
-from shardwise.serve.server import Server, bind, make_app
-from shardwise.serve.service import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
 KEY = "sesame"
@@ -44,14 +44,20 @@ class Live:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **{"api_key": KEY, "max_retries": 0, **options})
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", **{"api_key": KEY, "max_retries": 0, **options}
+        )
 
     def http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=LIMIT_S)
+        return httpx.AsyncClient(
+            base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=LIMIT_S
+        )
 
 
 @asynccontextmanager
-async def serving(engine: TinyEngine, drain_s: float = LIMIT_S, send_buffer_bytes: int = 0) -> AsyncIterator[Live]:
+async def serving(
+    engine: TinyEngine, drain_s: float = LIMIT_S, send_buffer_bytes: int = 0
+) -> AsyncIterator[Live]:
     listener = bind("127.0.0.1", 0)
     if send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
@@ -100,28 +106,54 @@ def test_the_official_client_works_unchanged(model: TinyModel) -> None:
         async with serving(TinyEngine(model)) as live, live.client() as client:
             assert [each.id async for each in client.models.list()] == ["tiny"]
             chat = await client.chat.completions.create(
-                model="tiny", messages=MESSAGES, temperature=0, max_completion_tokens=20, logprobs=True, top_logprobs=2
+                model="tiny",
+                messages=MESSAGES,
+                temperature=0,
+                max_completion_tokens=20,
+                logprobs=True,
+                top_logprobs=2,
             )
             logprobs = chat.choices[0].logprobs
-            assert logprobs is not None and logprobs.content is not None and len(logprobs.content[0].top_logprobs) == 2
+            assert (
+                logprobs is not None
+                and logprobs.content is not None
+                and len(logprobs.content[0].top_logprobs) == 2
+            )
             stream = await client.chat.completions.create(
-                model="tiny", messages=MESSAGES, temperature=0, max_tokens=20, stream=True,
+                model="tiny",
+                messages=MESSAGES,
+                temperature=0,
+                max_tokens=20,
+                stream=True,
                 stream_options={"include_usage": True},
-            )  # fmt: skip
+            )
             chunks = [chunk async for chunk in stream]
             assert chunks[0].choices[0].delta.role == "assistant"
-            said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-            told, usage = chunks[-1].usage, chat.usage
-            assert said == chat.choices[0].message.content and told is not None and usage is not None
-            assert told.total_tokens == usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+            said = "".join(
+                chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+            )
+            told = chunks[-1].usage
+            usage = chat.usage
+            assert (
+                said == chat.choices[0].message.content and told is not None and usage is not None
+            )
+            assert (
+                told.total_tokens
+                == usage.total_tokens
+                == usage.prompt_tokens + usage.completion_tokens
+            )
             text = await client.completions.create(
                 model="tiny", prompt=["aa", "bb"], max_tokens=5, logprobs=1, echo=True
             )
             assert [choice.text[:2] for choice in text.choices] == ["aa", "bb"]
-            parts = await client.completions.create(model="tiny", prompt="a", max_tokens=5, stream=True, seed=1)
+            parts = await client.completions.create(
+                model="tiny", prompt="a", max_tokens=5, stream=True, seed=1
+            )
             whole = await client.completions.create(model="tiny", prompt="a", max_tokens=5, seed=1)
             assert "".join([part.choices[0].text async for part in parts]) == whole.choices[0].text
-            vectors = await client.embeddings.create(model="tiny", input=["a", "bc"])  # asks for base64 by itself
+            vectors = await client.embeddings.create(
+                model="tiny", input=["a", "bc"]
+            )  # asks for base64 by itself
             assert len(vectors.data) == 2 and len(vectors.data[0].embedding) == 64
 
     run(scenario())
@@ -133,7 +165,10 @@ def test_the_official_client_knows_our_errors(model: TinyModel) -> None:
         async with serving(engine) as live, live.client() as client:
             with pytest.raises(openai.BadRequestError, match="greedy") as refused:
                 await client.completions.create(model="tiny", prompt="a", temperature=-1)
-            assert (refused.value.param, refused.value.type) == ("temperature", "invalid_request_error")
+            assert (refused.value.param, refused.value.type) == (
+                "temperature",
+                "invalid_request_error",
+            )
             with pytest.raises(openai.NotFoundError, match="no model 'nobody'"):
                 await client.completions.create(model="nobody", prompt="a")
             async with live.client(api_key="wrong") as stranger:
@@ -149,7 +184,9 @@ def test_the_official_client_knows_our_errors(model: TinyModel) -> None:
             with pytest.raises(openai.InternalServerError, match="killed"):
                 await client.completions.create(model="tiny", prompt="a")
             engine.death = None
-            stream = await client.completions.create(model="tiny", prompt="a", max_tokens=99, stream=True)
+            stream = await client.completions.create(
+                model="tiny", prompt="a", max_tokens=99, stream=True
+            )
             with pytest.raises(openai.APIError, match="killed"):
                 async for _ in stream:
                     engine.death = "the engine was killed"
@@ -167,14 +204,18 @@ BODIES = {
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("when", ["waiting, whole", "waiting, stream", "streaming", "reset"])
-def test_a_client_that_leaves_ends_its_request_at_once(model: TinyModel, path: str, when: str) -> None:
+def test_a_client_that_leaves_ends_its_request_at_once(
+    model: TinyModel, path: str, when: str
+) -> None:
     async def scenario() -> None:
         engine = TinyEngine(model)
         async with serving(engine) as live:
             tasks = asyncio.all_tasks()
             if "waiting" in when:
                 engine.may_step.clear()
-            reader, writer = await send(live, path, {**BODIES[path], "stream": when != "waiting, whole"})
+            reader, writer = await send(
+                live, path, {**BODIES[path], "stream": when != "waiting, whole"}
+            )
             if "waiting" in when:
                 await until(lambda: engine.num_running > 0)
             else:
@@ -193,14 +234,24 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(model: TinyModel) -> No
     async def scenario() -> None:
         engine = TinyEngine(model)
         async with serving(engine, send_buffer_bytes=4096) as live, live.client() as client:
-            body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "logprobs": 20, "stream": True, "seed": 1}
+            body = {
+                "prompt": "a",
+                "max_tokens": 250,
+                "ignore_eos": True,
+                "logprobs": 20,
+                "stream": True,
+                "seed": 1,
+            }
             reader, writer = await send(live, "/v1/completions", body, receive_buffer_bytes=4096)
             await reader.readuntil(b"data: ")
             for _ in range(5):
                 await client.completions.create(
                     model="tiny", prompt="b", max_tokens=60, extra_body={"ignore_eos": True}
                 )
-            assert (engine.num_running, live.server.gate.num_inside) == (0, 1)  # all is made, but it does not go out
+            assert (engine.num_running, live.server.gate.num_inside) == (
+                0,
+                1,
+            )  # all is made, but it does not go out
             received = b""
             while b"data: [DONE]" not in received:
                 received += await reader.read(65536)
@@ -213,7 +264,9 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(model: TinyModel) -> No
 
 def test_an_event_is_made_when_the_one_before_has_gone_out() -> None:
     async def scenario() -> None:
-        made, sent, may_send = [], list[bytes](), asyncio.Semaphore(0)
+        made = []
+        sent = list[bytes]()
+        may_send = asyncio.Semaphore(0)
 
         async def events() -> AsyncGenerator[str, None]:
             for number in range(10):
@@ -242,7 +295,8 @@ def test_an_event_is_made_when_the_one_before_has_gone_out() -> None:
 
 def test_a_reader_that_leaves_while_it_is_waited_for_ends_what_it_reads() -> None:
     async def scenario() -> None:
-        ended, has_left = [], asyncio.Event()
+        ended = []
+        has_left = asyncio.Event()
 
         async def endless() -> AsyncGenerator[str, None]:
             try:
@@ -301,10 +355,14 @@ def test_random_requests_with_random_aborts_leave_nothing_behind(model: TinyMode
 
     def body() -> dict[str, Any]:
         return {
-            "prompt": draw.choice(["a", ["a", "bc"], [97, 98], ["x"] * 5]), "messages": MESSAGES,
-            "n": draw.choice([1, 1, 2]), "max_tokens": draw.randrange(1, 30), "stream": draw.random() < 0.6,
-            "ignore_eos": True, "temperature": draw.choice([0, 1, 1, -1]),
-        }  # fmt: skip
+            "prompt": draw.choice(["a", ["a", "bc"], [97, 98], ["x"] * 5]),
+            "messages": MESSAGES,
+            "n": draw.choice([1, 1, 2]),
+            "max_tokens": draw.randrange(1, 30),
+            "stream": draw.random() < 0.6,
+            "ignore_eos": True,
+            "temperature": draw.choice([0, 1, 1, -1]),
+        }
 
     async def one(client: httpx.AsyncClient) -> None:
         leaves_after = draw.choice([0, 1, 5, 10**6])
@@ -328,7 +386,9 @@ def test_random_requests_with_random_aborts_leave_nothing_behind(model: TinyMode
             tasks = asyncio.all_tasks()
             async with live.http() as client:
                 for _ in range(8):
-                    await asyncio.gather(*(draw.choice([one, impatient])(client) for _ in range(16)))
+                    await asyncio.gather(
+                        *(draw.choice([one, impatient])(client) for _ in range(16))
+                    )
                 await until(lambda: engine.num_running == 0)
                 assert 'shardwise_kv_pages{state="used"} 0.0' in (await client.get("/metrics")).text
             await until(lambda: asyncio.all_tasks() <= tasks)
@@ -340,12 +400,16 @@ def test_random_requests_with_random_aborts_leave_nothing_behind(model: TinyMode
 # Starting and stopping
 
 
-def test_a_signal_ends_it_after_the_requests_inside(model: TinyModel, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_ends_it_after_the_requests_inside(
+    model: TinyModel, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def scenario() -> None:
         engine = TinyEngine(model)
         async with serving(engine) as live, live.http() as client, live.client() as inside:
             engine.may_step.clear()
-            waiting = asyncio.create_task(inside.completions.create(model="tiny", prompt="a", max_tokens=3))
+            waiting = asyncio.create_task(
+                inside.completions.create(model="tiny", prompt="a", max_tokens=3)
+            )
             await until(lambda: engine.num_running == 1)
             os.kill(os.getpid(), signal.SIGTERM)
             await until(lambda: live.server.gate.is_shut)
@@ -368,7 +432,10 @@ def test_a_signal_ends_it_after_the_requests_inside(model: TinyModel, capfd: pyt
 def test_requests_that_do_not_end_are_cut_off(model: TinyModel, how: str) -> None:
     async def scenario() -> None:
         engine = TinyEngine(model)
-        async with serving(engine, drain_s=0.01 if how == "limit" else LIMIT_S) as live, live.client() as client:
+        async with (
+            serving(engine, drain_s=0.01 if how == "limit" else LIMIT_S) as live,
+            live.client() as client,
+        ):
             engine.may_step.clear()
             waiting = asyncio.create_task(client.completions.create(model="tiny", prompt="a"))
             await until(lambda: engine.num_running == 1)
@@ -384,7 +451,9 @@ def test_requests_that_do_not_end_are_cut_off(model: TinyModel, how: str) -> Non
     run(scenario())
 
 
-def test_a_stream_that_is_cut_off_says_so(model: TinyModel, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_that_is_cut_off_says_so(
+    model: TinyModel, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def scenario() -> None:
         engine = TinyEngine(model)
         async with serving(engine, drain_s=0.01) as live:
@@ -424,6 +493,8 @@ def test_a_port_in_use_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> Non
         (["--api-kay", "a"], "did you mean --api-key?"),
     ],
 )
-def test_flags_that_cannot_work(flags: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_cannot_work(
+    flags: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "nothing", *flags]) == 2
     assert says in capfd.readouterr().err

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from shardwise.cli import main
 from shardwise.config import ModelConfig
-from shardwise.train.settings import Settings, all_fields, default_of, read_settings, shaped, to_toml
+from shardwise.train.settings import (
+    Settings,
+    all_fields,
+    default_of,
+    read_settings,
+    shaped,
+    to_toml,
+)
 
 SECTIONS = {section.name: default_of(section) for section in fields(Settings)}
 KEYS = [(section, entry.name) for section, entry in all_fields()]
@@ -33,19 +40,24 @@ def refusal(folder: Path, text: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_the_printed_template_is_the_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_template_is_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config"]) == 0
     text = capsys.readouterr().out
     assert read_settings(written(tmp_path, text)) == Settings()
     for _, key in KEYS:
         lines = [line for line in text.splitlines() if line.startswith(f"{key} ")]
-        assert lines and all(len(line.partition("# ")[2]) > 5 for line in lines), f"{key} is not explained"
+        assert lines and all(len(line.partition("# ")[2]) > 5 for line in lines), (
+            f"{key} is not explained"
+        )
     assert read_settings(written(tmp_path, "")) == Settings()
 
 
 def changed(section: str, key: str) -> Any:
     """Another valid value than the default."""
-    value, kind = getattr(SECTIONS[section], key), kind_of(section, key)
+    value = getattr(SECTIONS[section], key)
+    kind = kind_of(section, key)
     if get_origin(kind) is Literal:
         return next(choice for choice in get_args(kind) if choice != value)
     return {bool: not value, int: 8192 if value == 64 << 20 else 7, float: 0.25, str: "other"}[kind]
@@ -55,16 +67,24 @@ def changed(section: str, key: str) -> Any:
 def test_every_key_can_be_set_both_ways(tmp_path: Path, section: str, key: str) -> None:
     value = changed(section, key)
     expected = replace(Settings(), **{section: replace(SECTIONS[section], **{key: value})})
-    toml = {True: "true", False: "false"}.get(value, repr(value).replace("'", '"')) if value != 7 else "7"
+    toml = (
+        {True: "true", False: "false"}.get(value, repr(value).replace("'", '"'))
+        if value != 7
+        else "7"
+    )
     assert read_settings(written(tmp_path, f"[{section}]\n{key} = {toml}\n")) == expected
     assert read_settings(written(tmp_path, ""), [f"{section}.{key}={toml}"]) == expected
     if isinstance(value, str):
-        assert read_settings(written(tmp_path, ""), [f"{section}.{key}={value}"]) == expected, "no quotes needed"
+        assert read_settings(written(tmp_path, ""), [f"{section}.{key}={value}"]) == expected, (
+            "no quotes needed"
+        )
 
 
 def test_an_override_wins_over_the_file_and_a_later_over_an_earlier(tmp_path: Path) -> None:
     path = written(tmp_path, "[run]\nsteps = 5\nseed = 3\n")
-    settings = read_settings(path, ["run.steps=6", "run.steps=8", "optimizer.lr = 1", "run.folder=a=b"])
+    settings = read_settings(
+        path, ["run.steps=6", "run.steps=8", "optimizer.lr = 1", "run.folder=a=b"]
+    )
     assert (settings.run.steps, settings.run.seed, settings.optimizer.lr) == (8, 3, 1.0)
     assert settings.run.folder == "a=b"
 
@@ -74,7 +94,10 @@ def test_an_override_wins_over_the_file_and_a_later_over_an_earlier(tmp_path: Pa
     [
         ("[run]\nstps = 5", "run.stps is not a setting; did you mean run.steps?"),
         ("[optimizer]\nweight_dacay = 0.1", "did you mean optimizer.weight_decay?"),
-        ("[run]\nwarmup_steps = 5", "run.warmup_steps is not a setting; did you mean optimizer.warmup_steps?"),
+        (
+            "[run]\nwarmup_steps = 5",
+            "run.warmup_steps is not a setting; did you mean optimizer.warmup_steps?",
+        ),
         ("[data]\nlr = 0.1", "data.lr is not a setting; did you mean optimizer.lr?"),
         ("[optimiser]\nlr = 0.1", "optimiser is not a setting; did you mean optimizer?"),
         ("[modle]\nname = '1M'", "modle is not a setting; did you mean model?"),
@@ -142,8 +165,15 @@ def values_of(section: str) -> st.SearchStrategy[Any]:
             drawn[entry.name] = st.sampled_from(get_args(kind))
         else:
             text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-            number = st.floats(0, 1, exclude_min=True, exclude_max=True) | st.sampled_from([1e-8, 1e-30])
-            drawn[entry.name] = {bool: st.booleans(), int: st.integers(4096, 10**9), float: number, str: text}[kind]
+            number = st.floats(0, 1, exclude_min=True, exclude_max=True) | st.sampled_from(
+                [1e-8, 1e-30]
+            )
+            drawn[entry.name] = {
+                bool: st.booleans(),
+                int: st.integers(4096, 10**9),
+                float: number,
+                str: text,
+            }[kind]
     return st.builds(type(SECTIONS[section]), **drawn)
 
 
@@ -167,7 +197,13 @@ def test_sizes_change_the_shape() -> None:
     model = replace(SECTIONS["model"], num_layers=3, hidden_size=48, num_heads=6, max_positions=32)
     config = shaped(LLAMA, model, 1000, 24, counted=True)
     assert config == replace(
-        LLAMA, num_layers=3, hidden_size=48, num_heads=6, head_dim=8, max_positions=32, vocab_size=1000
+        LLAMA,
+        num_layers=3,
+        hidden_size=48,
+        num_heads=6,
+        head_dim=8,
+        max_positions=32,
+        vocab_size=1000,
     )
     assert shaped(LLAMA, SECTIONS["model"], 1000, 24, counted=False) == LLAMA
 
@@ -190,5 +226,7 @@ def test_sizes_that_make_no_model(sizes: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (8, 2), (1, 1)])
 def test_fewer_heads_keep_kv_heads_that_divide(heads: int, kv_heads: int) -> None:
     """Heads alone are changed: kv heads follow to the largest count that still divides them."""
-    config = shaped(LLAMA, replace(SECTIONS["model"], num_heads=heads, hidden_size=48), 256, 24, counted=True)
+    config = shaped(
+        LLAMA, replace(SECTIONS["model"], num_heads=heads, hidden_size=48), 256, 24, counted=True
+    )
     assert (config.num_heads, config.num_kv_heads) == (heads, kv_heads)

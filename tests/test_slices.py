@@ -1,5 +1,5 @@
-"""What a rank reads of a folder is what it holds, byte for byte; and what many ranks have trained is written as one
-ordinary folder that transformers takes for its own."""
+"""What a rank reads of a folder is what it holds, byte for byte; and what many ranks have trained
+is written as one ordinary folder that transformers takes for its own."""
 
 import json
 from collections import Counter
@@ -17,25 +17,27 @@ from transformers import AutoModelForCausalLM
 
 from ranks import Ranks
 from shardwise.cli import main
-from shardwise.config import ModelConfig, read_folder_config
+from shardwise.config import ModelConfig
+from shardwise.formats.convert import prompt_logits
+from shardwise.formats.huggingface.folder import FolderReader
+from shardwise.formats.huggingface.hf_config import read_folder_config
+from shardwise.formats.load import read_config
 from shardwise.layout import AxisName, Layout
-from shardwise.model.convert import prompt_logits
-from shardwise.model.folder import FolderReader
-from shardwise.model.load import read_config
 from shardwise.parallel.apply import apply, read_weights
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Mesh
-from shardwise.train.check import Run, check_run
 from shardwise.train.data import TokenFile, held_out_batches
 from shardwise.train.loop import train
 from shardwise.train.run import prepare_folder
 from shardwise.train.settings import ModelSettings
+from shardwise.train.validate import Run, check_run
 from tiny_models import our_weights, tiny_model
 from tiny_training import OPTIMIZER, build_data, tiny_settings
 
 CPU = torch.device("cpu")
 
-# -- reading ------------------------------------------------------------------------------------------------
+# -- reading
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class CountingReader(FolderReader):
     def __init__(self, path: Path, config: ModelConfig) -> None:
         super().__init__(path, config)
         self.taken = Counter[str]()
-        self._stored = {name: Stored(name, tensor, self.taken) for name, tensor in self._stored.items()}
+        self._stored = {
+            name: Stored(name, tensor, self.taken) for name, tensor in self._stored.items()
+        }
 
 
 def mesh_of(layout: Layout, rank: int, config: ModelConfig) -> Mesh:
@@ -71,9 +75,12 @@ def mesh_of(layout: Layout, rank: int, config: ModelConfig) -> Mesh:
 
 
 def read_by(path: Path, layout: Layout, rank: int, wanted: dict[str, Tensor]) -> Counter[str]:
-    """What `rank` takes of every stored tensor; asserts that it then holds the slices of `wanted` that it should."""
+    """What `rank` takes of every stored tensor; asserts that it then holds the slices of `wanted`
+    that it should."""
     config = read_config(path)
-    program = apply(config, mesh_of(layout, rank, config), torch.float32, torch.float32, OPTIMIZER.update)
+    program = apply(
+        config, mesh_of(layout, rank, config), torch.float32, torch.float32, OPTIMIZER.update
+    )
     with closing(CountingReader(path, config)) as reader:
         read_weights(program, reader)
     num_elements = 0
@@ -84,7 +91,9 @@ def read_by(path: Path, layout: Layout, rank: int, wanted: dict[str, Tensor]) ->
     return reader.taken
 
 
-def saved(path: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Tensor]:
+def saved(
+    path: Path, name: str, dtype: torch.dtype = torch.float32, **changes: Any
+) -> dict[str, Tensor]:
     """Write a model of transformers in many files; returns its weights under our names."""
     model = tiny_model(name, dtype, **changes)
     model.save_pretrained(path, max_shard_size="40KB")
@@ -102,8 +111,8 @@ def sizes_in(path: Path) -> dict[str, int]:
 
 
 def num_holders(name: str, config: ModelConfig, layout: Layout) -> int:
-    """How many tensor ranks hold an element of a stored tensor: all those of norms, of positions and of what is added
-    after a sum; of k and v those that share a head; of all else one."""
+    """How many tensor ranks hold an element of a stored tensor: all those of norms, of positions
+    and of what is added after a sum; of k and v those that share a head; of all else one."""
     if "norm" in name or "ln_" in name or "wpe" in name:
         return layout.tp
     if name.endswith(("o_proj.bias", "down_proj.bias", "c_proj.bias")):
@@ -126,26 +135,36 @@ MODELS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 def test_tensor_ranks_read_one_model_together(
     tmp_path: Path, name: str, dtype: torch.dtype, changes: dict[str, Any], tp: int
 ) -> None:
-    """Each stored element once a rank that holds it, to the byte, cut by rows or by columns; so each rank 1 / tp of the
-    matrices, but for what does not divide (101 ids, an ffn of 50: 4% here)."""
-    weights, layout = saved(tmp_path, name, dtype, **changes), Layout(tp=tp)
-    config, sizes = read_config(tmp_path), sizes_in(tmp_path)
+    """Each stored element once a rank that holds it, to the byte, cut by rows or by columns; so
+    each rank 1 / tp of the matrices, but for what does not divide (101 ids, an ffn of 50: 4%
+    here)."""
+    weights = saved(tmp_path, name, dtype, **changes)
+    layout = Layout(tp=tp)
+    config = read_config(tmp_path)
+    sizes = sizes_in(tmp_path)
     taken = [read_by(tmp_path, layout, rank, weights) for rank in range(tp)]
     for stored, size in sizes.items():
         holders = num_holders(stored, config, layout)
         assert sum(mine[stored] for mine in taken) == size * holders, stored
         assert max(mine[stored] for mine in taken) <= 1.04 * size * holders / tp, stored
-    replicated = sum(size * (num_holders(stored, config, layout) - 1) for stored, size in sizes.items())
+    replicated = sum(
+        size * (num_holders(stored, config, layout) - 1) for stored, size in sizes.items()
+    )
     assert sum(mine.total() for mine in taken) == sum(sizes.values()) + replicated
 
 
-@pytest.mark.parametrize("short", ["dp2.tp2", "dp2.tp2.z1", "dp2.tp2.z3", "cp2", "cp2.z3", "tp2.cp2.z2.s2", "dp3.z3"])
+@pytest.mark.parametrize(
+    "short", ["dp2.tp2", "dp2.tp2.z1", "dp2.tp2.z3", "cp2", "cp2.z3", "tp2.cp2.z2.s2", "dp3.z3"]
+)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_data_ranks_read_what_they_own(tmp_path: Path, name: str, short: str) -> None:
-    """Without ZeRO each reads what it computes with. With it each reads its shard alone, so that they read one model
-    together; where a shard ends within a head, both sides read that head: 5% here, of a model of two blocks."""
-    weights, layout = saved(tmp_path, name), Layout.parse(short)
-    config, sizes = read_config(tmp_path), sizes_in(tmp_path)
+    """Without ZeRO each reads what it computes with. With it each reads its shard alone, so that
+    they read one model together; where a shard ends within a head, both sides read that head: 5%
+    here, of a model of two blocks."""
+    weights = saved(tmp_path, name)
+    layout = Layout.parse(short)
+    config = read_config(tmp_path)
+    sizes = sizes_in(tmp_path)
     once = sum(size * num_holders(stored, config, layout) for stored, size in sizes.items())
     copies = layout.data_size // layout.shard_size
     taken = [read_by(tmp_path, layout, rank, weights).total() for rank in range(layout.world_size)]
@@ -153,7 +172,8 @@ def test_data_ranks_read_what_they_own(tmp_path: Path, name: str, short: str) ->
     assert max(taken) <= 1.05 * sum(taken) / len(taken)
 
 
-# -- writing ------------------------------------------------------------------------------------------------
+# -- writing
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +189,16 @@ def train_on(rank: int, world: int, run: Run) -> None:
 def their_loss(path: Path, data: Path, num_sequences: int) -> float:
     """The mean loss that transformers finds over held-out sequences."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    summed, num_targets = 0.0, 0
-    for batch in held_out_batches(TokenFile(data, "held_out"), 16, num_sequences, 0, 1, num_sequences):
+    summed = 0.0
+    num_targets = 0
+    for batch in held_out_batches(
+        TokenFile(data, "held_out"), 16, num_sequences, 0, 1, num_sequences
+    ):
         (each,) = batch.microbatches
         logits = model(each.tokens).logits
-        summed += F.cross_entropy(logits.flatten(0, 1), each.targets.flatten(), reduction="sum").item()
+        summed += F.cross_entropy(
+            logits.flatten(0, 1), each.targets.flatten(), reduction="sum"
+        ).item()
         num_targets += batch.num_targets
     return summed / num_targets
 
@@ -181,7 +206,9 @@ def their_loss(path: Path, data: Path, num_sequences: int) -> float:
 @torch.no_grad()
 def their_logits(path: Path) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokens = torch.randint(model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0)
+    )
     return model(tokens).logits
 
 
@@ -205,25 +232,37 @@ def shapes_in(path: Path) -> dict[str, list[int]]:
 def test_what_ranks_trained_is_one_ordinary_folder(
     ranks: Ranks, data: Path, tmp_path: Path, layout: str, name: str, changes: dict[str, Any]
 ) -> None:
-    """From a folder in many files, by way of a run, to a folder: the tensors that transformers saves, in its shapes,
-    without padding of the 263 ids; with it transformers finds the held-out loss that the ranks found together after two
-    steps, within 1e-5, and the logits that we find, within 1e-5 of the largest."""
-    source, run_path, new = tmp_path / "source", tmp_path / "run", tmp_path / "new"
+    """From a folder in many files, by way of a run, to a folder: the tensors that transformers
+    saves, in its shapes, without padding of the 263 ids; with it transformers finds the held-out
+    loss that the ranks found together after two steps, within 1e-5, and the logits that we find,
+    within 1e-5 of the largest."""
+    source = tmp_path / "source"
+    run_path = tmp_path / "run"
+    new = tmp_path / "new"
     saved(source, name, vocab_size=263, **changes)
-    settings = tiny_settings(data, run_path, layout=layout, steps=2, eval_every=2, eval_sequences=6, warmup_steps=0)
+    settings = tiny_settings(
+        data, run_path, layout=layout, steps=2, eval_every=2, eval_sequences=6, warmup_steps=0
+    )
     run = check_run(replace(settings, model=ModelSettings(name=str(source), weights="given")))
     assert run.weights == source
     prepare_folder(run, False, print)
     ranks.run(Layout.parse(layout).world_size, train_on, run)
     assert main(["convert", str(run_path), str(new)]) == 0
 
-    assert {path.name for path in new.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in new.iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     assert shapes_in(new) == shapes_in(source)
     config = read_folder_config(new)
     assert config == read_folder_config(source)
-    logits, theirs = prompt_logits(run_path, config, torch.float32), their_logits(new)
+    logits = prompt_logits(run_path, config, torch.float32)
+    theirs = their_logits(new)
     assert (logits - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     assert (theirs - their_logits(source)).abs().max() > 1e-2 * theirs.abs().max(), "it has learned"
     lines = [json.loads(line) for line in (run_path / "metrics.jsonl").read_text().splitlines()]
-    (held_out,) = [line["held_out_loss"] for line in lines if "held_out_loss" in line and line["step"] == 2]
+    (held_out,) = [
+        line["held_out_loss"] for line in lines if "held_out_loss" in line and line["step"] == 2
+    ]
     assert their_loss(new, data, 6) == pytest.approx(held_out, rel=1e-5)

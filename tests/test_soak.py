@@ -1,4 +1,5 @@
-"""`shardwise serve` under a crowd: of 1,000 requests nothing is left, and a soak notices what goes wrong."""
+"""`shardwise serve` under a crowd: of 1,000 requests nothing is left, and a soak notices what goes
+wrong."""
 
 import asyncio
 import json
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soak_clients import BEHAVIOURS, Drawn, draw, wrong
+from soak_server import GROWTH_BYTES, Soaked, growth, soak
 
-from shardwise.model.tokenizer import byte_tokenizer
-from shardwise.serve.crowd import BEHAVIOURS, Drawn, draw, wrong
-from shardwise.serve.soak import GROWTH_BYTES, Soaked, growth, soak
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
 from tiny_engine import TEMPLATE
 from tiny_models import tiny_model
 
@@ -24,7 +25,8 @@ CLEAN = Soaked(1.0, {"stays": 1}, {200: 1}, (), 0, {"server": ()}, {"server": 0}
 
 
 def test_a_crowd_leaves_nothing_behind(tmp_path: Path) -> None:
-    """1,000 requests or 20 s; bench/soak.py takes minutes. Few pages, so that there is preemption too."""
+    """1,000 requests or 20 s; bench/soak.py takes minutes. Few pages, so that there is preemption
+    too."""
     tiny_model("llama-tied", vocab_size=264, max_position_embeddings=256).save_pretrained(tmp_path)
     replace(byte_tokenizer(), eos_ids=frozenset(), chat_template=TEMPLATE).save(tmp_path)
     sizes = ("--dtype", "fp32", "--kv-bytes", "240000", "--max-running", "16")
@@ -34,16 +36,22 @@ def test_a_crowd_leaves_nothing_behind(tmp_path: Path) -> None:
     assert found.num_requests > 100 and found.num_preemptions > 0
     assert set(found.behaviours) == set(BEHAVIOURS) and set(found.statuses) == {200, 400}
     told = json.loads(bench_soak.to_json(found))
-    assert told["ok"] and told["num_requests"] == found.num_requests == sum(told["behaviours"].values())
+    assert told["ok"] and told["num_requests"] == found.num_requests == sum(
+        told["behaviours"].values()
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"failures": ("500",)}, {"pages_used": 1}, {"num_under_way": 1}, {"num_files_left": 1},
-        {"pages_kept_count": False}, {"growth_bytes": {"server": 0, "engine": GROWTH_BYTES + 1}},
+        {"failures": ("500",)},
+        {"pages_used": 1},
+        {"num_under_way": 1},
+        {"num_files_left": 1},
+        {"pages_kept_count": False},
+        {"growth_bytes": {"server": 0, "engine": GROWTH_BYTES + 1}},
     ],
-)  # fmt: skip
+)
 def test_what_is_left_is_not_ok(changes: dict[str, Any]) -> None:
     assert CLEAN.ok and not replace(CLEAN, **changes).ok
 
@@ -69,7 +77,9 @@ def test_growth_is_what_the_last_third_has_over_the_middle() -> None:
 def test_what_is_wrong_with_an_answer(
     behaviour: str, streams: bool, status: int, answer: bytes, says: str | None
 ) -> None:
-    told = wrong(Drawn("/v1/completions", {"stream": streams}, behaviour, None, False), status, answer)
+    told = wrong(
+        Drawn("/v1/completions", {"stream": streams}, behaviour, None, False), status, answer
+    )
     assert told is None if says is None else told is not None and says in told
 
 

@@ -1,5 +1,5 @@
-"""How states are moved and kept, as a run's settings tell it: they reach the store, change no number, and what cannot
-be done is refused in a sentence."""
+"""How states are moved and kept, as a run's settings tell it: they reach the store, change no
+number, and what cannot be done is refused in a sentence."""
 
 import errno
 import os
@@ -12,16 +12,16 @@ import torch
 import shardwise.train.loop as loop
 from ranks import Ranks
 from shardwise.commands.train import ending
+from shardwise.formats.run_checkpoint import Checkpoint, checkpoint_path
 from shardwise.layout import Layout
-from shardwise.model.checkpoint import Checkpoint, checkpoint_path
 from shardwise.parallel.mesh import make_mesh
 from shardwise.parallel.offload import HostMemory, MappedFiles
 from shardwise.parallel.zero import Store
-from shardwise.train.check import check_run
 from shardwise.train.loop import Outcome, make_program
 from shardwise.train.metrics import Metrics
 from shardwise.train.run import start_run
 from shardwise.train.settings import Settings
+from shardwise.train.validate import check_run
 from tiny_training import build_data, tiny_settings
 
 CPU = torch.device("cpu")
@@ -47,7 +47,12 @@ def test_settings_reach_the_store(data: Path, tmp_path: Path) -> None:
         True,
         None,
     )
-    changes: dict[str, Any] = {"reduction": "same", "bucket_bytes": 4096, "overlap": False, "offload": "host"}
+    changes: dict[str, Any] = {
+        "reduction": "same",
+        "bucket_bytes": 4096,
+        "overlap": False,
+        "offload": "host",
+    }
     other = store_of(tiny_settings(data, tmp_path / "run", precision="bf16", **changes))
     assert (other.reduce_dtype, other.bucket_bytes, other.overlap) == (torch.bfloat16, 4096, False)
     assert isinstance(other.offload, HostMemory)
@@ -61,7 +66,8 @@ def run_on(rank: int, world: int, settings: Settings) -> Outcome:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_they_change_no_number(ranks: Ranks, data: Path, tmp_path: Path, precision: str) -> None:
-    """Two ranks end bit for bit where they do without, whichever stage, evaluations and a checkpoint in between."""
+    """Two ranks end bit for bit where they do without, whichever stage, evaluations and a
+    checkpoint in between."""
     ends = []
     for number, changes in enumerate(
         (
@@ -78,7 +84,9 @@ def test_they_change_no_number(ranks: Ranks, data: Path, tmp_path: Path, precisi
         assert outcomes[0] == outcomes[1]
         checkpoint = Checkpoint(checkpoint_path(tmp_path / str(number), 6))
         entries = sorted(
-            (e.name, e.state, e.start, e.file, e.key) for found in checkpoint.entries.values() for e in found
+            (e.name, e.state, e.start, e.file, e.key)
+            for found in checkpoint.entries.values()
+            for e in found
         )
         values = [checkpoint._files[file].get_tensor(key) for *_, file, key in entries]
         ends.append((outcomes[0], [entry[:3] for entry in entries], values))
@@ -86,17 +94,23 @@ def test_they_change_no_number(ranks: Ranks, data: Path, tmp_path: Path, precisi
     assert outcome.loss is not None and outcome.step == 6
     for other_outcome, other_places, other_values in others:
         assert (other_outcome, other_places) == (outcome, places)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(values, other_values, strict=True))
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(values, other_values, strict=True)
+        )
 
 
-@pytest.mark.parametrize(("key", "value"), [("overlap", False), ("bucket_bytes", 4096), ("offload", "file")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("overlap", False), ("bucket_bytes", 4096), ("offload", "file")]
+)
 def test_fsdp_decides_for_itself(data: Path, tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"run\.{key} does not apply to fsdp.*dp2\.z3"):
         check_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp", **{key: value}))
     check_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp"))
 
 
-def test_no_room_for_the_file_is_a_sentence(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_the_file_is_a_sentence(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked before any rank starts, for all ranks of this machine together."""
     asked: list[int] = []
 
@@ -106,7 +120,9 @@ def test_no_room_for_the_file_is_a_sentence(data: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     settings = tiny_settings(data, tmp_path / "run", layout="dp2.z1", offload="file")
-    with pytest.raises(ValueError, match=r"cannot hold .* GB of optimizer state: No space left on device"):
+    with pytest.raises(
+        ValueError, match=r"cannot hold .* GB of optimizer state: No space left on device"
+    ):
         start_run(settings)
     whole = store_of(tiny_settings(data, tmp_path / "other")).held_bytes()["parameters"] // 4
     assert 12 * whole <= asked[0] <= 12 * whole + 24 * 8, "12 bytes an element, and padding"
@@ -114,7 +130,9 @@ def test_no_room_for_the_file_is_a_sentence(data: Path, tmp_path: Path, monkeypa
     assert start_run(settings).step == 6, "with room it starts in the same folder"
 
 
-def test_a_step_that_cannot_be_saved_ends_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_saved_ends_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint before is kept, and named."""
     save = loop.save
 
@@ -128,7 +146,10 @@ def test_a_step_that_cannot_be_saved_ends_the_run(data: Path, tmp_path: Path, mo
     outcome = start_run(settings)
     assert outcome.step == 6 and outcome.unsaved is not None and "No space left" in outcome.unsaved
     text = ending(outcome, str(tmp_path / "run"), "again")
-    assert "step 6 could not be saved" in text and "step-00000003 is kept, `again` goes on from there" in text
+    assert (
+        "step 6 could not be saved" in text
+        and "step-00000003 is kept, `again` goes on from there" in text
+    )
 
 
 def test_a_full_disk_between_saves_does_not_end_the_run(
@@ -154,12 +175,18 @@ def test_a_full_disk_between_saves_does_not_end_the_run(
 
     monkeypatch.setattr(Metrics, "__init__", started)
     assert start_run(tiny_settings(data, tmp_path / "run")).unsaved is None
-    assert capsys.readouterr().err.count("metrics.jsonl cannot be written: No space left on device") == 1
+    assert (
+        capsys.readouterr().err.count("metrics.jsonl cannot be written: No space left on device")
+        == 1
+    )
     assert Checkpoint(checkpoint_path(tmp_path / "run", 6)).step == 6
 
 
-def test_a_failed_save_leaves_nothing_behind(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written of it would fill the disk that the next start needs; what a kill left goes at the next start."""
+def test_a_failed_save_leaves_nothing_behind(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written of it would fill the disk that the next start needs; what a kill left goes
+    at the next start."""
 
     def full(path: Path, *_: Any) -> str:
         path.write_bytes(b"half")

@@ -1,4 +1,5 @@
-"""Structured output on the real vocabulary: whatever is drawn from what is allowed follows the schema or the regex."""
+"""Structured output on the real vocabulary: whatever is drawn from what is allowed follows the
+schema or the regex."""
 
 import json
 import re
@@ -7,19 +8,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardwise.model.tokenizer import Tokenizer, load_tokenizer
-from shardwise.serve.answer import Answer
-from shardwise.serve.penalties import Sampling
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from shardwise.serve.request import SamplingParams
-from shardwise.serve.sampler import pick
-from shardwise.serve.structure import Structure, Structures
+from shardwise.serve.sampling.grammar import Structure, Structures
+from shardwise.serve.sampling.penalties import Sampling
+from shardwise.serve.sampling.sampler import pick
+from shardwise.serve.sampling.stopping import Answer
 from smollm2 import smollm2_gguf
 
 pytest.importorskip("llguidance")
 VOCAB = 49152
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["Ann", "Bob"]}, "ages": {"type": "array", "items": {"type": "integer"}}},
+    "properties": {
+        "name": {"enum": ["Ann", "Bob"]},
+        "ages": {"type": "array", "items": {"type": "integer"}},
+    },
     "required": ["name", "ages"],
     "additionalProperties": False,
 }
@@ -37,12 +41,15 @@ def structures(tokenizer: Tokenizer) -> Iterator[Structures]:
     made.close()
 
 
-def drawn(structure: Structure, tokenizer: Tokenizer, seed: int, num_tokens: int = 200) -> tuple[str, str | None]:
+def drawn(
+    structure: Structure, tokenizer: Tokenizer, seed: int, num_tokens: int = 200
+) -> tuple[str, str | None]:
     """What a model says that knows nothing but that it should come to an end, and why it ended."""
     ends = {id: 9.0 for id in (*tokenizer.eos_ids, *tokenizer.encode("]}"))}
     params = SamplingParams(seed=seed, max_tokens=num_tokens, logit_bias=ends)
     answer = Answer(tokenizer, params, num_tokens)
-    sampling, text = Sampling(params), ""
+    sampling = Sampling(params)
+    text = ""
     while answer.finish_reason is None:
         (picked,) = pick(torch.zeros(1, VOCAB), [sampling], [structure.allowed()])
         assert picked.token is not None
@@ -65,7 +72,9 @@ def test_a_schema_is_followed(structures: Structures, tokenizer: Tokenizer) -> N
 
 def test_a_regex_is_followed_to_its_end(structures: Structures, tokenizer: Tokenizer) -> None:
     for seed in range(5):
-        text, reason = drawn(structures.compile("regex", r"[a-f]{3}-(yes|no)-[0-9]{2}").result(), tokenizer, seed)
+        text, reason = drawn(
+            structures.compile("regex", r"[a-f]{3}-(yes|no)-[0-9]{2}").result(), tokenizer, seed
+        )
         assert reason == "stop" and re.fullmatch(r"[a-f]{3}-(yes|no)-[0-9]{2}", text)
 
 
@@ -81,11 +90,16 @@ def allows(structure: Structure, token: int) -> bool:
     return bool(int(structure.allowed()[token // 32]) >> token % 32 & 1)
 
 
-def test_after_a_token_that_was_not_allowed_nothing_is(structures: Structures, tokenizer: Tokenizer) -> None:
+def test_after_a_token_that_was_not_allowed_nothing_is(
+    structures: Structures, tokenizer: Tokenizer
+) -> None:
     structure = structures.compile("json").result()
     structure.add(tokenizer.encode("x")[0])
     assert not structure.allowed().any() and len(structure.allowed()) == VOCAB // 32
-    assert pick(torch.zeros(1, VOCAB), [Sampling(SamplingParams())], [structure.allowed()])[0].token is None
+    assert (
+        pick(torch.zeros(1, VOCAB), [Sampling(SamplingParams())], [structure.allowed()])[0].token
+        is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Tensor and sequence parallel: each seam, every family and the cases that break elsewhere compute what one process
-computes, send what is published, and are saved once."""
+"""Tensor and sequence parallel: each seam, every family and the cases that break elsewhere compute
+what one process computes, send what is published, and are saved once."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
+from shardwise.formats.run_checkpoint import STATES, Checkpoint
 from shardwise.layout import Layout
+from shardwise.measure.parity import Parity, Trial, compare
 from shardwise.model import loss as loss_module
-from shardwise.model.checkpoint import STATES, Checkpoint
 from shardwise.model.loss import cross_entropy, cross_entropy_naive
 from shardwise.parallel import tensor, zero
 from shardwise.parallel.apply import Program, apply
@@ -28,7 +29,6 @@ from shardwise.parallel.unit import Owned
 from shardwise.params import model_specs, num_params, partial_axes
 from shardwise.train.checkpoint import load_state, save_checkpoint
 from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
-from shardwise.train.parity import Parity, Trial, compare
 from shardwise.train.run import check_run
 from shardwise.train.settings import Settings
 from tiny_training import (
@@ -60,7 +60,8 @@ NUM_STEPS = 3
 HUGE = 1e6
 """What padding holds here: nobody may read it."""
 
-# -- each seam ----------------------------------------------------------------------------------------------
+# -- each seam
+# ----------------------------------------------------------------------------------------------
 
 
 def seams_on(rank: int, world: int, sequence: bool) -> TensorSeams:
@@ -70,7 +71,9 @@ def seams_on(rank: int, world: int, sequence: bool) -> TensorSeams:
 def block_of(whole: Tensor, rank: int, world: int) -> Tensor:
     """This rank's rows, in equal blocks; what is beyond the last is padding."""
     each = -(-len(whole) // world)
-    padded = torch.cat([whole, torch.full((each * world - len(whole), whole.shape[1]), HUGE, dtype=whole.dtype)])
+    padded = torch.cat(
+        [whole, torch.full((each * world - len(whole), whole.shape[1]), HUGE, dtype=whole.dtype)]
+    )
     return padded[rank * each : (rank + 1) * each].clone().requires_grad_()
 
 
@@ -99,7 +102,8 @@ def embed_on(rank: int, world: int, vocabs: Sequence[int]) -> list[int]:
     for vocab in vocabs:
         for sequence in (False, True):
             for sparse in (False, True):
-                random, seams = seeded(vocab), seams_on(rank, world, sequence)
+                random = seeded(vocab)
+                seams = seams_on(rank, world, sequence)
                 whole = torch.randn(vocab, 6, generator=random).requires_grad_()
                 ids = torch.randint(vocab, (3, 4 * world), generator=random)
                 ids[0, :vocab] = torch.arange(vocab)[: ids.shape[1]]
@@ -110,8 +114,11 @@ def embed_on(rank: int, world: int, vocabs: Sequence[int]) -> list[int]:
                 mine = seams.look_up(ids, block, sparse)
                 (grad,) = torch.autograd.grad(mine, block, own_part(dy, seams))
                 assert grad.is_sparse == sparse
-                grad, real = grad.to_dense(), rows_of(whole.grad, rank, world)
-                assert torch.equal(mine, own_part(expected, seams)), "one rank looks a row up, the others add zero"
+                grad = grad.to_dense()
+                real = rows_of(whole.grad, rank, world)
+                assert torch.equal(mine, own_part(expected, seams)), (
+                    "one rank looks a row up, the others add zero"
+                )
                 torch.testing.assert_close(grad[: len(real)], real, rtol=1e-6, atol=1e-6)
                 assert not grad[len(real) :].any(), "no gradient of padding"
                 held.append(vocab)
@@ -120,8 +127,12 @@ def embed_on(rank: int, world: int, vocabs: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize(("world", "vocabs"), [(2, [8, 7, 1]), (3, [131]), (4, [5, 8, 13])])
 def test_rows_are_looked_up_where_they_are(ranks: Ranks, world: int, vocabs: list[int]) -> None:
-    """Bit for bit; gradients, which are sums, within 1e-6. Of 5 rows in 4 blocks of 2 the last is padding alone."""
-    assert ranks.run(world, embed_on, vocabs) == [[vocab for vocab in vocabs for _ in range(4)]] * world
+    """Bit for bit; gradients, which are sums, within 1e-6. Of 5 rows in 4 blocks of 2 the last is
+    padding alone."""
+    assert (
+        ranks.run(world, embed_on, vocabs)
+        == [[vocab for vocab in vocabs for _ in range(4)]] * world
+    )
 
 
 @dataclass(frozen=True)
@@ -152,18 +163,23 @@ def score_on(rank: int, world: int, cases: Sequence[Scored]) -> list[Scored]:
 
 
 def score_once(seams: TensorSeams, case: Scored) -> None:
-    random, rank, world = seeded(case.vocab), seams.axis.rank, seams.axis.size
+    random = seeded(case.vocab)
+    rank = seams.axis.rank
+    world = seams.axis.size
     whole = torch.randn(case.vocab, 8, generator=random).to(case.dtype)
     x = torch.randn(3, 4 * world, 8, generator=random).to(case.dtype)
     targets = torch.randint(case.vocab, x.shape[:2], generator=random)
     targets[1] = torch.arange(4 * world) * (case.vocab - 1) // (4 * world - 1)  # of every block
-    targets[0, ::3], targets[2, -4:] = -100, -100
-    whole_x, whole_w = x.float().requires_grad_(), whole.float().requires_grad_()
+    targets[0, ::3] = -100
+    targets[2, -4:] = -100
+    whole_x = x.float().requires_grad_()
+    whole_w = whole.float().requires_grad_()
     expected = cross_entropy_naive(whole_x, whole_w, targets)
     (0.25 * expected).backward()
     assert whole_x.grad is not None and whole_w.grad is not None
 
-    local, block = own_part(x, seams).clone().requires_grad_(), block_of(whole, rank, world)
+    local = own_part(x, seams).clone().requires_grad_()
+    block = block_of(whole, rank, world)
     found = cross_entropy(local, block, targets, seams, case.vocab)
     dx, dw = torch.autograd.grad(0.25 * found, (local, block))
     assert len(set(seams.axis.gather(float(found)))) == 1, "every rank knows the loss, and the same"
@@ -180,8 +196,9 @@ def score_once(seams: TensorSeams, case: Scored) -> None:
 
 @pytest.mark.parametrize(("world", "vocabs"), [(2, [8, 131, 3]), (3, [131, 4]), (4, [5, 13, 16])])
 def test_cross_entropy_of_a_cut_vocabulary(ranks: Ranks, world: int, vocabs: list[int]) -> None:
-    """Within 1e-6 of the definition in fp32; in bf16 within 3e-3 (loss) and 1e-2 (gradients) of it in fp32: logits are
-    rounded to 8 bits. Padding has weights of a million, which would be the whole softmax (T11)."""
+    """Within 1e-6 of the definition in fp32; in bf16 within 3e-3 (loss) and 1e-2 (gradients) of it
+    in fp32: logits are rounded to 8 bits. Padding has weights of a million, which would be the
+    whole softmax (T11)."""
     cases = [Scored(vocab, sequence) for vocab in vocabs for sequence in (False, True)]
     cases += [Scored(vocabs[1], sequence, small=True) for sequence in (False, True)]
     cases += [Scored(vocab, vocab % 2 == 1, torch.bfloat16) for vocab in vocabs]
@@ -200,14 +217,24 @@ def test_padding_that_takes_part_is_found(ranks: Ranks) -> None:
 
 
 def pair_on(rank: int, world: int, widths: Sequence[int]) -> list[int]:
-    """Columns, an activation, rows, a bias: ffn widths that the ranks do not divide, or that some have none of. Returns
-    those that held, each with and without sequence parallel."""
+    """Columns, an activation, rows, a bias: ffn widths that the ranks do not divide, or that some
+    have none of. Returns those that held, each with and without sequence parallel."""
     held = []
     for width in widths:
         for sequence in (False, True):
-            random, seams = seeded(width), seams_on(rank, world, sequence)
-            shapes = {"x": (2, 3 * world, 6), "up": (width, 6), "up_bias": (width,), "down": (5, width), "bias": (5,)}
-            whole = {name: torch.randn(shape, generator=random).requires_grad_() for name, shape in shapes.items()}
+            random = seeded(width)
+            seams = seams_on(rank, world, sequence)
+            shapes = {
+                "x": (2, 3 * world, 6),
+                "up": (width, 6),
+                "up_bias": (width,),
+                "down": (5, width),
+                "bias": (5,),
+            }
+            whole = {
+                name: torch.randn(shape, generator=random).requires_grad_()
+                for name, shape in shapes.items()
+            }
             dy = torch.randn(2, 3 * world, 5, generator=random)
             inner = F.gelu(F.linear(whole["x"], whole["up"], whole["up_bias"]))
             expected = F.linear(inner, whole["down"], whole["bias"])
@@ -216,19 +243,35 @@ def pair_on(rank: int, world: int, widths: Sequence[int]) -> list[int]:
             def mine(name: str, of: Tensor, seams: TensorSeams = seams) -> Tensor:
                 if name == "x":
                     return own_part(of, seams)
-                rank, world = seams.axis.rank, seams.axis.size
-                return of if name == "bias" else of.tensor_split(world, 1 if name == "down" else 0)[rank]
+                rank = seams.axis.rank
+                world = seams.axis.size
+                return (
+                    of
+                    if name == "bias"
+                    else of.tensor_split(world, 1 if name == "down" else 0)[rank]
+                )
 
-            local = {name: mine(name, value.detach()).clone().requires_grad_() for name, value in whole.items()}
+            local = {
+                name: mine(name, value.detach()).clone().requires_grad_()
+                for name, value in whole.items()
+            }
             inner = F.gelu(F.linear(seams.enter(local["x"]), local["up"], local["up_bias"]))
             found = seams.leave(F.linear(inner, local["down"]), local["bias"])
-            grads = dict(zip(local, torch.autograd.grad(found, [*local.values()], own_part(dy, seams)), strict=True))
+            grads = dict(
+                zip(
+                    local,
+                    torch.autograd.grad(found, [*local.values()], own_part(dy, seams)),
+                    strict=True,
+                )
+            )
             grads["bias"] = summed_over(seams, grads["bias"])
             torch.testing.assert_close(found, own_part(expected, seams), rtol=1e-5, atol=1e-5)
             for name, grad in grads.items():
                 wanted = whole[name].grad
                 assert wanted is not None
-                torch.testing.assert_close(grad, mine(name, wanted), rtol=1e-5, atol=1e-5, msg=f"{name} of {width}")
+                torch.testing.assert_close(
+                    grad, mine(name, wanted), rtol=1e-5, atol=1e-5, msg=f"{name} of {width}"
+                )
             held.append(width)
     return held
 
@@ -236,14 +279,18 @@ def pair_on(rank: int, world: int, widths: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize(("world", "widths"), [(2, [8, 7]), (3, [7, 2]), (4, [12, 3])])
 def test_columns_then_rows(ranks: Ranks, world: int, widths: list[int]) -> None:
     """Output and every gradient within 1e-5. A bias after rows is added once."""
-    assert ranks.run(world, pair_on, widths) == [[width for width in widths for _ in range(2)]] * world
+    assert (
+        ranks.run(world, pair_on, widths) == [[width for width in widths for _ in range(2)]] * world
+    )
 
 
 def move_on(rank: int, world: int) -> tuple[bool, ...]:
-    """Whether gather, its gradient, scatter, its gradient and `part` are exact, on whole numbers, so that every sum is;
-    also of views that are not contiguous."""
+    """Whether gather, its gradient, scatter, its gradient and `part` are exact, on whole numbers,
+    so that every sum is; also of views that are not contiguous."""
     seams = seams_on(rank, world, True)
-    batch, length, size = 3, 2 * world, 4
+    batch = 3
+    length = 2 * world
+    size = 4
     whole = torch.arange(float(batch * length * size)).view(batch, size, length).transpose(1, 2)
     mine = own_part(whole, seams).requires_grad_()
     assert not mine.is_contiguous()
@@ -255,9 +302,12 @@ def move_on(rank: int, world: int) -> tuple[bool, ...]:
     (of_scattered,) = torch.autograd.grad(scattered, term, mine)
     positions = torch.arange(length)[None]
     pairs = [
-        (gathered, whole), (of_gathered, terms * mine), (scattered, terms * mine), (of_scattered, whole),
+        (gathered, whole),
+        (of_gathered, terms * mine),
+        (scattered, terms * mine),
+        (of_scattered, whole),
         (seams.part(positions.expand(batch, -1)), own_part(positions, seams).expand(batch, -1)),
-    ]  # fmt: skip
+    ]
     return tuple(torch.equal(found, wanted) for found, wanted in pairs)
 
 
@@ -267,15 +317,26 @@ def test_a_sequence_is_gathered_and_scattered(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, move_on) == [(True,) * 5] * world
 
 
-# -- a few steps of every family ----------------------------------------------------------------------------
+# -- a few steps of every family
+# ----------------------------------------------------------------------------
 
-ODD = ModelConfig("llama", 2, 15, 50, 3, 3, 4, 131, 32, tied=True, qkv_bias=True)  # tp3 divides neither 50 nor 131
+ODD = ModelConfig(
+    "llama", 2, 15, 50, 3, 3, 4, 131, 32, tied=True, qkv_bias=True
+)  # tp3 divides neither 50 nor 131
 MODELS = FAMILIES | {
     "odd": ODD,
-    "odd-gpt2": replace(FAMILIES["gpt2"], num_heads=3, num_kv_heads=3, hidden_size=15, ffn_size=7, vocab_size=131),
-    "one-kv": replace(LLAMA, num_heads=4, num_kv_heads=1, qkv_bias=True, qk_norm=True, ffn_size=21, vocab_size=98),
-    "biased": replace(LLAMA, num_kv_heads=1, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, ffn_size=21),
-    "few": replace(LLAMA, ffn_size=3, num_heads=4, num_kv_heads=4),  # over 4 ranks one has nothing of the MLP
+    "odd-gpt2": replace(
+        FAMILIES["gpt2"], num_heads=3, num_kv_heads=3, hidden_size=15, ffn_size=7, vocab_size=131
+    ),
+    "one-kv": replace(
+        LLAMA, num_heads=4, num_kv_heads=1, qkv_bias=True, qk_norm=True, ffn_size=21, vocab_size=98
+    ),
+    "biased": replace(
+        LLAMA, num_kv_heads=1, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True, ffn_size=21
+    ),
+    "few": replace(
+        LLAMA, ffn_size=3, num_heads=4, num_kv_heads=4
+    ),  # over 4 ranks one has nothing of the MLP
 }
 
 
@@ -310,7 +371,9 @@ def whole(program: Program, mesh: Mesh, kind: Owned) -> dict[str, Tensor]:
 
 
 def make(case: Case, rank: int) -> tuple[Program, Mesh]:
-    return filled_program(MODELS[case.model], Layout.parse(case.layout), rank, DTYPES[case.precision])
+    return filled_program(
+        MODELS[case.model], Layout.parse(case.layout), rank, DTYPES[case.precision]
+    )
 
 
 def step_once(program: Program, mesh: Mesh, step: int, sequences: int) -> tuple[float, float]:
@@ -321,7 +384,9 @@ def step_once(program: Program, mesh: Mesh, step: int, sequences: int) -> tuple[
 
 def run_case(case: Case, rank: int, num_steps: int) -> Told:
     program, mesh = make(case, rank)
-    losses, norms, grads = [], [], {}
+    losses = []
+    norms = []
+    grads = {}
     for step in range(num_steps):
         loss, norm = step_once(program, mesh, step, case.sequences)
         losses.append(loss)
@@ -334,8 +399,12 @@ def run_case(case: Case, rank: int, num_steps: int) -> Told:
     return Told(losses, norms, total / targets, {} if rank else grads, {} if rank else states)
 
 
-def cases_on(rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = "") -> list[Told]:
-    return each_case(cases, lambda case: run_case(case, rank, num_steps), SPOILS[spoil] if spoil else None)
+def cases_on(
+    rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = ""
+) -> list[Told]:
+    return each_case(
+        cases, lambda case: run_case(case, rank, num_steps), SPOILS[spoil] if spoil else None
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -353,7 +422,8 @@ def evaluated(model: str, sequences: int) -> float:
 
 
 def check_first_step(case: Case, first: Told) -> None:
-    """Loss and norm within 1e-6 of plain torch on one process, the gradient of every part of every parameter 1e-5."""
+    """Loss and norm within 1e-6 of plain torch on one process, the gradient of every part of every
+    parameter 1e-5."""
     expected = expected_of(case.model, 1, case.sequences)
     assert first.losses[:1] == pytest.approx(expected.losses, rel=1e-6), case
     assert first.norms[:1] == pytest.approx(expected.norms, rel=1e-6), case
@@ -361,18 +431,25 @@ def check_first_step(case: Case, first: Told) -> None:
 
 
 def check_case(case: Case, told: Sequence[Told]) -> None:
-    """The first step; and after three clipped ones losses, norms and an evaluation within 1e-5, weights and moments
-    1e-4: steps divide by roots of tiny squares."""
-    expected, first = expected_of(case.model, NUM_STEPS, case.sequences), told[0]
+    """The first step; and after three clipped ones losses, norms and an evaluation within 1e-5,
+    weights and moments 1e-4: steps divide by roots of tiny squares."""
+    expected = expected_of(case.model, NUM_STEPS, case.sequences)
+    first = told[0]
     check_first_step(case, first)
     assert min(expected.norms) > MAX_NORM, "every step is to be clipped"
     assert first.losses == pytest.approx(expected.losses, rel=1e-5), case
     assert first.norms == pytest.approx(expected.norms, rel=1e-5), case
     assert first.evaluation == pytest.approx(evaluated(case.model, case.sequences), rel=1e-5), case
-    for kind, wanted in zip(STATES, (expected.weights, expected.exp_avg, expected.exp_avg_sq), strict=True):
+    for kind, wanted in zip(
+        STATES, (expected.weights, expected.exp_avg, expected.exp_avg_sq), strict=True
+    ):
         assert worst(first.states[kind], wanted) < 1e-4, (case, kind)
     for other in told:
-        assert (other.losses, other.norms, other.evaluation) == (first.losses, first.norms, first.evaluation), case
+        assert (other.losses, other.norms, other.evaluation) == (
+            first.losses,
+            first.norms,
+            first.evaluation,
+        ), case
 
 
 ON_TWO = [
@@ -391,17 +468,21 @@ ON_FOUR = [
 
 @pytest.mark.parametrize("cases", [ON_TWO, ON_THREE, ON_FOUR], ids=["2", "3", "4"])
 def test_every_family_computes_what_one_process_computes(ranks: Ranks, cases: list[Case]) -> None:
-    """Loss, each gradient (of q and k norms, of k and v that several ranks hold, of biases after the reduction, of a
-    tied embedding), norm, weights, moments; whatever several ranks own is equal bit for bit."""
-    by_rank = ranks.run(Layout.parse(cases[0].layout).world_size, cases_on, cases, NUM_STEPS, timeout_s=120)
+    """Loss, each gradient (of q and k norms, of k and v that several ranks hold, of biases after
+    the reduction, of a tied embedding), norm, weights, moments; whatever several ranks own is equal
+    bit for bit."""
+    by_rank = ranks.run(
+        Layout.parse(cases[0].layout).world_size, cases_on, cases, NUM_STEPS, timeout_s=120
+    )
     for number, case in enumerate(cases):
         check_case(case, [mine[number] for mine in by_rank])
 
 
 def test_replicas_are_equal_where_buffers_of_the_ranks_are_not_of_one_size(ranks: Ranks) -> None:
-    """An uneven ffn moves what follows in the buffer of a unit, and a ring adds in an order that depends on the place:
-    with three data ranks the terms of a key's weight must still come to the same sum on both that hold it. So does a
-    vectorized step, whose last elements round otherwise."""
+    """An uneven ffn moves what follows in the buffer of a unit, and a ring adds in an order that
+    depends on the place: with three data ranks the terms of a key's weight must still come to the
+    same sum on both that hold it. So does a vectorized step, whose last elements round
+    otherwise."""
     cases = [Case("dp3.tp2", "one-kv"), Case("dp3.tp2.sp.z1.s1", "biased")]
     by_rank = ranks.run(6, cases_on, cases, NUM_STEPS, timeout_s=120)
     for number, case in enumerate(cases):
@@ -412,10 +493,13 @@ def test_in_bf16_replicas_are_equal_too(ranks: Ranks) -> None:
     """And losses are within 1% of those in fp32, 8 bits being what they are."""
     cases = [Case("tp2", "one-kv", "bf16"), Case("tp2.sp.z2.m2", "biased", "bf16")]
     for told, case in zip(ranks.run(2, cases_on, cases, NUM_STEPS)[0], cases, strict=True):
-        assert told.losses == pytest.approx(expected_of(case.model, NUM_STEPS, SEQUENCES).losses, rel=1e-2)
+        assert told.losses == pytest.approx(
+            expected_of(case.model, NUM_STEPS, SEQUENCES).losses, rel=1e-2
+        )
 
 
-# -- what is broken on purpose ------------------------------------------------------------------------------
+# -- what is broken on purpose
+# ------------------------------------------------------------------------------
 
 
 def without_partial(axis: str, ending: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -424,7 +508,9 @@ def without_partial(axis: str, ending: str) -> Callable[[pytest.MonkeyPatch], No
     def spoil(patch: pytest.MonkeyPatch) -> None:
         def changed(spec: Any, part: Any, layout: Layout) -> tuple[str, ...]:
             found = partial_axes(spec, part, layout)
-            return tuple(name for name in found if not (name == axis and spec.name.endswith(ending)))
+            return tuple(
+                name for name in found if not (name == axis and spec.name.endswith(ending))
+            )
 
         patch.setattr("shardwise.parallel.unit.partial_axes", changed)
 
@@ -473,13 +559,22 @@ SPOILS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize(
     ("spoil", "layout", "model"),
     [
-        ("k and v", "tp2", "one-kv"), ("bias of k and v", "tp2.sp", "biased"), ("q norm", "tp2", "qwen3"),
-        ("q norm", "tp2.sp", "qwen3"), ("k norm", "tp2", "qwen3"), ("norm under sp", "tp2.sp", "llama"),
-        ("bias under sp", "tp2.sp", "biased"), ("norm counts replicas", "tp2", "llama"),
-        ("bias before the sum", "tp2", "gpt2"), ("padding takes part", "tp2", "llama"), ("copy", "tp2", "llama"),
+        ("k and v", "tp2", "one-kv"),
+        ("bias of k and v", "tp2.sp", "biased"),
+        ("q norm", "tp2", "qwen3"),
+        ("q norm", "tp2.sp", "qwen3"),
+        ("k norm", "tp2", "qwen3"),
+        ("norm under sp", "tp2.sp", "llama"),
+        ("bias under sp", "tp2.sp", "biased"),
+        ("norm counts replicas", "tp2", "llama"),
+        ("bias before the sum", "tp2", "gpt2"),
+        ("padding takes part", "tp2", "llama"),
+        ("copy", "tp2", "llama"),
     ],
-)  # fmt: skip
-def test_what_is_broken_on_purpose_is_found(ranks: Ranks, spoil: str, layout: str, model: str) -> None:
+)
+def test_what_is_broken_on_purpose_is_found(
+    ranks: Ranks, spoil: str, layout: str, model: str
+) -> None:
     case = Case(layout, model)
     try:
         first = ranks.run(2, cases_on, [case], 1, spoil)[0][0]
@@ -490,7 +585,8 @@ def test_what_is_broken_on_purpose_is_found(ranks: Ranks, spoil: str, layout: st
         check_first_step(case, first)
 
 
-# -- a sequence that does not divide ------------------------------------------------------------------------
+# -- a sequence that does not divide
+# ------------------------------------------------------------------------
 
 
 def compare_on(rank: int, world: int, trial: Trial) -> Parity | None:
@@ -503,10 +599,13 @@ def test_a_sequence_in_three_parts_equals_one_rank(ranks: Ranks) -> None:
     assert found.is_equal, found.first
 
 
-# -- bytes --------------------------------------------------------------------------------------------------
+# -- bytes
+# --------------------------------------------------------------------------------------------------
 
 
-def bytes_on(rank: int, world: int, cases: Sequence[tuple[str, ModelConfig]]) -> list[dict[str, int]]:
+def bytes_on(
+    rank: int, world: int, cases: Sequence[tuple[str, ModelConfig]]
+) -> list[dict[str, int]]:
     """What one step, and then one evaluation, send on the axes of tensor parallel."""
     told = []
     for short, config in cases:
@@ -523,17 +622,24 @@ def bytes_on(rank: int, world: int, cases: Sequence[tuple[str, ModelConfig]]) ->
 
 
 @pytest.mark.parametrize(
-    "short", ["tp2", "tp2.m2", "tp4", "dp2.tp2.z2", "tp2.sp", "tp2.sp.m2", "tp4.sp", "dp2.tp2.sp.z2.m3"]
+    "short",
+    ["tp2", "tp2.m2", "tp4", "dp2.tp2.z2", "tp2.sp", "tp2.sp.m2", "tp4.sp", "dp2.tp2.sp.z2.m3"],
 )
 def test_a_layer_sends_what_was_published(ranks: Ranks, short: str) -> None:
-    """8 b s h (t - 1) / t elements a layer and micro-batch: four all-reduces of b s h (Shoeybi et al. 2019), or with
-    sequence parallel four all-gathers and four reduce-scatters, which are as much (Korthikanti et al. 2022). Embedding
-    and loss add a quarter of that each, and the softmax three numbers a token. Under sp the gradient of every norm is
-    summed besides, once for each REDUCE."""
-    layout, config = Layout.parse(short), replace(LLAMA, num_kv_heads=4, vocab_size=97)
-    t, m, h = layout.tp, layout.microbatches, config.hidden_size
+    """8 b s h (t - 1) / t elements a layer and micro-batch: four all-reduces of b s h (Shoeybi et
+    al. 2019), or with sequence parallel four all-gathers and four reduce-scatters, which are as
+    much (Korthikanti et al. 2022). Embedding and loss add a quarter of that each, and the softmax
+    three numbers a token. Under sp the gradient of every norm is summed besides, once for each
+    REDUCE."""
+    layout = Layout.parse(short)
+    config = replace(LLAMA, num_kv_heads=4, vocab_size=97)
+    t = layout.tp
+    m = layout.microbatches
+    h = config.hidden_size
     tokens = SEQUENCES // layout.dp // m * SEQ_LEN
-    found = ranks.run(layout.world_size, bytes_on, [(short, replace(config, num_layers=n)) for n in (1, 2, 3)])
+    found = ranks.run(
+        layout.world_size, bytes_on, [(short, replace(config, num_layers=n)) for n in (1, 2, 3)]
+    )
     reduces = m if layout.cuts("gradients") else 1
 
     def ring(elements: int) -> int:
@@ -541,15 +647,20 @@ def test_a_layer_sends_what_was_published(ranks: Ranks, short: str) -> None:
         return 4 * elements * (t - 1) // t
 
     norms = reduces * ring(2 * h) if layout.sequence_parallel else 0
-    layer, embedding = m * ring(8 * tokens * h), m * ring(2 * tokens * h)
+    layer = m * ring(8 * tokens * h)
+    embedding = m * ring(2 * tokens * h)
     loss = embedding + m * ring(6 * tokens)
     for mine in found:
         for num_layers, sent in zip((1, 2, 3), mine, strict=True):
             assert sent["tp"] == num_layers * (layer + 2 * norms) + norms + embedding + loss
             assert sent["kv_replica"] == 0, "every rank has kv heads of its own"
-            gather = ring(tokens * h) if layout.sequence_parallel else 0  # before the head; a copy sends nothing
+            gather = (
+                ring(tokens * h) if layout.sequence_parallel else 0
+            )  # before the head; a copy sends nothing
             looked_up = ring(tokens * h) if layout.sequence_parallel else ring(2 * tokens * h)
-            assert sent["evaluation"] == num_layers * ring(4 * tokens * h) + looked_up + gather + ring(6 * tokens)
+            assert sent["evaluation"] == num_layers * ring(
+                4 * tokens * h
+            ) + looked_up + gather + ring(6 * tokens)
 
 
 def test_shared_heads_and_norms_send_their_gradients_once_a_step(ranks: Ranks) -> None:
@@ -557,12 +668,17 @@ def test_shared_heads_and_norms_send_their_gradients_once_a_step(ranks: Ranks) -
     config = replace(LLAMA, num_kv_heads=1, qkv_bias=True)
     cases = [("tp4.m2", replace(config, qk_norm=qk_norm)) for qk_norm in (False, True)]
     plain, normed = ranks.run(4, bytes_on, cases)[0]
-    h, c, layers = config.hidden_size, config.head_dim, config.num_layers
-    assert plain["kv_replica"] == normed["kv_replica"] == layers * 4 * 2 * (2 * c * h + 2 * c) * 3 // 4
+    h = config.hidden_size
+    c = config.head_dim
+    layers = config.num_layers
+    assert (
+        plain["kv_replica"] == normed["kv_replica"] == layers * 4 * 2 * (2 * c * h + 2 * c) * 3 // 4
+    )
     assert normed["tp"] - plain["tp"] == layers * 4 * 2 * 2 * c * 3 // 4
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------
+# -- checkpoints
+# --------------------------------------------------------------------------------------------
 
 SAVED = "biased"  # tied, a kv head for two ranks, biases, 97 rows in blocks of 49 or 25, an odd ffn
 State = dict[str, dict[str, Tensor]]
@@ -578,7 +694,8 @@ def save_on(rank: int, world: int, short: str, path: Path) -> State:
 
 
 def load_on(rank: int, world: int, short: str, path: Path, again: Path) -> tuple[State, float]:
-    """The state that was read, saved anew; and the loss of the next step, for which the weights are there."""
+    """The state that was read, saved anew; and the loss of the next step, for which the weights are
+    there."""
     program, mesh = make(Case(short, SAVED), rank)
     load_state(Checkpoint(path), program.store, program.specs)  # type: ignore[arg-type]
     save_checkpoint(again, program.store, mesh, program.specs, 2)
@@ -595,14 +712,21 @@ def elements_in(path: Path) -> int:
 
 
 def same(one: State, other: State) -> bool:
-    return all(torch.equal(one[kind][name], value) for kind in STATES for name, value in other[kind].items())
+    return all(
+        torch.equal(one[kind][name], value)
+        for kind in STATES
+        for name, value in other[kind].items()
+    )
 
 
-@pytest.mark.parametrize(("short", "others"), [("tp2", ["dp1", "tp4.sp"]), ("dp2.tp2.sp.z2", ["dp2.z1"])])
+@pytest.mark.parametrize(
+    ("short", "others"), [("tp2", ["dp1", "tp4.sp"]), ("dp2.tp2.sp.z2", ["dp2.z1"])]
+)
 def test_a_checkpoint_goes_to_any_layout_and_back_bit_for_bit(
     ranks: Ranks, tmp_path: Path, short: str, others: list[str]
 ) -> None:
-    """And holds each element once: three states of P parameters, whoever shares them, and no padding."""
+    """And holds each element once: three states of P parameters, whoever shares them, and no
+    padding."""
     first = tmp_path / "first"
     state = ranks.run(Layout.parse(short).world_size, save_on, short, first)[0]
     assert elements_in(first) == 3 * num_params(model_specs(MODELS[SAVED]))
@@ -613,13 +737,16 @@ def test_a_checkpoint_goes_to_any_layout_and_back_bit_for_bit(
         losses.append(loss)
         assert same(found, state), other
         assert elements_in(again) == elements_in(first), other
-        back, loss = ranks.run(Layout.parse(short).world_size, load_on, short, again, tmp_path / "back")[0]
+        back, loss = ranks.run(
+            Layout.parse(short).world_size, load_on, short, again, tmp_path / "back"
+        )[0]
         losses.append(loss)
         assert same(back, state), f"by way of {other}"
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
-# -- evaluation and bad input -------------------------------------------------------------------------------
+# -- evaluation and bad input
+# -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -640,7 +767,10 @@ def test_evaluation_tells_the_loss_of_one_rank(ranks: Ranks, data: Path, tmp_pat
     """Within 1e-6, also where data ranks run out of sequences."""
 
     def runs(*layouts: str) -> list[Settings]:
-        return [tiny_settings(data, tmp_path / "run", layout=layout, eval_sequences=27) for layout in layouts]
+        return [
+            tiny_settings(data, tmp_path / "run", layout=layout, eval_sequences=27)
+            for layout in layouts
+        ]
 
     (expected,) = ranks.run(1, held_out_on, runs("dp1"))
     for world, layouts in ((2, ["tp2", "tp2.sp"]), (4, ["dp2.tp2.z3", "dp2.tp2.sp.z1.m2"])):

@@ -1,4 +1,5 @@
-"""Ranks that fail in a run: all of them, and it is the run's fault, or one alone, and they are out of step."""
+"""Ranks that fail in a run: all of them, and it is the run's fault, or one alone, and they are out
+of step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,14 @@ import torch
 from ranks import RankFailed, Ranks
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import Mesh, make_mesh
-from shardwise.serve import ranks as tensor_ranks
-from shardwise.serve.ranks import Leader, agreement_of, attempt, follow, tell
+from shardwise.serve.engine import tensor_ranks
+from shardwise.serve.engine.tensor_ranks import Leader, agreement_of, attempt, follow, tell
 
 
 @dataclass
 class Breaking:
-    """A runner that breaks between two collectives where the token is 0: on all ranks, or on one."""
+    """A runner that breaks between two collectives where the token is 0: on all ranks, or on
+    one."""
 
     mesh: Mesh
     alone: int | None
@@ -34,7 +36,8 @@ def embed_thrice(rank: int, world: int, alone: int | None) -> list[str]:
     if rank:
         follow(runner)
         return []
-    leader, found = Leader(runner), []
+    leader = Leader(runner)
+    found = []
     for token in (1, 0, 2):
         try:
             found.append(str(leader.embed([token])))

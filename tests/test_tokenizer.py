@@ -1,4 +1,5 @@
-"""Tokenizers against transformers and sentencepiece, on the real SmolLM2 vocabulary and on trained ones."""
+"""Tokenizers against transformers and sentencepiece, on the real SmolLM2 vocabulary and on trained
+ones."""
 
 import json
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
 
-from shardwise.gguf import read_gguf
-from shardwise.model.tokenizer import (
+from shardwise.formats.gguf.gguf_file import read_gguf
+from shardwise.formats.tokenizers.tokenizer import (
     Tokenizer,
     byte_tokenizer,
     check_vocabulary,
@@ -22,10 +23,12 @@ from shardwise.model.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from shardwise.model.vocabulary import BYTE_TO_CHAR, WORDS, TokenType
+from shardwise.formats.tokenizers.vocabulary import BYTE_TO_CHAR, WORDS, TokenType
 from smollm2 import smollm2_gguf
 
-CORPUS = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+CORPUS = [
+    path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))
+]
 PIECES = [
     "é",
     "e\u0301",
@@ -79,14 +82,18 @@ def reference(saved: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def gguf_reference() -> Any:
-    """What transformers makes of the same file; it does not know that SmolLM2 takes digits one by one, so it is told.
+    """What transformers makes of the same file; it does not know that SmolLM2 takes digits one by
+    one, so it is told.
 
     (The pre-tokenizer is that of HuggingFaceTB/SmolLM2-135M-Instruct/tokenizer.json.)
     """
     path = smollm2_gguf()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     return tokenizer
 
@@ -100,7 +107,9 @@ def test_same_ids_and_text_as_transformers_reads_from_the_gguf(
     assert ids == gguf_reference.encode(text, add_special_tokens=False)
     assert smollm2.decode(ids) == gguf_reference.decode(ids)
     vocab = smollm2.backend.get_vocab()
-    if all(BYTE_TO_CHAR[byte] in vocab for byte in text.encode()):  # a few control characters and planes have no token
+    if all(
+        BYTE_TO_CHAR[byte] in vocab for byte in text.encode()
+    ):  # a few control characters and planes have no token
         assert smollm2.decode(ids) == text
 
 
@@ -113,18 +122,29 @@ def test_saved_folder_is_the_same_tokenizer_in_transformers(
     ids = smollm2.encode(text, special_tokens)
     assert ids == reference.encode(text, add_special_tokens=special_tokens)
     for skip_special in (False, True):
-        assert smollm2.decode(ids, skip_special) == reference.decode(ids, skip_special_tokens=skip_special)
+        assert smollm2.decode(ids, skip_special) == reference.decode(
+            ids, skip_special_tokens=skip_special
+        )
 
 
 @given(ids=st.lists(st.integers(0, 49151)))
-def test_any_ids_decode_as_in_transformers(smollm2: Tokenizer, reference: Any, ids: list[int]) -> None:
+def test_any_ids_decode_as_in_transformers(
+    smollm2: Tokenizer, reference: Any, ids: list[int]
+) -> None:
     assert smollm2.decode(ids) == reference.decode(ids, skip_special_tokens=True)
-    assert b"".join(map(smollm2.token_bytes, ids)).decode("utf-8", "replace") == smollm2.decode(ids, skip_special=False)
+    assert b"".join(map(smollm2.token_bytes, ids)).decode("utf-8", "replace") == smollm2.decode(
+        ids, skip_special=False
+    )
 
 
 def test_special_tokens_survive_saving(smollm2: Tokenizer, saved: Path, reference: Any) -> None:
     again = load_tokenizer(saved)
-    assert (smollm2.bos_id, smollm2.eos_id, smollm2.eos_ids, smollm2.vocab_size) == (1, 2, {0, 2}, 49152)
+    assert (smollm2.bos_id, smollm2.eos_id, smollm2.eos_ids, smollm2.vocab_size) == (
+        1,
+        2,
+        {0, 2},
+        49152,
+    )
     assert (again.bos_id, again.eos_id, again.eos_ids, again.vocab_size) == (1, 2, {0, 2}, 49152)
     assert (reference.bos_token_id, reference.eos_token_id, len(reference)) == (1, 2, 49152)
     assert again.special == smollm2.special and again.special_ids == smollm2.special_ids
@@ -146,7 +166,9 @@ def test_transformers_keeps_to_the_saved_files_beside_any_model(
     smollm2.save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "eos_token_id": 2}))
     text = " don't split 2024 here,\n\n  or é there"
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text) == smollm2.encode(text, True)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text) == smollm2.encode(
+        text, True
+    )
 
 
 def test_a_run_keeps_its_tokenizer_in_model(trained: Tokenizer, tmp_path: Path) -> None:
@@ -163,7 +185,11 @@ def test_batch_is_each_alone(trained: Tokenizer) -> None:
 MESSAGES = [
     {"role": "system", "content": "Be brief & <kind>."},
     {"role": "user", "content": "Say 'hé' 漢字\n  twice "},
-    {"role": "assistant", "content": "hé hé", "calls": [{"name": "f", "arguments": {"x": "<b>&é", "a": None}}]},
+    {
+        "role": "assistant",
+        "content": "hé hé",
+        "calls": [{"name": "f", "arguments": {"x": "<b>&é", "a": None}}],
+    },
     {"role": "user", "content": "Once more"},
 ]
 TEMPLATES = {
@@ -188,7 +214,10 @@ def test_templates_render_as_in_transformers(
     template = TEMPLATES.get(name, smollm2.chat_template)
     ours = Tokenizer(smollm2.backend, smollm2.special, smollm2.eos_ids, template)
     expected = reference.apply_chat_template(
-        MESSAGES, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+        MESSAGES,
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
     )
     assert ours.chat(MESSAGES, add_generation_prompt) == expected
     assert expected
@@ -196,7 +225,9 @@ def test_templates_render_as_in_transformers(
 
 def test_chat_prompt_has_special_ids(smollm2: Tokenizer, reference: Any) -> None:
     prompt = smollm2.encode(smollm2.chat(MESSAGES))
-    assert prompt == reference.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert (
+        prompt == reference.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    )
     assert prompt.count(1) == len(MESSAGES) + 1
 
 
@@ -204,7 +235,10 @@ def test_chat_prompt_has_special_ids(smollm2: Tokenizer, reference: Any) -> None
     ("template", "sentence"),
     [
         (None, "no chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "does not accept these messages: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "does not accept these messages: roles must alternate",
+        ),
         ("{{ messages[0].content.x.y }}", "does not accept these messages"),
         ("{{ messages[0].content + 1 }}", "does not accept these messages"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "does not accept these messages"),
@@ -212,7 +246,9 @@ def test_chat_prompt_has_special_ids(smollm2: Tokenizer, reference: Any) -> None
         ("{% for m in %}", r"not valid Jinja \(line 1\)"),
     ],
 )
-def test_template_faults_are_sentences(trained: Tokenizer, template: str | None, sentence: str) -> None:
+def test_template_faults_are_sentences(
+    trained: Tokenizer, template: str | None, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         Tokenizer(trained.backend, trained.special, trained.eos_ids, template).chat(MESSAGES)
 
@@ -227,13 +263,18 @@ def write_merges(tokenizer: Tokenizer, folder: Path, **config: Any) -> None:
     merges = "\n".join(" ".join(pair) for pair in model["merges"])
     (folder / "merges.txt").write_text("#version: 0.2\n" + merges + "\n", encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text('{"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0}')
+    (folder / "config.json").write_text(
+        '{"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0}'
+    )
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
-def test_vocab_and_merges_read_as_in_transformers(trained: Tokenizer, tmp_path: Path, kind: str) -> None:
+def test_vocab_and_merges_read_as_in_transformers(
+    trained: Tokenizer, tmp_path: Path, kind: str
+) -> None:
     write_merges(trained, tmp_path, tokenizer_class=kind)
-    ours, theirs = from_folder(tmp_path), getattr(transformers, kind).from_pretrained(tmp_path)
+    ours = from_folder(tmp_path)
+    theirs = getattr(transformers, kind).from_pretrained(tmp_path)
     assert (ours.bos_id, ours.eos_ids) == (0, {0})
 
     @given(text=TEXTS)
@@ -252,7 +293,8 @@ def test_added_tokens_of_an_old_folder(trained: Tokenizer, tmp_path: Path) -> No
         str(size + 1): {"content": "<think>", "special": False},
     }
     write_merges(trained, tmp_path, tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=added)
-    ours, theirs = from_folder(tmp_path), transformers.Qwen2Tokenizer.from_pretrained(tmp_path)
+    ours = from_folder(tmp_path)
+    theirs = transformers.Qwen2Tokenizer.from_pretrained(tmp_path)
     text = "<|im_start|>a<think>b<|endoftext|>"
     ids = ours.encode(text)
     assert ids == theirs.encode(text) and {size, size + 1, 0} < set(ids)
@@ -279,18 +321,34 @@ def test_end_tokens_of_a_folder(
     assert from_folder(tmp_path).eos_ids == expected
 
 
-def test_config_decides_about_bos_where_no_tokenizer_json_does(trained: Tokenizer, tmp_path: Path) -> None:
+def test_config_decides_about_bos_where_no_tokenizer_json_does(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
     bos = {"__type": "AddedToken", "content": "<|endoftext|>", "special": True}
-    write_merges(trained, tmp_path, add_bos_token=True, bos_token=bos, tokenizer_class="GPT2Tokenizer")
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
-    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.encode("a b", special_tokens=True) == theirs.encode("a b") == [0, *ours.encode("a b")]
+    write_merges(
+        trained, tmp_path, add_bos_token=True, bos_token=bos, tokenizer_class="GPT2Tokenizer"
+    )
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|endoftext|>"}})
+    )
+    ours = from_folder(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (
+        ours.encode("a b", special_tokens=True) == theirs.encode("a b") == [0, *ours.encode("a b")]
+    )
     assert (ours.bos_id, ours.eos_ids) == (0, {0})
     ours.save(tmp_path)
-    assert from_folder(tmp_path).encode("a b", special_tokens=True) == ours.encode("a b", special_tokens=True)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "bos_token": bos}))
-    ours, theirs = from_folder(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.encode("a b", special_tokens=True) == theirs.encode("a b") == [0, *ours.encode("a b")]
+    assert from_folder(tmp_path).encode("a b", special_tokens=True) == ours.encode(
+        "a b", special_tokens=True
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": False, "bos_token": bos})
+    )
+    ours = from_folder(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (
+        ours.encode("a b", special_tokens=True) == theirs.encode("a b") == [0, *ours.encode("a b")]
+    )
 
 
 def test_templates_of_a_folder(trained: Tokenizer, tmp_path: Path) -> None:
@@ -298,7 +356,9 @@ def test_templates_of_a_folder(trained: Tokenizer, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     for template, expected in ((named, "D"), (named[:1], "T"), ("S", "S"), (None, None)):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({**config, "chat_template": template})
+        )
         assert from_folder(tmp_path).chat_template == expected
     (tmp_path / "chat_template.jinja").write_text("J")
     assert from_folder(tmp_path).chat_template == "J"
@@ -307,7 +367,12 @@ def test_templates_of_a_folder(trained: Tokenizer, tmp_path: Path) -> None:
 def test_lengths_in_a_file_do_not_cut_text(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path)
     spec = json.loads((tmp_path / "tokenizer.json").read_text())
-    spec["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    spec["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     assert from_folder(tmp_path).encode(CORPUS[0]) == trained.encode(CORPUS[0])
 
@@ -316,15 +381,46 @@ def test_lengths_in_a_file_do_not_cut_text(trained: Tokenizer, tmp_path: Path) -
 
 
 def test_known_pre_tokenizers() -> None:
-    """How each kind cuts `text` into words; smollm and default agree with what llama.cpp's rules say."""
+    """How each kind cuts `text` into words; smollm and default agree with what llama.cpp's rules
+    say."""
     text = "Don't  add 12345²\n\n ok!="
     expected = {
         "default": ["Don", "'", "t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
         "gpt-2": ["Don", "'t", " ", " add", " 12345²", "\n\n", " ok", "!="],
-        "smollm": ["Don", "'t", " ", " add", " ", "1", "2", "3", "4", "5", "²", "\n\n", " ok", "!="],
+        "smollm": [
+            "Don",
+            "'t",
+            " ",
+            " add",
+            " ",
+            "1",
+            "2",
+            "3",
+            "4",
+            "5",
+            "²",
+            "\n\n",
+            " ok",
+            "!=",
+        ],
         "llama-bpe": ["Don", "'t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
         "qwen2": ["Don", "'t", " ", " add", " ", "1", "2", "3", "4", "5", "²", "\n\n", " ok", "!="],
-        "tekken": ["Don", "'t", " ", " add", " ", "1", "2", "3", "4", "5", "²", "\n\n", " ok", "!="],
+        "tekken": [
+            "Don",
+            "'t",
+            " ",
+            " add",
+            " ",
+            "1",
+            "2",
+            "3",
+            "4",
+            "5",
+            "²",
+            "\n\n",
+            " ok",
+            "!=",
+        ],
     }
     expected["starcoder"], expected["deepseek-r1-qwen"] = expected["smollm"], expected["qwen2"]
     for pre in WORDS:
@@ -336,9 +432,19 @@ def test_known_pre_tokenizers() -> None:
 def byte_level_from(pre: str | None, **more: Any) -> Tokenizer:
     tokens = [*BYTE_TO_CHAR, "Ġt", "th", "the", "<s>", "</s>", "<think>"]
     types = [TokenType.NORMAL] * 259 + [TokenType.CONTROL] * 2 + [TokenType.USER_DEFINED]
-    keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": ["Ġ t", "t h", "th e"]}
+    keys = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": types,
+        "merges": ["Ġ t", "t h", "th e"],
+    }
     keys |= {"bos_token_id": 259, "eos_token_id": 260, **more}
-    return from_gguf(Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}))
+    return from_gguf(
+        Metadata(
+            {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
+        )
+    )
 
 
 def test_bos_is_added_where_the_kind_or_the_file_says_so() -> None:
@@ -346,14 +452,23 @@ def test_bos_is_added_where_the_kind_or_the_file_says_so() -> None:
     assert byte_level_from("gpt-2").encode("hi", special_tokens=True) == plain
     assert byte_level_from(None).encode("hi", special_tokens=True) == plain
     assert byte_level_from("llama-bpe").encode("hi", special_tokens=True) == [259, *plain]
-    assert byte_level_from("llama-bpe", add_bos_token=False).encode("hi", special_tokens=True) == plain
-    assert byte_level_from("qwen2", add_bos_token=True, add_eos_token=True).encode("hi", True) == [259, *plain, 260]
+    assert (
+        byte_level_from("llama-bpe", add_bos_token=False).encode("hi", special_tokens=True) == plain
+    )
+    assert byte_level_from("qwen2", add_bos_token=True, add_eos_token=True).encode("hi", True) == [
+        259,
+        *plain,
+        260,
+    ]
     assert byte_level_from("llama-bpe").encode("hi") == plain
 
 
 def test_end_tokens_of_a_gguf_file() -> None:
     assert byte_level_from("gpt-2").eos_ids == {260}
-    assert byte_level_from("gpt-2", eos_token_id=259).eos_ids == {259, 260}  # `</s>` is a control token
+    assert byte_level_from("gpt-2", eos_token_id=259).eos_ids == {
+        259,
+        260,
+    }  # `</s>` is a control token
     assert byte_level_from("gpt-2", eot_token_id=261).eos_ids == {260, 261}
 
 
@@ -364,7 +479,8 @@ def test_user_defined_tokens_are_whole_and_shown() -> None:
 
 
 def test_qwen2_saved_is_qwen2_in_transformers(tmp_path: Path) -> None:
-    """Beside a config of model type qwen2 transformers builds its own class, whatever tokenizer.json says."""
+    """Beside a config of model type qwen2 transformers builds its own class, whatever
+    tokenizer.json says."""
     ours = byte_level_from("qwen2")
     ours.save(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
@@ -381,9 +497,15 @@ def test_unicode_is_composed_for_qwen2_only() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model": "wordlevel"}, "unknown GGUF tokenizer 'wordlevel'; the known ones are gpt2, llama"),
+        (
+            {"model": "wordlevel"},
+            "unknown GGUF tokenizer 'wordlevel'; the known ones are gpt2, llama",
+        ),
         ({"model": None}, "holds no tokenizer"),
-        ({"pre": "mystery"}, "unknown pre-tokenizer 'mystery'; the known ones are .*llama-bpe, qwen2, smollm"),
+        (
+            {"pre": "mystery"},
+            "unknown pre-tokenizer 'mystery'; the known ones are .*llama-bpe, qwen2, smollm",
+        ),
         ({"merges": None}, "has no merges"),
         ({"merges": ["ab"]}, "'ab' is not a merge"),
         ({"merges": ["zz zz"]}, "merges do not fit"),
@@ -410,7 +532,8 @@ def test_gguf_faults_are_sentences(change: dict[str, Any], sentence: str) -> Non
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> tuple[Tokenizer, Any]:
-    """A small SentencePiece model and our tokenizer from the GGUF metadata that llama.cpp writes for such a model."""
+    """A small SentencePiece model and our tokenizer from the GGUF metadata that llama.cpp writes
+    for such a model."""
     package = pytest.importorskip("sentencepiece")
     model = bytearray()
 
@@ -419,25 +542,51 @@ def sentencepiece() -> tuple[Tokenizer, Any]:
 
     package.SentencePieceTrainer.train(
         sentence_iterator=(line for text in CORPUS for line in text.splitlines() if line.strip()),
-        model_writer=Sink(), model_type="bpe", vocab_size=800, byte_fallback=True, minloglevel=2, num_threads=1,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, user_defined_symbols=["<think>"],
-    )  # fmt: skip
+        model_writer=Sink(),
+        model_type="bpe",
+        vocab_size=800,
+        byte_fallback=True,
+        minloglevel=2,
+        num_threads=1,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["<think>"],
+    )
     processor = package.SentencePieceProcessor(model_proto=bytes(model))
     ids = range(processor.vocab_size())
-    kinds = {TokenType.UNKNOWN: processor.is_unknown, TokenType.CONTROL: processor.is_control,
-             TokenType.BYTE: processor.is_byte, TokenType.UNUSED: processor.is_unused}  # fmt: skip
-    types = [next((kind for kind, holds in kinds.items() if holds(index)), TokenType.NORMAL) for index in ids]
+    kinds = {
+        TokenType.UNKNOWN: processor.is_unknown,
+        TokenType.CONTROL: processor.is_control,
+        TokenType.BYTE: processor.is_byte,
+        TokenType.UNUSED: processor.is_unused,
+    }
+    types = [
+        next((kind for kind, holds in kinds.items() if holds(index)), TokenType.NORMAL)
+        for index in ids
+    ]
     types[processor.piece_to_id("<think>")] = TokenType.USER_DEFINED
-    keys = {"model": "llama", "tokens": processor.id_to_piece(list(ids)), "token_type": types,
-            "scores": [processor.get_score(index) for index in ids], "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-    return from_gguf(Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items()})), processor
+    keys = {
+        "model": "llama",
+        "tokens": processor.id_to_piece(list(ids)),
+        "token_type": types,
+        "scores": [processor.get_score(index) for index in ids],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return from_gguf(
+        Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    ), processor
 
 
 @given(text=TEXTS, source=st.sampled_from(CORPUS), start=st.integers(0, 1000))
 @settings(max_examples=150)
-def test_sentencepiece_ids(sentencepiece: tuple[Tokenizer, Any], text: str, source: str, start: int) -> None:
+def test_sentencepiece_ids(
+    sentencepiece: tuple[Tokenizer, Any], text: str, source: str, start: int
+) -> None:
     ours, processor = sentencepiece
-    text = (source[start : start + 60] + text).replace("\x00", "").replace("▁", "")  # characters that it changes itself
+    text = (
+        (source[start : start + 60] + text).replace("\x00", "").replace("▁", "")
+    )  # characters that it changes itself
     ids = ours.encode(text)
     assert ids == processor.encode(text)
     assert ours.decode(ids) == processor.decode(ids) == text
@@ -446,13 +595,41 @@ def test_sentencepiece_ids(sentencepiece: tuple[Tokenizer, Any], text: str, sour
 
 def test_sentencepiece_scores_decide() -> None:
     """Naive reading of the definition, by hand: join the neighbours whose union scores highest."""
-    tokens = ["<unk>", "<s>", "</s>", "<0xC3>", "<0xA9>", "▁", "a", "b", "c", "ab", "bc", "abc", "▁a"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<0xC3>",
+        "<0xA9>",
+        "▁",
+        "a",
+        "b",
+        "c",
+        "ab",
+        "bc",
+        "abc",
+        "▁a",
+    ]
     scores = [0.0] * 5 + [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -4.0]
-    types = [TokenType.UNKNOWN] + [TokenType.CONTROL] * 2 + [TokenType.BYTE] * 2 + [TokenType.NORMAL] * 8
-    keys = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": types, "unknown_token_id": 0}
+    types = (
+        [TokenType.UNKNOWN]
+        + [TokenType.CONTROL] * 2
+        + [TokenType.BYTE] * 2
+        + [TokenType.NORMAL] * 8
+    )
+    keys = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": scores,
+        "token_type": types,
+        "unknown_token_id": 0,
+    }
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     tokenizer = from_gguf(Metadata(metadata))
-    assert tokenizer.encode("abc") == [5, 11]  # ▁ abc: bc (-1) is joined before ab (-2), then a+bc (-3) before ▁a (-4)
+    assert tokenizer.encode("abc") == [
+        5,
+        11,
+    ]  # ▁ abc: bc (-1) is joined before ab (-2), then a+bc (-3) before ▁a (-4)
     assert tokenizer.encode("aé d") == [12, 3, 4, 5, 0]  # é in bytes, d in none
     assert tokenizer.decode([12, 3, 4, 5, 6]) == "aé a"
     bare = from_gguf(Metadata({**metadata, "tokenizer.ggml.add_space_prefix": False}))
@@ -520,7 +697,10 @@ def test_half_a_surrogate_pair_is_refused(trained: Tokenizer) -> None:
         ({"tokenizer.json": "{"}, "is not a tokenizer that can be read"),
         ({"tokenizer.json": "{}"}, "is not a tokenizer that can be read"),
         ({"vocab.json": "{", "merges.txt": ""}, "is not valid JSON"),
-        ({"vocab.json": "[]", "merges.txt": ""}, "should hold one JSON object, but it holds a list"),
+        (
+            {"vocab.json": "[]", "merges.txt": ""},
+            "should hold one JSON object, but it holds a list",
+        ),
         ({"vocab.json": '{"a": 0}', "merges.txt": "b c"}, "merges do not fit"),
         (
             {
@@ -549,7 +729,10 @@ def test_folder_faults_are_sentences(tmp_path: Path, files: dict[str, str], sent
         ("tokenizer_config.json", {"chat_template": 5}),
         ("tokenizer_config.json", {"chat_template": [{"name": "x"}]}),
         ("tokenizer_config.json", {"chat_template": ["x"]}),
-        ("tokenizer_config.json", {"chat_template": [{"name": "x", "template": None}, {"name": []}]}),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": "x", "template": None}, {"name": []}]},
+        ),
         ("generation_config.json", {"eos_token_id": {"a": 1}}),
         ("generation_config.json", {"eos_token_id": [[1]]}),
         ("generation_config.json", {"eos_token_id": -1}),
@@ -559,7 +742,9 @@ def test_folder_faults_are_sentences(tmp_path: Path, files: dict[str, str], sent
         ("config.json", {"eos_token_id": True}),
     ],
 )
-def test_a_value_of_another_type_is_named(trained: Tokenizer, tmp_path: Path, file: str, change: Any) -> None:
+def test_a_value_of_another_type_is_named(
+    trained: Tokenizer, tmp_path: Path, file: str, change: Any
+) -> None:
     trained.save(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / file).write_text(json.dumps(change))
@@ -583,7 +768,9 @@ def test_a_value_of_another_type_is_named(trained: Tokenizer, tmp_path: Path, fi
         ("chat_template.jinja", b"\xff"),
     ],
 )
-def test_a_broken_file_of_an_old_folder_is_named(trained: Tokenizer, tmp_path: Path, file: str, content: bytes) -> None:
+def test_a_broken_file_of_an_old_folder_is_named(
+    trained: Tokenizer, tmp_path: Path, file: str, content: bytes
+) -> None:
     write_merges(trained, tmp_path)
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError) as caught:
@@ -611,4 +798,6 @@ def test_path_faults_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_text("x")
     with pytest.raises(ValueError, match=r"neither a folder nor a \.gguf file"):
         load_tokenizer(tmp_path / "file.bin")
-    assert from_gguf(read_gguf(smollm2_gguf())).vocab_size == load_tokenizer(smollm2_gguf()).vocab_size
+    assert (
+        from_gguf(read_gguf(smollm2_gguf())).vocab_size == load_tokenizer(smollm2_gguf()).vocab_size
+    )

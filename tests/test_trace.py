@@ -1,5 +1,5 @@
-"""What a run writes down of a step: all of it, in order, and as a timeline what a clock would have said. And runs by a
-schedule of their own."""
+"""What a run writes down of a step: all of it, in order, and as a timeline what a clock would have
+said. And runs by a schedule of their own."""
 
 import json
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from ranks import Ranks
 from shardwise.cli import main
 from shardwise.layout import Layout, Schedule
 from shardwise.parallel.launch import Place
-from shardwise.parallel.schedule import Action
-from shardwise.parallel.schedules import pipeline_table
-from shardwise.parallel.table import Table, needed
-from shardwise.parallel.table_csv import csv_text
+from shardwise.parallel.pipeline.actions import Action
+from shardwise.parallel.pipeline.schedules import pipeline_table
+from shardwise.parallel.pipeline.table import Table, needed
+from shardwise.parallel.pipeline.table_csv import csv_text
+from shardwise.plan.measured import Event, Traced, mean_seconds, measured_timeline, read_trace
 from shardwise.plan.simulate import Timeline, simulate
 from shardwise.plan.step import step_table
-from shardwise.plan.trace import Event, Traced, mean_seconds, measured_timeline, read_trace
 from shardwise.train import loop
-from shardwise.train.check import check_run
 from shardwise.train.settings import Settings
+from shardwise.train.validate import check_run
 from tiny_training import build_data, tiny_settings
 
 CPU = torch.device("cpu")
@@ -46,39 +46,64 @@ def trained(ranks: Ranks, data: Path, run: Path, layout: str, **changes: Any) ->
     """The folder of a run of three steps."""
     run.mkdir(exist_ok=True)
     changes = {"steps": 3, "eval_every": 0, "save_every": 0, "num_layers": 5} | changes
-    ranks.run(Layout.parse(layout).world_size, train_on, tiny_settings(data, run, layout=layout, **changes))
+    ranks.run(
+        Layout.parse(layout).world_size,
+        train_on,
+        tiny_settings(data, run, layout=layout, **changes),
+    )
     return run
 
 
-# -- events to a timeline -----------------------------------------------------------------------------------
+# -- events to a timeline
+# -----------------------------------------------------------------------------------
 
 
 def as_events(timeline: Timeline, layout: Layout) -> Iterator[Event]:
-    """Each action in two pieces, the first of which begins when the rank is free and waits for the input."""
-    for rank, actions in zip(layout.ranks("pp", layout.coord(0)), timeline.table.ranks, strict=True):
+    """Each action in two pieces, the first of which begins when the rank is free and waits for the
+    input."""
+    for rank, actions in zip(
+        layout.ranks("pp", layout.coord(0)), timeline.table.ranks, strict=True
+    ):
         at = layout.coord(rank).pp
         free = 0.0
         for action, start, end in zip(actions, timeline.starts[at], timeline.ends[at], strict=True):
             args = {"stage": action.stage, "microbatch": action.microbatch}
             half = (start + end) / 2
             for name, cat, begin, stop in (
-                ("first", action.kind, free, half), ("wait pp", "wait", free, start), ("last", action.kind, half, end),
+                ("first", action.kind, free, half),
+                ("wait pp", "wait", free, start),
+                ("last", action.kind, half, end),
                 ("wait tp", "wait", half, end),
-            ):  # fmt: skip
-                yield {"name": name, "cat": cat, "ph": "X", "ts": 1e6 * begin, "dur": 1e6 * (stop - begin), "pid": rank,
-                       "tid": 0, "args": args}  # fmt: skip
+            ):
+                yield {
+                    "name": name,
+                    "cat": cat,
+                    "ph": "X",
+                    "ts": 1e6 * begin,
+                    "dur": 1e6 * (stop - begin),
+                    "pid": rank,
+                    "tid": 0,
+                    "args": args,
+                }
             free = end
 
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([name for name in get_args(Schedule) if name != "zb-h2"]), st.integers(2, 5), st.integers(1, 3),
-    st.integers(1, 3), st.integers(1, 2), st.floats(0.1, 4), st.floats(0.1, 4), st.randoms(use_true_random=False),
-)  # fmt: skip
+    st.sampled_from([name for name in get_args(Schedule) if name != "zb-h2"]),
+    st.integers(2, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.floats(0.1, 4),
+    st.floats(0.1, 4),
+    st.randoms(use_true_random=False),
+)
 def test_a_trace_is_read_as_the_clock_had_it(
     name: Any, p: int, k: int, dp: int, tp: int, tf: float, tb: float, random: Any
 ) -> None:
-    """Whatever else there is between, in whatever order the file has it, and on ranks of other pipelines."""
+    """Whatever else there is between, in whatever order the file has it, and on ranks of other
+    pipelines."""
     chunks = 2 if name == "interleaved" else 1
     table = pipeline_table(name, p, p * k, chunks)
     seconds = {"F": tf, "B": 2 * tb, "I": tb, "W": tb}
@@ -87,7 +112,10 @@ def test_a_trace_is_read_as_the_clock_had_it(
     events = list(as_events(timeline, layout))
     first = set(layout.ranks("pp", layout.coord(0)))
     events += [
-        {**event, "pid": other} for event in events[:9] for other in range(layout.world_size) if other not in first
+        {**event, "pid": other}
+        for event in events[:9]
+        for other in range(layout.world_size)
+        if other not in first
     ]
     random.shuffle(events)
     found = measured_timeline(events, layout)
@@ -100,42 +128,66 @@ def test_a_trace_is_read_as_the_clock_had_it(
 
 
 def test_what_varies_is_predicted_by_its_mean() -> None:
-    """Of the same kind and stage: forwards of 1 and 3 count 2 each; the stage beside it has times of its own."""
+    """Of the same kind and stage: forwards of 1 and 3 count 2 each; the stage beside it has times
+    of its own."""
     forwards = (Action("F", 0, 0), Action("F", 0, 1)), (Action("F", 1, 0), Action("F", 1, 1))
-    timeline = Timeline(Table(forwards, (0, 1), 2), ((0.0, 1.0), (1.0, 5.0)), ((1.0, 4.0), (5.0, 5.5)), 4.5)
+    timeline = Timeline(
+        Table(forwards, (0, 1), 2), ((0.0, 1.0), (1.0, 5.0)), ((1.0, 4.0), (5.0, 5.5)), 4.5
+    )
     seconds = mean_seconds(timeline)
     assert [seconds(Action("F", stage, 0)) for stage in (0, 1)] == pytest.approx([2.0, 2.25])
 
 
-# -- real steps ---------------------------------------------------------------------------------------------
+# -- real steps
+# ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("short", ["pp2.zb-h1.m4", "pp2.interleaved.v2.m2", "dp2.pp2.z3.1f1b.m2.rc-full", "dp2.z1"])
-def test_a_run_writes_down_what_every_rank_did(ranks: Ranks, data: Path, tmp_path: Path, short: str) -> None:
-    """Each action of its table once and in order, one after another; what is waited for inside of what waits for it;
-    and nobody begins before what it needs has ended."""
+@pytest.mark.parametrize(
+    "short", ["pp2.zb-h1.m4", "pp2.interleaved.v2.m2", "dp2.pp2.z3.1f1b.m2.rc-full", "dp2.z1"]
+)
+def test_a_run_writes_down_what_every_rank_did(
+    ranks: Ranks, data: Path, tmp_path: Path, short: str
+) -> None:
+    """Each action of its table once and in order, one after another; what is waited for inside of
+    what waits for it; and nobody begins before what it needs has ended."""
     layout = Layout.parse(short)
     run = trained(ranks, data, tmp_path / "run", short)
     path = run / "trace" / "step-3.json"
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     config = check_run(tiny_settings(data, run, layout=short, num_layers=5)).config
     for rank in range(layout.world_size):
-        mine = [event for event in events if event["pid"] == rank and event["cat"] not in ("wait", "step")]
+        mine = [
+            event
+            for event in events
+            if event["pid"] == rank and event["cat"] not in ("wait", "step")
+        ]
         table = step_table(config, layout, layout.coord(rank).pp, layout.microbatches)
-        assert [event["name"] for event in mine] == [f"{a.kind}{a.microbatch} {a.piece or a.unit}" for a in table]
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in pairwise(mine)), "rounded to 0.1 microseconds"
-        steps = [event["name"] for event in events if event["pid"] == rank and event["cat"] == "step"]
+        assert [event["name"] for event in mine] == [
+            f"{a.kind}{a.microbatch} {a.piece or a.unit}" for a in table
+        ]
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in pairwise(mine)), (
+            "rounded to 0.1 microseconds"
+        )
+        steps = [
+            event["name"] for event in events if event["pid"] == rank and event["cat"] == "step"
+        ]
         assert steps == ["finish", "clip", "optimizer"]
     assert {event["name"] for event in events if event["cat"] == "wait"} >= {"wait world"}
     if layout.pp > 1:
         check_timeline(read_trace(path))
         assert len(ElementTree.parse(path.with_suffix(".svg")).getroot()) > 5
-    assert sorted(each.name for each in path.parent.iterdir()) == ["step-3.json", "step-3.svg"][: 1 + (layout.pp > 1)]
+    assert (
+        sorted(each.name for each in path.parent.iterdir())
+        == ["step-3.json", "step-3.svg"][: 1 + (layout.pp > 1)]
+    )
 
 
 def check_timeline(traced: Traced) -> None:
-    timeline, ended = traced.measured, dict[Any, float]()
-    table = pipeline_table(traced.layout.schedule, traced.layout.pp, traced.layout.microbatches, traced.layout.chunks)  # type: ignore[arg-type]
+    timeline = traced.measured
+    ended = dict[Any, float]()
+    table = pipeline_table(
+        traced.layout.schedule, traced.layout.pp, traced.layout.microbatches, traced.layout.chunks
+    )  # type: ignore[arg-type]
     assert timeline.table == table
     for actions, ends in zip(table.ranks, timeline.ends, strict=True):
         for action, end in zip(actions, ends, strict=True):
@@ -149,7 +201,9 @@ def check_timeline(traced: Traced) -> None:
         assert 0 <= each.bubble_fraction < 1 and each.work <= each.span + 1e-9
 
 
-def test_the_command_shows_a_run(ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_a_run(
+    ranks: Ranks, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = trained(ranks, data, tmp_path / "run", "pp2.1f1b.m4", steps=4)
     traced = read_trace(run / "trace" / "step-3.json")
     assert main(["schedule", str(run), "--json", "--svg", str(tmp_path / "a.svg")]) == 0
@@ -159,7 +213,10 @@ def test_the_command_shows_a_run(ranks: Ranks, data: Path, tmp_path: Path, capsy
         assert told[name]["bubble_fraction"] == timeline.bubble_fraction
         assert told[name]["makespan"] == timeline.makespan
         assert told[name]["actions"][1][:3] == ["1F0", "1B0", "1F1"]
-    texts = [each.text or "" for each in ElementTree.parse(tmp_path / "a.svg").iter("{http://www.w3.org/2000/svg}text")]
+    texts = [
+        each.text or ""
+        for each in ElementTree.parse(tmp_path / "a.svg").iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert sum(text.startswith(("measured", "simulated")) for text in texts) == 2
     assert main(["schedule", str(run / "trace" / "step-3.json")]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -182,15 +239,24 @@ def test_a_step_that_is_not_asked_for_or_cannot_be_written_is_no_reason_to_stop(
 def train_on_disks_of_their_own(rank: int, world: int, settings: Settings) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr("shardwise.train.trace.part_of", lambda path, rank: path.with_name(f"elsewhere-{rank}"))
+            patch.setattr(
+                "shardwise.train.trace_writer.part_of",
+                lambda path, rank: path.with_name(f"elsewhere-{rank}"),
+            )
         train_on(rank, world, settings)
 
 
-def test_ranks_that_see_not_each_others_disks_train_all_the_same(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_ranks_that_see_not_each_others_disks_train_all_the_same(
+    ranks: Ranks, data: Path, tmp_path: Path
+) -> None:
     """The first rank has the actions of its own stage, of which no picture can be made."""
-    ranks.run(2, train_on_disks_of_their_own, tiny_settings(
-        data, tmp_path, layout="pp2.1f1b.m4", steps=4, eval_every=0, save_every=0, num_layers=5
-    ))  # fmt: skip
+    ranks.run(
+        2,
+        train_on_disks_of_their_own,
+        tiny_settings(
+            data, tmp_path, layout="pp2.1f1b.m4", steps=4, eval_every=0, save_every=0, num_layers=5
+        ),
+    )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     with pytest.raises(ValueError, match="no actions of some stages"):
         read_trace(tmp_path / "trace" / "step-3.json")
@@ -202,8 +268,12 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [], "otherData": {"layout": "pp2", "step": 1}}'])
-def test_a_file_that_is_no_trace_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"traceEvents": [], "otherData": {"layout": "pp2", "step": 1}}']
+)
+def test_a_file_that_is_no_trace_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     (tmp_path / "empty").mkdir()
     for path in (write(tmp_path / "a.json", text), tmp_path / "empty"):
         assert main(["schedule", str(path)]) == 2
@@ -211,7 +281,8 @@ def test_a_file_that_is_no_trace_is_told_so(tmp_path: Path, capsys: pytest.Captu
         assert err.count("\n") == 1 and "trace" in err
 
 
-# -- a schedule of one's own --------------------------------------------------------------------------------
+# -- a schedule of one's own
+# --------------------------------------------------------------------------------
 
 
 def losses(run: Path) -> list[tuple[float, float]]:
@@ -227,8 +298,11 @@ OWN = {  # by the layout whose sizes it has
 
 
 @pytest.mark.parametrize("short", OWN)
-def test_a_run_takes_a_schedule_of_ones_own(ranks: Ranks, data: Path, tmp_path: Path, short: str) -> None:
-    """Which is executed, and computes what the layout's does: to the last bit but where Ws come in another order."""
+def test_a_run_takes_a_schedule_of_ones_own(
+    ranks: Ranks, data: Path, tmp_path: Path, short: str
+) -> None:
+    """Which is executed, and computes what the layout's does: to the last bit but where Ws come in
+    another order."""
     path = write(tmp_path / "own.csv", OWN[short])
     run = trained(ranks, data, tmp_path / "run", short, pipeline_table=str(path))
     usual = trained(ranks, data, tmp_path / "usual", short)
@@ -236,7 +310,9 @@ def test_a_run_takes_a_schedule_of_ones_own(ranks: Ranks, data: Path, tmp_path: 
         assert found == pytest.approx(wanted, rel=1e-6)
     told = [cell for line in OWN[short].splitlines() for cell in line.split(",") if cell]
     done = [
-        str(action) for actions in read_trace(run / "trace" / "step-3.json").measured.table.ranks for action in actions
+        str(action)
+        for actions in read_trace(run / "trace" / "step-3.json").measured.table.ranks
+        for action in actions
     ]
     assert done == told
 
@@ -246,15 +322,28 @@ def test_a_run_takes_a_schedule_of_ones_own(ranks: Ranks, data: Path, tmp_path: 
     [
         ("pp2.1f1b.m2", "0F0,0B0\n1F0,1B0\n", "has 1 micro-batches, but layout pp2.1f1b.m2 2"),
         ("pp2.1f1b.m1", "0F0,0B0\n1F0,1B0\n2F0,2B0\n", "has 3 ranks, but layout pp2.1f1b 2"),
-        ("pp2.1f1b.m1", "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n", "has 4 stages, but layout pp2.1f1b 2"),
-        ("pp2.interleaved.v2.m2", "0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,3F0,2F1,3F1,3B0,2B0,3B1,2B1\n",
-         "stages on ranks (0, 0, 1, 1); training has them on (0, 1, 0, 1)"),
+        (
+            "pp2.1f1b.m1",
+            "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n",
+            "has 4 stages, but layout pp2.1f1b 2",
+        ),
+        (
+            "pp2.interleaved.v2.m2",
+            "0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,3F0,2F1,3F1,3B0,2B0,3B1,2B1\n",
+            "stages on ranks (0, 0, 1, 1); training has them on (0, 1, 0, 1)",
+        ),
         ("pp2.1f1b.m1", "0F0,0B0\n1B0,1F0\n", "1B0 is before 1F0"),
         ("dp1", "0F0,0B0\n1F0,1B0\n", "has 2 ranks, but layout dp1 1"),
     ],
-)  # fmt: skip
-def test_a_schedule_that_does_not_suit_is_refused(data: Path, tmp_path: Path, short: str, text: str, said: str) -> None:
+)
+def test_a_schedule_that_does_not_suit_is_refused(
+    data: Path, tmp_path: Path, short: str, text: str, said: str
+) -> None:
     path = write(tmp_path / "own.csv", text)
     with pytest.raises(ValueError) as refused:
-        check_run(tiny_settings(data, tmp_path / "run", layout=short, pipeline_table=str(path), num_layers=5))
+        check_run(
+            tiny_settings(
+                data, tmp_path / "run", layout=short, pipeline_table=str(path), num_layers=5
+            )
+        )
     assert said in str(refused.value)

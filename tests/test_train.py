@@ -1,4 +1,5 @@
-"""`shardwise train` as its users start, stop and break it: real processes where processes matter, else in this one."""
+"""`shardwise train` as its users start, stop and break it: real processes where processes matter,
+else in this one."""
 
 import contextlib
 import fcntl
@@ -20,27 +21,30 @@ import pytest
 import torch
 
 from ranks import Ranks
-from shardwise.catalogue import CATALOGUE
 from shardwise.cli import main
+from shardwise.formats.catalogue import CATALOGUE
+from shardwise.formats.run_checkpoint import list_checkpoints
 from shardwise.layout import Layout
-from shardwise.model.checkpoint import list_checkpoints
 from shardwise.parallel.launch import Place, RankFailed, run_ranks
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs, num_params, units
 from shardwise.plan.traffic import comm_bytes
 from shardwise.train import loop
 from shardwise.train import metrics as telling
-from shardwise.train.check import check_run
 from shardwise.train.metrics import Metrics, StepMetrics
 from shardwise.train.run import locked
 from shardwise.train.settings import ModelSettings, Settings, read_settings, shaped, to_toml
+from shardwise.train.validate import check_run
 from tiny_training import build_data, tiny_settings, write_source
 
 DEADLINE_S = 90.0
 LOOK_S = 0.05
 STEPS = 150
 SIZES = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_positions")
-GIVEN = [word for key in SIZES for word in ("--set", f"model.{key}=0")] + ["--set", "model.weights=given"]
+GIVEN = [word for key in SIZES for word in ("--set", f"model.{key}=0")] + [
+    "--set",
+    "model.weights=given",
+]
 TIMED = ("tokens_per_s", "mfu", "peak_bytes", "comm_bytes")
 LAUNCHED = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 
@@ -48,8 +52,11 @@ LAUNCHED = {key: value for key, value in os.environ.items() if key not in ("RANK
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    source, made = str(write_source(folder)), folder / "data"
-    assert main(["data", "build", source, str(made), "--tokenizer", "bytes", "--held-out", "0.1"]) == 0
+    source = str(write_source(folder))
+    made = folder / "data"
+    assert (
+        main(["data", "build", source, str(made), "--tokenizer", "bytes", "--held-out", "0.1"]) == 0
+    )
     return made
 
 
@@ -72,17 +79,24 @@ def last_state(run: Path) -> bytes:
     return (list_checkpoints(run / "checkpoints")[-1] / "rank-00000.safetensors").read_bytes()
 
 
-# -- processes ----------------------------------------------------------------------------------------------
+# -- processes
+# ----------------------------------------------------------------------------------------------
 
 
 class Training:
     """A command under way in a session of its own, as a terminal has it, ended with the block."""
 
-    def __init__(self, *args: str, command: tuple[str, ...] = (sys.executable, "-m", "shardwise", "train")) -> None:
+    def __init__(
+        self, *args: str, command: tuple[str, ...] = (sys.executable, "-m", "shardwise", "train")
+    ) -> None:
         self.process = subprocess.Popen(
-            [*command, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            [*command, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
             env=LAUNCHED,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> "Training":
         return self
@@ -98,7 +112,9 @@ class Training:
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 try:
-                    state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                    state, _, _, session = (
+                        (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                    )
                 except OSError:
                     continue
                 if int(session) == self.process.pid and state != "Z":
@@ -123,12 +139,16 @@ class Training:
         while not true():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(LOOK_S)
-                pytest.fail(f"ended with {self.process.returncode} before {what}: {self.process.communicate()[1]}")
+                pytest.fail(
+                    f"ended with {self.process.returncode} before {what}: {self.process.communicate()[1]}"
+                )
             assert time.monotonic() < deadline, f"never {what}"
 
     def wait_for_step(self, run: Path, step: int) -> None:
         path = run / "metrics.jsonl"
-        self.wait_until(lambda: path.exists() and f'"step": {step}, "loss"' in path.read_text(), f"step {step}")
+        self.wait_until(
+            lambda: path.exists() and f'"step": {step}, "loss"' in path.read_text(), f"step {step}"
+        )
 
     def interrupt(self) -> None:
         """Ctrl-C in a terminal: every process of the foreground gets it."""
@@ -144,14 +164,19 @@ class Training:
 
 def ended(pid: int) -> bool:
     """Whether that process, of others, ends in time."""
-    with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", buffering=0) as process:
+    with (
+        contextlib.suppress(ProcessLookupError),
+        open(os.pidfd_open(pid), "rb", buffering=0) as process,
+    ):
         return bool(select.select([process], (), (), DEADLINE_S)[0])
     return True
 
 
 def is_pending(pid: int, number: signal.Signals) -> bool:
     """Whether a process, which is stopped, has that signal before it."""
-    (pending,) = re.findall(r"^ShdPnd:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    (pending,) = re.findall(
+        r"^ShdPnd:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
     return bool(int(pending, 16) >> number - 1 & 1)
 
 
@@ -162,7 +187,9 @@ def told_lines(err: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str]]:
+def straight(
+    data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, str, str]]:
     """A run on two ranks from its first step to its last: its folder, stdout and stderr."""
     folder = tmp_path_factory.mktemp("straight")
     path = config_file(folder, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0)
@@ -176,9 +203,14 @@ def test_two_ranks_train_and_tell(straight: tuple[Path, str, str]) -> None:
     run, out, err = straight
     answer = json.loads(out)
     assert answer | {"loss": 0, "held_out_loss": 0} == {
-        "run": str(run), "step": STEPS, "loss": 0, "held_out_loss": 0, "stopped": None, "diverged": None,
+        "run": str(run),
+        "step": STEPS,
+        "loss": 0,
+        "held_out_loss": 0,
+        "stopped": None,
+        "diverged": None,
         "unsaved": None,
-    }  # fmt: skip
+    }
     assert told_lines(err) == [], "nothing stray on stderr"
     assert err.splitlines().count("kernels: torch") == 1, "in fp32, told once"
     assert read_settings(run / "config.toml").run.layout == "dp2"
@@ -190,13 +222,17 @@ def test_two_ranks_train_and_tell(straight: tuple[Path, str, str]) -> None:
     assert answer["loss"] == steps[-1]["loss"] < steps[0]["loss"] - 1.5
     assert answer["held_out_loss"] == held_out[150] < held_out[50] < held_out[0] - 1.0
     config = check_run(read_settings(run / "config.toml")).config
-    padded = sum(Layout(dp=2).padded(num_params(owned)) for owned in units(model_specs(config)).values())
+    padded = sum(
+        Layout(dp=2).padded(num_params(owned)) for owned in units(model_specs(config)).values()
+    )
     sent = 4 * padded  # 2 S (n - 1) / n
     for row in steps:
         assert row.keys() == {field for field in StepMetrics.__dataclass_fields__}
         assert row["tokens"] == row["step"] * 4 * 16
         assert row["tokens_per_s"] > 0 and 0 < row["mfu"] < 1 and row["grad_norm"] > 0
-        assert len(row["peak_bytes"]) == 2 and min(row["peak_bytes"]) > 50e6, "resident bytes of two processes"
+        assert len(row["peak_bytes"]) == 2 and min(row["peak_bytes"]) > 50e6, (
+            "resident bytes of two processes"
+        )
         assert row["comm_bytes"].keys() == {"dp", "tp", "pp", "cp", "control"}
         assert row["comm_bytes"]["dp"] == sent
     assert steps[0]["lr"] == pytest.approx(0.005) and steps[1]["lr"] == pytest.approx(0.01)
@@ -205,18 +241,22 @@ def test_two_ranks_train_and_tell(straight: tuple[Path, str, str]) -> None:
 def test_stopped_by_a_signal_it_goes_on_to_the_same_end(
     straight: tuple[Path, str, str], data: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM to the launcher alone, then Ctrl-C in the terminal: each saves and stops; the third part ends bit for bit
-    where the straight run ended."""
-    path, run = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0), tmp_path / "run"
+    """SIGTERM to the launcher alone, then Ctrl-C in the terminal: each saves and stops; the third
+    part ends bit for bit where the straight run ended."""
+    path = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0)
+    run = tmp_path / "run"
     with Training(str(path)) as training:
         training.wait_for_step(run, 2)
         training.process.terminate()
         code, out, err = training.end()
     assert (code, out) == (143, ""), err
     (line,) = told_lines(err)
-    stop = re.fullmatch(rf"shardwise: stopped by SIGTERM after step (\d+); {run} is saved, `(.*)` goes on", line)
+    stop = re.fullmatch(
+        rf"shardwise: stopped by SIGTERM after step (\d+); {run} is saved, `(.*)` goes on", line
+    )
     assert stop, line
-    step, again = int(stop[1]), stop[2].split()
+    step = int(stop[1])
+    again = stop[2].split()
     assert list_checkpoints(run / "checkpoints")[-1].name == f"step-{step:08d}"
     assert again[:2] == ["shardwise", "train"]
     with Training(*again[2:], "--json") as training:
@@ -237,12 +277,23 @@ def test_stopped_by_a_signal_it_goes_on_to_the_same_end(
 def test_under_torchrun_it_joins_and_computes_the_same(
     straight: tuple[Path, str, str], data: Path, tmp_path: Path
 ) -> None:
-    path, run = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0), tmp_path / "run"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    path = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0)
+    run = tmp_path / "run"
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+    )
     with Training("shardwise", "train", str(path), "--json", command=torchrun) as training:
         code, out, err = training.end()
     assert code == 0, err
-    assert json.loads(out) == json.loads(straight[1]) | {"run": str(run)}, "the first rank answers, once"
+    assert json.loads(out) == json.loads(straight[1]) | {"run": str(run)}, (
+        "the first rank answers, once"
+    )
     assert untimed(run) == untimed(straight[0])
     assert last_state(run) == last_state(straight[0])
 
@@ -251,7 +302,8 @@ def test_a_killed_rank_is_named_and_the_run_can_go_on(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It dies before the first checkpoint, so what goes on starts anew, here on one rank."""
-    path, run = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0), tmp_path / "run"
+    path = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0)
+    run = tmp_path / "run"
     with Training(str(path), "--json") as training:
         training.wait_for_step(run, 2)
         victim = training.ranks()[1]
@@ -272,8 +324,10 @@ def test_a_killed_rank_is_named_and_the_run_can_go_on(
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(data: Path, tmp_path: Path) -> None:
-    """One rank sleeps and the other waits for it: the first Ctrl-C cannot save, the second ends all at once."""
-    path, run = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0), tmp_path / "run"
+    """One rank sleeps and the other waits for it: the first Ctrl-C cannot save, the second ends all
+    at once."""
+    path = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0)
+    run = tmp_path / "run"
     with Training(str(path)) as training:
         training.wait_for_step(run, 2)
         os.kill(training.ranks()[1], signal.SIGSTOP)
@@ -291,12 +345,18 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(data: Path, tmp_path: Path)
 
 def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path) -> None:
     """Its two ranks have nobody left to tell, and a terminal that fails when they write to it."""
-    path, run = config_file(tmp_path, data, layout="dp2", steps=10**6, save_every=0), tmp_path / "run"
+    path = config_file(tmp_path, data, layout="dp2", steps=10**6, save_every=0)
+    run = tmp_path / "run"
     ours, theirs = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", str(path)], stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), env=LAUNCHED,
-    )  # fmt: skip
+        [sys.executable, "-m", "shardwise", "train", str(path)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        env=LAUNCHED,
+    )
     os.close(theirs)
     try:
         shown = b""
@@ -306,13 +366,16 @@ def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path) -> None:
         os.close(ours)
     process.wait(DEADLINE_S)
     steps = [row["step"] for row in rows_of(run) if "loss" in row]
-    assert [checkpoint.name for checkpoint in list_checkpoints(run / "checkpoints")] == [f"step-{steps[-1]:08d}"]
+    assert [checkpoint.name for checkpoint in list_checkpoints(run / "checkpoints")] == [
+        f"step-{steps[-1]:08d}"
+    ]
 
 
 def test_a_signal_while_ranks_start_waits_until_they_can_save(data: Path, tmp_path: Path) -> None:
-    """Ctrl-C as soon as the first rank is there, while the others start and all import: no traceback, one step, a
-    checkpoint."""
-    path, run = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0), tmp_path / "run"
+    """Ctrl-C as soon as the first rank is there, while the others start and all import: no
+    traceback, one step, a checkpoint."""
+    path = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0)
+    run = tmp_path / "run"
     with Training(str(path)) as training:
         training.wait_until(training.ranks, "a rank")
         training.interrupt()
@@ -324,44 +387,61 @@ def test_a_signal_while_ranks_start_waits_until_they_can_save(data: Path, tmp_pa
 
 
 def train_on(rank: int, world: int, settings: Settings) -> None:
-    loop.train(Place(rank, world, torch.device("cpu")), settings, check_run(settings).config, None, 0)
+    loop.train(
+        Place(rank, world, torch.device("cpu")), settings, check_run(settings).config, None, 0
+    )
 
 
-@pytest.mark.parametrize(("layout", "kept"), [("dp2.z1", True), ("dp2.z2.m2", True), ("dp2.z3", False)])
+@pytest.mark.parametrize(
+    ("layout", "kept"), [("dp2.z1", True), ("dp2.z2.m2", True), ("dp2.z3", False)]
+)
 def test_a_row_says_what_its_step_or_its_evaluation_sent(
     ranks: Ranks, data: Path, tmp_path: Path, layout: str, kept: bool
 ) -> None:
-    """Neither counts what a checkpoint sends. The weights that an evaluation gathers stay whole in stages 1 and 2, so
-    the step after it gathers none: the two together send what one step does."""
+    """Neither counts what a checkpoint sends. The weights that an evaluation gathers stay whole in
+    stages 1 and 2, so the step after it gathers none: the two together send what one step does."""
     settings = tiny_settings(data, tmp_path, layout=layout, steps=7, eval_every=3, save_every=2)
     ranks.run(2, train_on, settings)
-    config, cut = check_run(settings).config, Layout.parse(layout)
+    config = check_run(settings).config
+    cut = Layout.parse(layout)
     planned = comm_bytes(config, cut, "fp32")["dp"]
-    gathered = 4 * sum(cut.padded(num_params(owned)) for owned in units(model_specs(config)).values()) // 2
+    gathered = (
+        4 * sum(cut.padded(num_params(owned)) for owned in units(model_specs(config)).values()) // 2
+    )
     rows = rows_of(tmp_path)
     steps = {row["step"]: row["comm_bytes"]["dp"] for row in rows if "loss" in row}
     held_out = {row["step"]: row["comm_bytes"]["dp"] for row in rows if "held_out_loss" in row}
     assert list(steps) == [1, 2, 3, 4, 5, 6, 7] and list(held_out) == [0, 3, 6, 7]
-    assert set(held_out.values()) == {gathered if kept else 2 * gathered}, "six sequences are two batches"
+    assert set(held_out.values()) == {gathered if kept else 2 * gathered}, (
+        "six sequences are two batches"
+    )
     for step, sent in steps.items():
         assert sent == planned - (held_out.get(step - 1, 0) if kept else 0), f"step {step}"
-    assert len({row["comm_bytes"]["control"] for row in rows if "loss" in row}) == 1, "every step agrees on as much"
+    assert len({row["comm_bytes"]["control"] for row in rows if "loss" in row}) == 1, (
+        "every step agrees on as much"
+    )
 
 
-# -- the launcher -------------------------------------------------------------------------------------------
+# -- the launcher
+# -------------------------------------------------------------------------------------------
 
 
 def fail_on_the_last(place: Place) -> None:
     mesh = make_mesh(Layout(dp=place.world_size), place.rank, place.device)
     if place.rank == place.world_size - 1:
-        raise ValueError(f"the last rank gives up: {torch.get_num_threads()} threads, {os.environ['MASTER_ADDR']}")
+        raise ValueError(
+            f"the last rank gives up: {torch.get_num_threads()} threads, {os.environ['MASTER_ADDR']}"
+        )
     mesh.world.barrier()
 
 
 def test_the_first_failure_comes_first_and_the_process_is_as_before() -> None:
-    """Rank 0 fails too, since rank 1 does not come to the barrier; it is not the one that is shown. Ranks share the
-    cores, and meet without the look-up of a host name, which may not resolve."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """Rank 0 fails too, since rank 1 does not come to the barrier; it is not the one that is shown.
+    Ranks share the cores, and meet without the look-up of a host name, which may not resolve."""
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with pytest.raises(RankFailed) as caught:
         run_ranks(fail_on_the_last, 2)
@@ -374,7 +454,8 @@ def test_the_first_failure_comes_first_and_the_process_is_as_before() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
 
 
-# -- one rank, in this process ------------------------------------------------------------------------------
+# -- one rank, in this process
+# ------------------------------------------------------------------------------
 
 
 def told_to_stop_at(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals) -> None:
@@ -390,19 +471,28 @@ def told_to_stop_at(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal
     monkeypatch.setattr(telling.Metrics, "step", tell_and_signal)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_one_rank_stops_after_the_step_and_goes_on(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    number: signal.Signals, code: int,
-) -> None:  # fmt: skip
-    path, run = config_file(tmp_path, data, save_every=0), tmp_path / "run"
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    path = config_file(tmp_path, data, save_every=0)
+    run = tmp_path / "run"
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
         told_to_stop_at(patch, 2, number)
         assert main(["train", str(path), "--json"]) == code
     assert signal.getsignal(number) == handler
     assert json.loads(capsys.readouterr().out)["step"] == 3, "the signal came when step 2 was done"
-    assert [checkpoint.name for checkpoint in list_checkpoints(run / "checkpoints")] == ["step-00000003"]
+    assert [checkpoint.name for checkpoint in list_checkpoints(run / "checkpoints")] == [
+        "step-00000003"
+    ]
     assert main(["train", str(path), "--resume"]) == 0
     assert capsys.readouterr().out.startswith(f"{run}: 6 steps, loss ")
     (tmp_path / "other").mkdir()
@@ -422,7 +512,9 @@ def test_a_second_ctrl_c_interrupts_one_rank_at_once(
     assert [row["step"] for row in rows_of(tmp_path / "run") if "loss" in row] == [1, 2]
 
 
-def test_a_run_that_diverges_says_so(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_diverges_says_so(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = config_file(tmp_path, data, lr=1e30, warmup_steps=0, save_every=1)
     assert main(["train", str(path), "--json"]) == 1
     out, err = capsys.readouterr()
@@ -433,11 +525,15 @@ def test_a_run_that_diverges_says_so(data: Path, tmp_path: Path, capsys: pytest.
         f"(a lower optimizer.lr may help); {tmp_path}/run/checkpoints/step-{step - 1:08d} is kept, "
         f"`shardwise train {tmp_path}/run --resume` goes on from there"
     )
-    assert main(["train", f"{tmp_path}/run", "--resume", "--set", "optimizer.lr=1e-3", "--json"]) in (0, 1)
+    assert main(
+        ["train", f"{tmp_path}/run", "--resume", "--set", "optimizer.lr=1e-3", "--json"]
+    ) in (0, 1)
     assert "shardwise: optimizer.lr was 1e+30 and is 0.001 from here on" in capsys.readouterr().err
 
 
-def test_weights_that_are_given(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_given(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run goes on from another's weights: it begins with the loss that the other ended with."""
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
@@ -448,11 +544,16 @@ def test_weights_that_are_given(data: Path, tmp_path: Path, capsys: pytest.Captu
     path.write_text(to_toml(Settings(plain, settings.data, settings.optimizer, settings.run)))
     assert main(["train", str(path)]) == 0
     before = rows_of(tmp_path / "first" / "run")[-1]["held_out_loss"]
-    assert rows_of(tmp_path / "second" / "run")[0]["held_out_loss"] == pytest.approx(before, rel=1e-6)
+    assert rows_of(tmp_path / "second" / "run")[0]["held_out_loss"] == pytest.approx(
+        before, rel=1e-6
+    )
 
 
-def test_a_run_is_resumed_as_it_was_begun(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What may not change is refused; a run that has had its steps stays as it is; its folder says its settings."""
+def test_a_run_is_resumed_as_it_was_begun(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What may not change is refused; a run that has had its steps stays as it is; its folder says
+    its settings."""
     run = tmp_path / "run"
     assert main(["train", str(config_file(tmp_path, data, save_every=0))]) == 0
     kept = (run / "config.toml").read_text()
@@ -466,9 +567,12 @@ def test_a_run_is_resumed_as_it_was_begun(data: Path, tmp_path: Path, capsys: py
     assert (run / "config.toml").read_text() == kept
 
 
-def test_a_run_goes_on_with_the_data_it_was_begun_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_with_the_data_it_was_begun_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = build_data(tmp_path)
-    path, run = config_file(tmp_path, data, save_every=0), tmp_path / "run"
+    path = config_file(tmp_path, data, save_every=0)
+    run = tmp_path / "run"
     assert main(["train", str(path)]) == 0
     record = json.loads((data / "data.json").read_text())
     record["splits"]["train"]["sha256"] = "0" * 64
@@ -484,11 +588,14 @@ def test_a_run_goes_on_with_the_data_it_was_begun_with(tmp_path: Path, capsys: p
 def test_one_process_trains_in_a_folder_at_a_time(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, run = config_file(tmp_path, data), tmp_path / "run"
+    path = config_file(tmp_path, data)
+    run = tmp_path / "run"
     with locked(run):
         for flags in ([], ["--resume"]):
             assert main(["train", str(path), *flags]) == 2
-            said = f"shardwise: {run} is being trained by another process; choose another run.folder\n"
+            said = (
+                f"shardwise: {run} is being trained by another process; choose another run.folder\n"
+            )
             assert capsys.readouterr().err == said
     assert not run.exists(), "made for the lock alone, it goes with it"
     assert main(["train", str(path)]) == 0
@@ -497,7 +604,10 @@ def test_one_process_trains_in_a_folder_at_a_time(
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        (["model.name=gpt2", "model.num_heads=4", "model.num_kv_heads=2"], "no num_kv_heads of its own: 4 works"),
+        (
+            ["model.name=gpt2", "model.num_heads=4", "model.num_kv_heads=2"],
+            "no num_kv_heads of its own: 4 works",
+        ),
         (["optimizer.eps=0"], "optimizer.eps must be above 0"),
         (["data.global_batch=1000000000000"], "sequences exceeds the memory"),
     ],
@@ -514,19 +624,27 @@ def test_what_could_not_be_read_back_or_run_is_refused(
 
 def test_a_window_on_every_layer_stays_on_every_layer() -> None:
     settings = replace(Settings().model, num_layers=3)
-    assert shaped(CATALOGUE["mistral-7b"], settings, 100, 16, counted=False).windowed_layers == frozenset(range(3))
+    assert shaped(
+        CATALOGUE["mistral-7b"], settings, 100, 16, counted=False
+    ).windowed_layers == frozenset(range(3))
 
 
-def test_a_rank_in_the_environment_alone_is_no_torchrun(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_rank_in_the_environment_alone_is_no_torchrun(
+    data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     path = config_file(tmp_path, data)
     assert main(["train", str(path)]) == 0
     monkeypatch.setenv("RANK", "3")
     assert main(["train", str(path)]) == 2, "its folder is not overwritten"
 
 
-def test_a_model_that_does_not_fit_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = config_file(tmp_path, data)
-    assert main(["train", str(path), "--set", "model.vocab_size=1000000000", "--layout", "dp2"]) == 2
+    assert (
+        main(["train", str(path), "--set", "model.vocab_size=1000000000", "--layout", "dp2"]) == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
         r"shardwise: the parameters, gradients and optimizer of dp2 take [\d,.]+ GB a rank, on 2 ranks more than the "
@@ -536,7 +654,9 @@ def test_a_model_that_does_not_fit_is_refused(data: Path, tmp_path: Path, capsys
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_converted_whole(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_converted_whole(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights and tokenizer, so that transformers and `generate` have all they need."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -546,10 +666,22 @@ def test_a_run_is_converted_whole(data: Path, tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["checked_logits"] == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert (
-        AutoTokenizer.from_pretrained(tmp_path / "folder").decode(AutoTokenizer.from_pretrained(data).encode("a b"))
+        AutoTokenizer.from_pretrained(tmp_path / "folder").decode(
+            AutoTokenizer.from_pretrained(data).encode("a b")
+        )
         == "a b"
     )
-    ask = ["--prompt", "a b", "--temperature", "0", "--max-tokens", "4", "--dtype", "fp32", "--json"]
+    ask = [
+        "--prompt",
+        "a b",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "4",
+        "--dtype",
+        "fp32",
+        "--json",
+    ]
     answers = []
     for model in ("run", "folder"):
         assert main(["generate", str(tmp_path / model), *ask]) == 0
@@ -562,11 +694,15 @@ def test_a_run_is_converted_whole(data: Path, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_tensorboard_gets_what_metrics_get(data: Path, tmp_path: Path, precision: str) -> None:
-    assert main(["train", str(config_file(tmp_path, data, tensorboard=True, precision=precision))]) == 0
+    assert (
+        main(["train", str(config_file(tmp_path, data, tensorboard=True, precision=precision))])
+        == 0
+    )
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
 
 
-# -- what is refused ----------------------------------------------------------------------------------------
+# -- what is refused
+# ----------------------------------------------------------------------------------------
 
 
 def files_under(folder: Path) -> dict[Path, bytes]:
@@ -576,18 +712,30 @@ def files_under(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--set", "run.layout=dp3"], "A global batch of 4 sequences does not divide among 3 data ranks x 1"),
+        (
+            ["--set", "run.layout=dp3"],
+            "A global batch of 4 sequences does not divide among 3 data ranks x 1",
+        ),
         (["--layout", "dp2.m4"], "does not divide among 2 data ranks x 4 micro-batches; 8 would"),
         (["--layout", "dp2.pp8"], "8 stages are more than 2 layers; pp2 works"),
         (["--layout", "tp4"], "layout tp4: tp4 does not divide 2 heads"),
         (["--layout", "fsdp.dp2.pp2"], "fsdp with pp is not supported; z3 in its place works"),
         (["--layout", "dp2.q"], "'q' is not a part of a layout"),
         (["--set", "data.seq_len=65"], "data.seq_len 65 is longer than the model's 64 positions"),
-        (["--set", "data.seq_len=40", "--set", "model.max_positions=39"], "longer than the model's 39 positions"),
+        (
+            ["--set", "data.seq_len=40", "--set", "model.max_positions=39"],
+            "longer than the model's 39 positions",
+        ),
         (["--set", "data.folder=nowhere"], "nowhere is not a data set"),
-        (["--set", "model.vocab_size=100"], "was tokenized with 257 ids, but the model's vocabulary has 100"),
+        (
+            ["--set", "model.vocab_size=100"],
+            "was tokenized with 257 ids, but the model's vocabulary has 100",
+        ),
         (["--set", "model.name=nothing"], "model 'nothing' is not known"),
-        ([*GIVEN, "--set", "model.num_layers=2"], "model.num_layers changes the shape, so the given weights do not"),
+        (
+            [*GIVEN, "--set", "model.num_layers=2"],
+            "model.num_layers changes the shape, so the given weights do not",
+        ),
         (GIVEN, "model 1M names a shape and has no weights; name a folder, hub id or file"),
         (["--set", "model.hidden_size=15"], "model.hidden_size 15 is not a multiple of 2 heads"),
         (["--set", "run.stps=5"], "run.stps is not a setting; did you mean run.steps?"),
@@ -634,15 +782,25 @@ def test_data_that_is_damaged_is_refused(
 def test_a_folder_with_a_run_or_something_else_is_left_alone(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, run = config_file(tmp_path, data), tmp_path / "run"
+    path = config_file(tmp_path, data)
+    run = tmp_path / "run"
     assert main(["train", str(path)]) == 0
     before = files_under(run)
     for flags, said in (
         ([], "already holds a run; add --resume to go on with it, or choose another run.folder"),
-        (["--resume", "--set", "run.seed=1"], "was begun with run.seed = 0, not 1; resume it with the same"),
-        (["--resume", "--set", "data.global_batch=8"], "was begun with data.global_batch = 4, not 8"),
+        (
+            ["--resume", "--set", "run.seed=1"],
+            "was begun with run.seed = 0, not 1; resume it with the same",
+        ),
+        (
+            ["--resume", "--set", "data.global_batch=8"],
+            "was begun with data.global_batch = 4, not 8",
+        ),
         (["--resume", "--set", "model.num_layers=3"], "was begun with model.num_layers = 2, not 3"),
-        (["--set", f"run.folder={data}"], f"{data} is not empty and not a run; choose another run.folder"),
+        (
+            ["--set", f"run.folder={data}"],
+            f"{data} is not empty and not a run; choose another run.folder",
+        ),
         (["--set", f"run.folder={path}"], f"{path} is not empty and not a run"),
     ):
         capsys.readouterr()

@@ -1,8 +1,9 @@
-"""The kernels for GPUs, run by Triton's interpreter on CPUs, against their definitions; and compiled for GPUs.
+"""The kernels for GPUs, run by Triton's interpreter on CPUs, against their definitions; and
+compiled for GPUs.
 
-The interpreter computes as a CPU does. That rows have the same bits in any company is shown here for how the kernels
-are put together; for the products of a GPU it is found out when a model is loaded.
-"""
+The interpreter computes as a CPU does. That rows have the same bits in any company is shown here
+for how the kernels are put together; for the products of a GPU it is found out when a model is
+loaded."""
 
 import json
 import os
@@ -31,35 +32,43 @@ from engines import (
     runner_of,
     tiny,
 )
-from shardwise.kernels.choice import TORCH, Heads, kernels_for, triton_kernels
-from shardwise.kernels.gated import gated_naive
-from shardwise.kernels.kv import CODES, LARGEST, KVPages, Vectors, as_bytes, write_pages
-from shardwise.kernels.norm import rms_norm_naive
-from shardwise.kernels.paged import Span
-from shardwise.kernels.rotary import rotate_naive
-from shardwise.kernels.tables import table_batch
-from shardwise.quant.cache import KvDtype
-from shardwise.serve.graphs import Step
+from shardwise.kernels.interface import Heads
+from shardwise.kernels.kv_cache import CODES, LARGEST, KVPages, Vectors, as_bytes, write_pages
+from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.gated import gated_naive
+from shardwise.kernels.reference.norm import rms_norm_naive
+from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.reference.rotary import rotate_naive
+from shardwise.kernels.registry import kernels_for, triton_kernels
+from shardwise.kernels.triton.batch import table_batch
+from shardwise.quant.kv_dtype import KvDtype
+from shardwise.serve.engine.cuda_graphs import Step
+from shardwise.serve.engine.runner import Runner
 from shardwise.serve.request import Ask
-from shardwise.serve.runner import Runner
 from test_kv import KV_DTYPES, kept
 from test_paged import PAGE_TOKENS, Drawn, Runs, cut, definition, drawn, whole
 
 pytest.importorskip("triton", reason="Triton has builds for Linux on x86-64 only")
 
-from shardwise.kernels import triton_paged, triton_small
+from shardwise.kernels.triton import attention as triton_paged
+from shardwise.kernels.triton import pointwise as triton_small
 
-pytestmark = pytest.mark.filterwarnings(  # of numpy, in rows that only fill up, and of what is no number
-    "ignore:overflow:RuntimeWarning", "ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+pytestmark = (
+    pytest.mark.filterwarnings(  # of numpy, in rows that only fill up, and of what is no number
+        "ignore:overflow:RuntimeWarning",
+        "ignore:divide by zero:RuntimeWarning",
+        "ignore:invalid value:RuntimeWarning",
+    )
 )
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-"""Relative to the largest, or to 1: the last two bits, as results are rounded on the way, and the interpreter cuts bf16
-off where a GPU rounds it."""
+"""Relative to the largest, or to 1: the last two bits, as results are rounded on the way, and the
+interpreter cuts bf16 off where a GPU rounds it."""
 
 
-# -- attention over pages -----------------------------------------------------------------------------------
+# -- attention over pages
+# -----------------------------------------------------------------------------------
 
 
 def over_tables(
@@ -71,58 +80,83 @@ def over_tables(
     num_done: Sequence[int] = (),
     kv_dtype: KvDtype = "auto",
 ) -> list[Tensor]:
-    """Attention [T, H, C] of every sequence, its tokens run as `runs` says; of the first `num_done` there are only keys
-    and values. Pages are full of NaN at first."""
-    (_, num_heads, size), num_kv, dtype = case.q[0].shape, case.k[0].shape[1], case.q[0].dtype
+    """Attention [T, H, C] of every sequence, its tokens run as `runs` says; of the first `num_done`
+    there are only keys and values. Pages are full of NaN at first."""
+    _, num_heads, size = case.q[0].shape
+    num_kv = case.k[0].shape[1]
+    dtype = case.q[0].dtype
     pages = KVPages.empty((num_kv, case.num_pages, PAGE_TOKENS, size), kv_dtype, dtype)
     fill_with_anything(pages)
-    done, out = list(num_done) or [0] * len(case.q), [torch.zeros_like(q) for q in case.q]
+    done = list(num_done) or [0] * len(case.q)
+    out = [torch.zeros_like(q) for q in case.q]
     for number, count in enumerate(num_done):
-        slots = table_batch([Span(0, count, case.tables[number])], 1, PAGE_TOKENS, (16,), CPU).slots.long()
+        slots = table_batch(
+            [Span(0, count, case.tables[number])], 1, PAGE_TOKENS, (16,), CPU
+        ).slots.long()
         pages.keys.write(slots, case.k[number][:count])
         pages.values.write(slots, case.v[number][:count])
     for step in runs:
         places = [(number, slice(done[number], done[number] + count)) for number, count in step]
         spans = [Span(at.start, at.stop - at.start, case.tables[number]) for number, at in places]
         batch = table_batch(spans, num_heads // num_kv, PAGE_TOKENS, sizes, CPU)
-        q, k, v = (torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v))
+        q, k, v = (
+            torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v)
+        )
         pages.keys.write(batch.slots.long(), k)
         pages.values.write(batch.slots.long(), v)
         found = triton_paged.paged_attention(q, pages, batch, window, wanted_programs)
-        for (number, at), part in zip(places, found.split([span.num_tokens for span in spans]), strict=True):
+        for (number, at), part in zip(
+            places, found.split([span.num_tokens for span in spans]), strict=True
+        ):
             out[number][at] = part
             done[number] = at.stop
     return out
 
 
-def sizes_for(heads: tuple[int, int], size: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto") -> tuple[int, ...]:
-    return triton_paged.agreeing_tiles(Heads(*heads, size, PAGE_TOKENS, frozenset([None]), dtype, CPU, kv_dtype))
+def sizes_for(
+    heads: tuple[int, int], size: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
+) -> tuple[int, ...]:
+    return triton_paged.agreeing_tiles(
+        Heads(*heads, size, PAGE_TOKENS, frozenset([None]), dtype, CPU, kv_dtype)
+    )
 
 
 def assert_close(found: Tensor, expected: Tensor, error: float) -> None:
     assert found.isfinite().all()
-    assert (found.double() - expected.double()).abs().max() <= error * max(1.0, expected.double().abs().max().item())
+    assert (found.double() - expected.double()).abs().max() <= error * max(
+        1.0, expected.double().abs().max().item()
+    )
 
 
 @settings(max_examples=3)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
-    heads=st.sampled_from([(1, 1), (6, 2), (5, 1)]), size=st.sampled_from([16, 40]),
-    window=st.sampled_from([None, 1, 20, 130]), dtype=st.sampled_from(DTYPES), most=st.sampled_from([30, 60, 150]),
+    heads=st.sampled_from([(1, 1), (6, 2), (5, 1)]),
+    size=st.sampled_from([16, 40]),
+    window=st.sampled_from([None, 1, 20, 130]),
+    dtype=st.sampled_from(DTYPES),
+    most=st.sampled_from([30, 60, 150]),
     seed=st.integers(0, 1000),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
 def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
-    kv_dtype: KvDtype, lengths: list[int], heads: tuple[int, int], size: int, window: int | None, dtype: torch.dtype,
-    most: int, seed: int,
-) -> None:  # fmt: skip
+    kv_dtype: KvDtype,
+    lengths: list[int],
+    heads: tuple[int, int],
+    size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    most: int,
+    seed: int,
+) -> None:
     """Over what pages keep of keys and values."""
     case = drawn(lengths, *heads, size, dtype, seed)
     sizes = sizes_for(heads, size, dtype, kv_dtype)
     alone = over_tables(case, whole(lengths), window, 0, sizes, (), kv_dtype)
     for q, k, v, found in zip(case.q, case.k, case.v, alone, strict=True):
         if kv_dtype != "auto":
-            k, v = kept(k, kv_dtype), kept(v, kv_dtype)
+            k = kept(k, kv_dtype)
+            v = kept(v, kv_dtype)
         assert_close(found, definition(q, k, v, window), ERROR[dtype])
     random = torch.Generator().manual_seed(seed)
     together = over_tables(case, cut(lengths, most, random), window, 16, sizes, (), kv_dtype)
@@ -131,13 +165,17 @@ def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_com
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_that_are_shared_out_add_up_to_the_same_bits(dtype: torch.dtype, window: int | None) -> None:
+def test_blocks_that_are_shared_out_add_up_to_the_same_bits(
+    dtype: torch.dtype, window: int | None
+) -> None:
     """A token with several blocks: by one program, by two that take turns, and by one for each."""
     lengths = [300, 129, 700]
     case = drawn(lengths, 4, 2, 16, dtype)
     runs: Runs = [[(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)]]
     num_done = [length - 2 for length in lengths]
-    found = [over_tables(case, runs, window, wanted, (16, 64), num_done) for wanted in (0, 12, 1000)]
+    found = [
+        over_tables(case, runs, window, wanted, (16, 64), num_done) for wanted in (0, 12, 1000)
+    ]
     for q, k, v, out in zip(case.q, case.k, case.v, found[0], strict=True):
         assert_close(out[-2:], definition(q, k, v, window)[-2:], ERROR[dtype])
     for shared in found[1:]:
@@ -145,12 +183,15 @@ def test_blocks_that_are_shared_out_add_up_to_the_same_bits(dtype: torch.dtype, 
 
 
 def test_numbers_that_nobody_may_see_do_not_count() -> None:
-    """What lies behind a sequence in its last page, in front of a window, and in pages of others may be anything."""
+    """What lies behind a sequence in its last page, in front of a window, and in pages of others
+    may be anything."""
     case = drawn([60], 2, 1, 16, torch.float32)
     batch = table_batch([Span(40, 20, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU)
     found = []
     for garbage in (0.0, torch.nan, torch.inf):
-        pages = KVPages(*(Vectors(torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage)) for _ in range(2)))
+        pages = KVPages(
+            *(Vectors(torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage)) for _ in range(2))
+        )
         seen = table_batch([Span(31, 29, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU).slots.long()
         pages.keys.write(seen, case.k[0][31:])
         pages.values.write(seen, case.v[0][31:])
@@ -164,7 +205,8 @@ def test_a_request_that_is_no_number_fails_alone(kv_dtype: KvDtype) -> None:
     case = drawn([30, 20], 2, 1, 16, torch.float32)
     expected = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,), (), kv_dtype)
     for broken in (case.k, case.v) if kv_dtype != "auto" else (case.k,):
-        before, broken[0][7] = broken[0][7].clone(), torch.nan
+        before = broken[0][7].clone()
+        broken[0][7] = torch.nan
         found = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,), (), kv_dtype)
         assert torch.equal(found[0][:7], expected[0][:7]) and torch.equal(found[1], expected[1])
         assert found[0][7:].isnan().all()
@@ -198,13 +240,16 @@ def test_tiles_are_all_tokens_once(spans: list[tuple[int, int]], group: int) -> 
             count = min(tiles.num_rows // group, spans[sequence][1] - begin)
             found += [(sequence, begin + offset) for offset in range(count)]
             assert (spans[sequence][1] * group <= 16) == (tiles.num_rows == 16)
-    assert sorted(found) == [(number, n) for number, (_, count) in enumerate(spans) for n in range(count)]
+    assert sorted(found) == [
+        (number, n) for number, (_, count) in enumerate(spans) for n in range(count)
+    ]
     for number, (start, count) in enumerate(spans):
         first = int(batch.firsts[number])
         assert batch.slots[first : first + count].tolist() == list(range(start, start + count))
 
 
-# -- small operations ---------------------------------------------------------------------------------------
+# -- small operations
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -215,7 +260,9 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     found = triton_small.rms_norm(x, weight, 1e-5)
     assert_close(found, rms_norm_naive(x, weight, 1e-5), ERROR[dtype])
     assert torch.equal(triton_small.rms_norm(x[-1:], weight, 1e-5), found[-1:])
-    assert torch.equal(triton_small.rms_norm(x.expand(2, *shape).transpose(0, 1), weight, 1e-5)[:, 1], found)
+    assert torch.equal(
+        triton_small.rms_norm(x.expand(2, *shape).transpose(0, 1), weight, 1e-5)[:, 1], found
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,34 +279,49 @@ def test_gated(activation: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv", "size"), [(1, 1, 2), (6, 2, 40), (9, 3, 64)])
-def test_queries_are_turned_and_keys_written(num_heads: int, num_kv: int, size: int, dtype: torch.dtype) -> None:
+def test_queries_are_turned_and_keys_written(
+    num_heads: int, num_kv: int, size: int, dtype: torch.dtype
+) -> None:
     """Into their slots and nowhere else; a token without a slot is not written."""
     random = torch.Generator().manual_seed(size)
     q, k, v = (
-        torch.randn(4, num_heads + 2 * num_kv, size, generator=random).to(dtype).split((num_heads, num_kv, num_kv), 1)
+        torch.randn(4, num_heads + 2 * num_kv, size, generator=random)
+        .to(dtype)
+        .split((num_heads, num_kv, num_kv), 1)
     )
     angles = 10 * torch.rand(4, 1, size // 2, generator=random)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
     slots = torch.tensor([17, -1, 3, 40], dtype=torch.int32)
     written = [0, 2, 3]
     for turns in ((cos, sin), None):
-        keys, values = (torch.full((num_kv, 3, PAGE_TOKENS, size), 7.0, dtype=dtype) for _ in range(2))
-        wanted_keys, wanted_values = keys.clone(), values.clone()
-        turned = triton_small.turn_and_write(q, k, v, turns, KVPages(Vectors(keys), Vectors(values)), slots)
-        wanted_q, wanted_k = (q, k) if turns is None else (rotate_naive(q, *turns), rotate_naive(k, *turns))
+        keys, values = (
+            torch.full((num_kv, 3, PAGE_TOKENS, size), 7.0, dtype=dtype) for _ in range(2)
+        )
+        wanted_keys = keys.clone()
+        wanted_values = values.clone()
+        turned = triton_small.turn_and_write(
+            q, k, v, turns, KVPages(Vectors(keys), Vectors(values)), slots
+        )
+        wanted_q, wanted_k = (
+            (q, k) if turns is None else (rotate_naive(q, *turns), rotate_naive(k, *turns))
+        )
         write_pages(wanted_keys, slots[written].long(), wanted_k[written])
         write_pages(wanted_values, slots[written].long(), v[written])
         assert_close(turned, wanted_q, ERROR[dtype])
         assert_close(keys, wanted_keys, ERROR[dtype])
         assert torch.equal(values, wanted_values)
-        assert ((keys == 7).all((0, 3)).sum() == 45) and (turns is not None or torch.equal(keys, wanted_keys))
+        assert ((keys == 7).all((0, 3)).sum() == 45) and (
+            turns is not None or torch.equal(keys, wanted_keys)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.dtype) -> None:
-    """The same codes and scales, bit for bit, of keys as they are turned and of values; also of vectors of zeros, of
-    hardly anything, and with what is no number, whose scales are not finite; and nothing without a slot."""
+    """The same codes and scales, bit for bit, of keys as they are turned and of values; also of
+    vectors of zeros, of hardly anything, and with what is no number, whose scales are not finite;
+    and nothing without a slot."""
     random = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(9, 3 * 2, 40, generator=random).to(dtype).split((2, 2, 2), 1)
     for x in (k, v):
@@ -280,10 +342,14 @@ def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.d
         there = slots[real].long()
         wanted.keys.write(there, plain.keys.numbers.flatten(1, 2)[:, there].transpose(0, 1))
         wanted.values.write(there, v[real])
-        for found, expected in zip((pages.keys, pages.values), (wanted.keys, wanted.values), strict=True):
+        for found, expected in zip(
+            (pages.keys, pages.values), (wanted.keys, wanted.values), strict=True
+        ):
             assert torch.equal(as_bytes(found.numbers), as_bytes(expected.numbers))
             assert found.scales is not None and expected.scales is not None
-            assert torch.equal(*(torch.where(x.isfinite(), x, -1) for x in (found.scales, expected.scales)))
+            assert torch.equal(
+                *(torch.where(x.isfinite(), x, -1) for x in (found.scales, expected.scales))
+            )
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -297,21 +363,29 @@ def test_codes_are_the_nearest_and_of_two_the_even(kv_dtype: KvDtype) -> None:
     most = LARGEST[CODES[kv_dtype]]
     lines = F.pad(numbers, (0, -len(numbers) % 31)).view(-1, 1, 31).clamp(-most, most)
     vectors = F.pad(lines, (1, 0), value=most)  # so scales are 1
-    pages, wanted = (KVPages.empty((1, 3, PAGE_TOKENS, 32), kv_dtype, torch.float32) for _ in range(2))
+    pages, wanted = (
+        KVPages.empty((1, 3, PAGE_TOKENS, 32), kv_dtype, torch.float32) for _ in range(2)
+    )
     slots = torch.arange(len(vectors), dtype=torch.int32)
     triton_small.turn_and_write(vectors, vectors, vectors, None, pages, slots)
     wanted.values.write(slots.long(), vectors)
-    found, expected = (as_bytes(each.values.numbers).flatten(1, 2)[:, slots.long()] for each in (pages, wanted))
+    found, expected = (
+        as_bytes(each.values.numbers).flatten(1, 2)[:, slots.long()] for each in (pages, wanted)
+    )
     assert torch.equal(found, expected)
 
 
-# -- whole models -------------------------------------------------------------------------------------------
+# -- whole models
+# -------------------------------------------------------------------------------------------
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what may not be in a CUDA graph: numbers that the host reads, or that it makes while the graph runs."""
+    """Refuses what may not be in a CUDA graph: numbers that the host reads, or that it makes while
+    the graph runs."""
 
-    REFUSED = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"})
+    REFUSED = frozenset(
+        {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
+    )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func._schema.name not in self.REFUSED, func
@@ -331,7 +405,10 @@ def record(step: Step) -> Step:
 
 
 def answered(
-    runner: Runner, model: LoadedModel, asks: Sequence[Ask], capture: Callable[[Step], Step] | None = None
+    runner: Runner,
+    model: LoadedModel,
+    asks: Sequence[Ask],
+    capture: Callable[[Step], Step] | None = None,
 ) -> list[Got]:
     """Prompts in chunks; single tokens by captured steps, if there are."""
     engine = engine_of(runner, model.tokenizer, num_pages=16)
@@ -341,14 +418,16 @@ def answered(
 
 
 def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_tokens: int = 3) -> None:
-    """It answers as with torch's kernels, in fp32 with the same tokens, and has the same bits in company, in captured
-    steps, and alone."""
+    """It answers as with torch's kernels, in fp32 with the same tokens, and has the same bits in
+    company, in captured steps, and alone."""
     asks = [Ask(drawn_tokens(n, n), greedy(num_tokens)) for n in (17, 4)]
     runner = runner_of(model, kv_dtype, triton_kernels())
     alone = answered(runner, model, asks[:1])
     together = answered(runner, model, asks, record)
     assert alone[0].said == together[0].said
-    for ours, theirs in zip(together, answered(runner_of(model, kv_dtype, TORCH), model, asks), strict=True):
+    for ours, theirs in zip(
+        together, answered(runner_of(model, kv_dtype, TORCH), model, asks), strict=True
+    ):
         assert model.dtype != torch.float32 or ours.tokens == theirs.tokens
         for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert mine.logprob == pytest.approx(other.logprob, abs=error)
@@ -357,11 +436,14 @@ def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_token
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_dtype", "error"),
     [
-        ("llama", torch.float32, "auto", 1e-5), ("llama", torch.bfloat16, "auto", 0.1),
-        ("mistral", torch.float32, "auto", 1e-5), ("qwen3", torch.float32, "auto", 1e-5),
-        ("llama", torch.float32, "int8", 1e-2), ("gpt2", torch.float32, "fp8", 1e-2),
+        ("llama", torch.float32, "auto", 1e-5),
+        ("llama", torch.bfloat16, "auto", 0.1),
+        ("mistral", torch.float32, "auto", 1e-5),
+        ("qwen3", torch.float32, "auto", 1e-5),
+        ("llama", torch.float32, "int8", 1e-2),
+        ("gpt2", torch.float32, "fp8", 1e-2),
     ],
-)  # fmt: skip
+)
 def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_company(
     name: str, dtype: torch.dtype, kv_dtype: KvDtype, error: float
 ) -> None:
@@ -372,29 +454,43 @@ def test_cpus_have_torch_kernels_for_fp32() -> None:
     assert kernels_for(CPU, torch.float32) is TORCH
 
 
-# -- on GPUs ------------------------------------------------------------------------------------------------
+# -- on GPUs
+# ------------------------------------------------------------------------------------------------
 
 
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    """With the whole compiler, down to machine code, for compute capabilities 8.0 and 9.0; attention fits into the
-    smallest shared memory of a GPU with bf16 (99 KiB) and into registers, uses tensor cores for bf16, and fuses no
-    multiplication with an addition but in the products of fp32."""
+    """With the whole compiler, down to machine code, for compute capabilities 8.0 and 9.0;
+    attention fits into the smallest shared memory of a GPU with bf16 (99 KiB) and into registers,
+    uses tensor cores for bf16, and fuses no multiplication with an addition but in the products of
+    fp32."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / "compiled.py", "80", "90"],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     products = {"product_kernel", "add_parts_kernel", "block_sums_kernel", "look_up_kernel"}
     small = {"norm_kernel", "gated_kernel", "turn_and_write_kernel"}
     for capability in (80, 90):
         mine = [each for each in told if each["capability"] == capability]
-        assert {each["name"] for each in mine} == {"attend_kernel", "add_up_kernel"} | small | products
-        assert all(each["shared_bytes"] <= 99 * 1024 and each["spilled_bytes"] == 0 for each in mine)
+        assert {each["name"] for each in mine} == {
+            "attend_kernel",
+            "add_up_kernel",
+        } | small | products
+        assert all(
+            each["shared_bytes"] <= 99 * 1024 and each["spilled_bytes"] == 0 for each in mine
+        )
         attention = [each for each in mine if each["name"] in ("attend_kernel", "add_up_kernel")]
         in_bf16 = [each for each in attention if each["tensor_cores"]]
         assert len(in_bf16) == 6
         assert not any(each["fused"] for each in mine if each["name"] in products)
         assert all(each["tensor_cores"] for each in mine if each["name"] == "product_kernel")
-        assert not any(each["fused"] for each in attention if each["name"] == "add_up_kernel" or each in in_bf16)
+        assert not any(
+            each["fused"]
+            for each in attention
+            if each["name"] == "add_up_kernel" or each in in_bf16
+        )

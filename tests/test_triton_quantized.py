@@ -1,5 +1,5 @@
-"""Products of integers in Triton, run by its interpreter on CPUs: against their definition in fp64, with the same bits
-in any company and however they are shared out, and in whole models."""
+"""Products of integers in Triton, run by its interpreter on CPUs: against their definition in fp64,
+with the same bits in any company and however they are shared out, and in whole models."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import LoadedModel, tiny
-from shardwise.kernels.rows import Head, RowWeight
+from shardwise.kernels.reference.batch_invariant import Head, RowWeight
 from shardwise.quant.dynamic import plain_in_fp64
 from shardwise.quant.format import Quantized, dequantize, quantize
 from shardwise.quant.scheme import Scheme
@@ -20,23 +20,47 @@ from test_native import with_numbers
 
 pytest.importorskip("triton", reason="Triton has builds for Linux on x86-64 only")
 
-from shardwise.kernels import triton_quantized
-from shardwise.kernels.triton_quantized import TritonQuantized, agreeing_rows, blocks_of_parts, pack, product
+from shardwise.kernels.triton import linear as triton_quantized
+from shardwise.kernels.triton.linear import (
+    TritonQuantized,
+    agreeing_rows,
+    blocks_of_parts,
+    pack,
+    product,
+)
 from test_triton import DTYPES, assert_served
 
-pytestmark = pytest.mark.filterwarnings(  # of numpy, in rows that only fill up, and of what is no number
-    "ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+pytestmark = (
+    pytest.mark.filterwarnings(  # of numpy, in rows that only fill up, and of what is no number
+        "ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+    )
 )
-BF16, FP32 = torch.bfloat16, torch.float32
-SCHEMES = ("int8", "int8-g32", "int8z-g64", "int4", "int4-g32", "int4z-g32", "int4-g128", "int4z", "int8z", "int4z-g96")
+BF16 = torch.bfloat16
+FP32 = torch.float32
+SCHEMES = (
+    "int8",
+    "int8-g32",
+    "int8z-g64",
+    "int4",
+    "int4-g32",
+    "int4z-g32",
+    "int4-g128",
+    "int4z",
+    "int8z",
+    "int4z-g96",
+)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def held_as(scheme: str, num_out: int, num_in: int, scales: torch.dtype = BF16, minima: bool = False) -> Quantized:
-    return with_numbers(quantize(drawn(num_out, num_in, seed=1), Scheme.parse(scheme)), scales, minima)
+def held_as(
+    scheme: str, num_out: int, num_in: int, scales: torch.dtype = BF16, minima: bool = False
+) -> Quantized:
+    return with_numbers(
+        quantize(drawn(num_out, num_in, seed=1), Scheme.parse(scheme)), scales, minima
+    )
 
 
 def head_of(held: Quantized, dtype: torch.dtype) -> TritonQuantized:
@@ -46,26 +70,43 @@ def head_of(held: Quantized, dtype: torch.dtype) -> TritonQuantized:
 
 
 def assert_defined(found: Tensor, x: Tensor, held: Quantized) -> None:
-    """Products of codes are exact, so sums in fp32 are all that differs from the definition in fp64."""
-    plain, wide = plain_in_fp64(held), x.double()
-    most = wide.abs() @ plain.abs().t() + 8 * wide.abs().sum(1, keepdim=True) * held.scales.double().abs().max()
+    """Products of codes are exact, so sums in fp32 are all that differs from the definition in
+    fp64."""
+    plain = plain_in_fp64(held)
+    wide = x.double()
+    most = (
+        wide.abs() @ plain.abs().t()
+        + 8 * wide.abs().sum(1, keepdim=True) * held.scales.double().abs().max()
+    )
     assert found.dtype == FP32
     assert ((found - wide @ plain.t()).abs() <= held.shape[1] * 2.0**-23 * most).all()
 
 
-# -- products -------------------------------------------------------------------------------------------------
+# -- products
+# -------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=12)
 @given(
-    scheme=st.sampled_from(SCHEMES), num_rows=st.sampled_from([1, 3, 16, 17, 70]), dtype=st.sampled_from(DTYPES),
-    scales=st.sampled_from(DTYPES), minima=st.booleans(), num_groups=st.integers(1, 2), odd=st.integers(1, 140),
+    scheme=st.sampled_from(SCHEMES),
+    num_rows=st.sampled_from([1, 3, 16, 17, 70]),
+    dtype=st.sampled_from(DTYPES),
+    scales=st.sampled_from(DTYPES),
+    minima=st.booleans(),
+    num_groups=st.integers(1, 2),
+    odd=st.integers(1, 140),
     num_out=st.integers(1, 100),
-)  # fmt: skip
+)
 def test_a_product_is_as_defined_and_a_row_has_the_same_bits_in_any_company(
-    scheme: str, num_rows: int, dtype: torch.dtype, scales: torch.dtype, minima: bool, num_groups: int, odd: int,
+    scheme: str,
+    num_rows: int,
+    dtype: torch.dtype,
+    scales: torch.dtype,
+    minima: bool,
+    num_groups: int,
+    odd: int,
     num_out: int,
-) -> None:  # fmt: skip
+) -> None:
     group = Scheme.parse(scheme).group
     held = held_as(scheme, num_out, group * num_groups if group else odd, scales, minima)
     x = drawn(num_rows, 2 * held.shape[1])[:, : held.shape[1]].to(dtype)  # rows may lie apart
@@ -75,15 +116,21 @@ def test_a_product_is_as_defined_and_a_row_has_the_same_bits_in_any_company(
     for row in {0, num_rows // 2, num_rows - 1}:
         assert torch.equal(head.apply(x[row]), found[row])
     narrow = replace(head, wide=False).apply(x)  # the interpreter cuts bf16 off
-    assert narrow.dtype == dtype and ((narrow - found).abs() <= found.abs() * torch.finfo(dtype).eps).all()
+    assert (
+        narrow.dtype == dtype
+        and ((narrow - found).abs() <= found.abs() * torch.finfo(dtype).eps).all()
+    )
     ids = torch.tensor([[0, num_out - 1], [num_out // 2, 0]])
     assert torch.equal(replace(head, dtype=FP32).look_up(ids), dequantize(held, FP32)[ids])
 
 
-@pytest.mark.parametrize(("scheme", "minima"), [("int8", False), ("int4z-g64", False), ("int4z-g32", True)])
+@pytest.mark.parametrize(
+    ("scheme", "minima"), [("int8", False), ("int4z-g64", False), ("int4z-g32", True)]
+)
 def test_parts_that_are_shared_out_add_up_to_the_same_bits(scheme: str, minima: bool) -> None:
     held = held_as(scheme, 20, 320, minima=minima)
-    packed, x = pack(held), drawn(3, 320).to(BF16)
+    packed = pack(held)
+    x = drawn(3, 320).to(BF16)
     for part_blocks in (1, 2, packed.num_blocks):
         found = [product(x, packed, 16, part_blocks, split, FP32) for split in (False, True)]
         assert torch.equal(*found)
@@ -91,10 +138,14 @@ def test_parts_that_are_shared_out_add_up_to_the_same_bits(scheme: str, minima: 
 
 
 @given(num_blocks=st.integers(1, 300), num_tiles=st.integers(1, 2000), wanted=st.integers(1, 600))
-def test_parts_are_all_columns_and_not_too_short(num_blocks: int, num_tiles: int, wanted: int) -> None:
+def test_parts_are_all_columns_and_not_too_short(
+    num_blocks: int, num_tiles: int, wanted: int
+) -> None:
     like = pack(held_as("int8-g64", 1, 64))
     packed = replace(
-        like, shape=(64 * num_tiles, 64 * num_blocks), codes=like.codes[:, :1].expand(num_tiles, num_blocks, -1, -1)
+        like,
+        shape=(64 * num_tiles, 64 * num_blocks),
+        codes=like.codes[:, :1].expand(num_tiles, num_blocks, -1, -1),
     )
     part_blocks = blocks_of_parts(packed, wanted)
     num_parts = -(-num_blocks // part_blocks)
@@ -104,10 +155,12 @@ def test_parts_are_all_columns_and_not_too_short(num_blocks: int, num_tiles: int
 
 @pytest.mark.parametrize("scheme", ["int8", "int4z-g32"])
 def test_rows_that_are_no_numbers_spoil_no_others(scheme: str) -> None:
-    held, x = held_as(scheme, 70, 160), drawn(9, 160).to(BF16)
+    held = held_as(scheme, 70, 160)
+    x = drawn(9, 160).to(BF16)
     head = head_of(held, BF16)
     expected = head.apply(x)
-    x[3, 40], x[5, 159] = torch.nan, torch.inf
+    x[3, 40] = torch.nan
+    x[5, 159] = torch.inf
     found = head.apply(x)
     others = [0, 1, 2, 4, 6, 7, 8]
     assert torch.equal(found[others], expected[others])
@@ -120,8 +173,12 @@ def test_numbers_of_rows_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatc
     sizes = agreeing_rows(packed, 1, FP32)
     assert 16 in sizes and set(sizes) <= {16, 64, 128}
 
-    def differing(x: Tensor, packed: Any, num_rows: int, part_blocks: int, split: bool, dtype: torch.dtype) -> Tensor:
-        return product(x, packed, num_rows, part_blocks, split, dtype) * (1 + 2**-20 * (num_rows == at and split))
+    def differing(
+        x: Tensor, packed: Any, num_rows: int, part_blocks: int, split: bool, dtype: torch.dtype
+    ) -> Tensor:
+        return product(x, packed, num_rows, part_blocks, split, dtype) * (
+            1 + 2**-20 * (num_rows == at and split)
+        )
 
     monkeypatch.setattr(triton_quantized, "product", differing)
     at = 64
@@ -131,7 +188,8 @@ def test_numbers_of_rows_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatc
         agreeing_rows(packed, 1, FP32)
 
 
-# -- weights --------------------------------------------------------------------------------------------------
+# -- weights
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8z-g64", "int4-g32", "int4z-g128"])
@@ -143,13 +201,25 @@ def test_packed_weights_take_as_many_bytes(scheme: str) -> None:
 
 
 def test_what_has_no_product_here_has_that_of_torch() -> None:
-    """Pieces in two ways, floats, groups that are no whole blocks; and an embedding alone is looked up as it is."""
-    int8, int4, *odd = [held_as(name, 8, 80) for name in ("int8", "int4", "fp8", "int4-g16", "int3")]
+    """Pieces in two ways, floats, groups that are no whole blocks; and an embedding alone is looked
+    up as it is."""
+    int8, int4, *odd = [
+        held_as(name, 8, 80) for name in ("int8", "int4", "fp8", "int4-g16", "int3")
+    ]
     for weight in (QuantizedWeight((int8, int4)), *(QuantizedWeight((each,)) for each in odd)):
-        table, known, norm = QuantizedTable((int8,), BF16), QuantizedWeight((int8,)), drawn(1).to(BF16)
-        given: dict[str, Any] = {"blocks.0.w": weight, "blocks.0.v": known, "embed": table, "norm": norm}
+        table = QuantizedTable((int8,), BF16)
+        known = QuantizedWeight((int8,))
+        norm = drawn(1).to(BF16)
+        given: dict[str, Any] = {
+            "blocks.0.w": weight,
+            "blocks.0.v": known,
+            "embed": table,
+            "norm": norm,
+        }
         ready = triton_quantized.weights(given)
-        assert isinstance(ready["blocks.0.w"], RowWeight) and isinstance(ready["blocks.0.v"], TritonQuantized)
+        assert isinstance(ready["blocks.0.w"], RowWeight) and isinstance(
+            ready["blocks.0.v"], TritonQuantized
+        )
         assert ready["embed"] is table and "blocks.0.v" not in given, "it is given up"
         if len(weight.pieces) == 1:
             head, looked_up = triton_quantized.head(weight, BF16)
@@ -164,12 +234,15 @@ def quantized_model(name: str, dtype: torch.dtype, scheme: str) -> LoadedModel:
         if key.startswith("blocks.") and weight.dim() == 2:
             weights[key] = QuantizedWeight((quantize(weight, Scheme.parse(scheme)),))
     if model.config.tied:
-        weights["embed"] = QuantizedTable((quantize(model.weights["embed"], Scheme.parse("int8-g32")),), dtype)
+        weights["embed"] = QuantizedTable(
+            (quantize(model.weights["embed"], Scheme.parse("int8-g32")),), dtype
+        )
     return replace(model, weights=weights)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "scheme", "error"), [("llama", BF16, "int8", 0.1), ("llama-tied", FP32, "int4z-g32", 1e-5)]
+    ("name", "dtype", "scheme", "error"),
+    [("llama", BF16, "int8", 0.1), ("llama-tied", FP32, "int4z-g32", 1e-5)],
 )
 def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_company(
     name: str, dtype: torch.dtype, scheme: str, error: float

@@ -1,4 +1,5 @@
-"""Every training setting reaches what it is for: runs in this process against values worked out without the trainer."""
+"""Every training setting reaches what it is for: runs in this process against values worked out
+without the trainer."""
 
 import json
 from collections.abc import Callable
@@ -12,31 +13,39 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.catalogue import CATALOGUE
 from shardwise.cli import main
 from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import CATALOGUE
+from shardwise.formats.run_checkpoint import checkpoint_path, list_checkpoints
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.layout import Layout
-from shardwise.model.checkpoint import checkpoint_path, list_checkpoints
 from shardwise.model.layers import Causal
 from shardwise.model.loss import cross_entropy_naive
-from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import Program
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.params import flops_per_token
 from shardwise.train import metrics
-from shardwise.train.check import check_run
 from shardwise.train.corpus import build
 from shardwise.train.data import Batches, MicroBatch, TokenFile
 from shardwise.train.loop import evaluate, make_batches, make_program, take_step
 from shardwise.train.optim import LearningRate
 from shardwise.train.settings import OptimizerSettings, Settings, to_toml
+from shardwise.train.validate import check_run
 from tiny_training import LLAMA, fill_store, seeded, tiny_settings, write_source
 
 PEAK_FLOPS = 1e9
 LOSS = 2e-6  # relative, in fp32
 UNUSUAL = OptimizerSettings(
-    lr=0.02, warmup_steps=2, beta1=0.6, beta2=0.7, eps=1e-2, weight_decay=2.0, max_norm=0.3, schedule="constant"
+    lr=0.02,
+    warmup_steps=2,
+    beta1=0.6,
+    beta2=0.7,
+    eps=1e-2,
+    weight_decay=2.0,
+    max_norm=0.3,
+    schedule="constant",
 )
 
 
@@ -62,13 +71,16 @@ def run(data: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[dict[str, 
         path = tmp_path / f"{folder.name}.toml"
         path.write_text(to_toml(tiny_settings(data, folder, **changes)))
         assert main(["train", str(path)]) == 0
-        return folder, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return folder, [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     return train
 
 
 def state_at(folder: Path, step: int, kind: str) -> dict[str, Tensor]:
-    """One kind of state (master, exp_avg, exp_avg_sq) of a run on one rank, its parts put together again."""
+    """One kind of state (master, exp_avg, exp_avg_sq) of a run on one rank, its parts put together
+    again."""
     parts: dict[str, list[Tensor]] = {}
     index = json.loads((checkpoint_path(folder, step) / "index.json").read_text())
     tensors = load_file(checkpoint_path(folder, step) / "rank-00000.safetensors")
@@ -103,23 +115,34 @@ def weights_of(program: Program) -> dict[str, Tensor]:
 
 def loss_of(config: ModelConfig, weights: dict[str, Tensor], batch: MicroBatch) -> Tensor:
     """The mean loss over the targets, through plain calls of the model."""
-    model = Transformer(config)
+    model = Transformer(config, TORCH)
     hidden = model.hidden(weights, batch.tokens, batch.positions, Causal(config, batch.documents))
-    return cross_entropy_naive(hidden, weights[model.head_name], batch.targets) / (batch.targets != -100).sum()
+    return (
+        cross_entropy_naive(hidden, weights[model.head_name], batch.targets)
+        / (batch.targets != -100).sum()
+    )
 
 
-# -- optimizer ----------------------------------------------------------------------------------------------
+# -- optimizer
+# ----------------------------------------------------------------------------------------------
 
 
 def two_steps(settings: Settings, optimizer: OptimizerSettings) -> dict[str, Tensor]:
-    """The weights after two steps of torch's AdamW and torch's clipping, on gradients from plain autograd."""
+    """The weights after two steps of torch's AdamW and torch's clipping, on gradients from plain
+    autograd."""
     program, mesh = program_of(settings)
     weights = {name: torch.nn.Parameter(weight) for name, weight in weights_of(program).items()}
-    matrices, vectors = ([w for w in weights.values() if (w.dim() > 1) is wanted] for wanted in (True, False))
+    matrices, vectors = (
+        [w for w in weights.values() if (w.dim() > 1) is wanted] for wanted in (True, False)
+    )
     theirs = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps,
-    )  # fmt: skip
+        [
+            {"params": matrices, "weight_decay": optimizer.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+    )
     for step, lr in enumerate((optimizer.lr / 2, optimizer.lr)):
         theirs.zero_grad()
         (microbatch,) = make_batches(settings, mesh).batch(step).microbatches
@@ -137,8 +160,11 @@ def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_two_steps_with_unusual_values_are_those_of_torch(data: Path, run: Callable[..., Any]) -> None:
-    """Within 1e-5 (steps are about 1e-2), and any one value back at its default would be further off than 1e-4."""
+def test_two_steps_with_unusual_values_are_those_of_torch(
+    data: Path, run: Callable[..., Any]
+) -> None:
+    """Within 1e-5 (steps are about 1e-2), and any one value back at its default would be further
+    off than 1e-4."""
     changes: dict[str, Any] = vars(UNUSUAL) | {"steps": 2, "eval_every": 0}
     folder, _ = run(**changes)
     ours = state_at(folder, 2, "master")
@@ -163,8 +189,14 @@ def test_the_gradient_is_clipped_to_the_norm_that_was_set(run: Callable[..., Any
     ("changes", "by_hand"),
     [
         ({"schedule": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1]),
-        ({"schedule": "wsd", "warmup_steps": 1, "decay_steps": 2, "final_lr": 0.5}, [1, 1, 1, 1, 1, 0.75]),
-        ({"schedule": "wsd", "warmup_steps": 0, "decay_steps": 4, "final_lr": 0.2}, [1, 1, 1, 0.8, 0.6, 0.4]),
+        (
+            {"schedule": "wsd", "warmup_steps": 1, "decay_steps": 2, "final_lr": 0.5},
+            [1, 1, 1, 1, 1, 0.75],
+        ),
+        (
+            {"schedule": "wsd", "warmup_steps": 0, "decay_steps": 4, "final_lr": 0.2},
+            [1, 1, 1, 0.8, 0.6, 0.4],
+        ),
         ({"schedule": "cosine", "warmup_steps": 2, "final_lr": 0.3}, [0.5, 1, 1, None, 0.65, None]),
     ],
 )
@@ -175,16 +207,21 @@ def test_the_rate_follows_its_settings(
     _, rows = run(lr=0.004, eval_every=0, **changes)
     told = [row["lr"] for row in rows]
     asked = LearningRate(
-        0.004, 6, changes["warmup_steps"], changes["schedule"], changes.get("final_lr", 0.1),
+        0.004,
+        6,
+        changes["warmup_steps"],
+        changes["schedule"],
+        changes.get("final_lr", 0.1),
         changes.get("decay_steps", 0),
-    )  # fmt: skip
+    )
     assert told == [asked.at(step) for step in range(6)]
     assert [None if share is None else pytest.approx(0.004 * share) for share in by_hand] == [
         None if share is None else rate for share, rate in zip(by_hand, told, strict=True)
     ]
 
 
-# -- precision ----------------------------------------------------------------------------------------------
+# -- precision
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,7 +233,12 @@ def test_the_rate_follows_its_settings(
     ],
 )
 def test_the_store_has_the_precision_of_the_settings(
-    data: Path, tmp_path: Path, precision: str, gradients: str, weight_dtype: torch.dtype, grad_dtype: torch.dtype
+    data: Path,
+    tmp_path: Path,
+    precision: str,
+    gradients: str,
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
 ) -> None:
     program, _ = program_of(tiny_settings(data, tmp_path, precision=precision, gradients=gradients))
     units = program.store.units.values()
@@ -205,8 +247,11 @@ def test_the_store_has_the_precision_of_the_settings(
     assert {unit.master.dtype for unit in units} == {torch.float32}
 
 
-def test_fp32_gradients_of_bf16_weights_keep_what_bf16_would_round(data: Path, tmp_path: Path) -> None:
-    """Four micro-batches: the sum of four bf16 gradients is often no bf16 number; kept in bf16 it is rounded."""
+def test_fp32_gradients_of_bf16_weights_keep_what_bf16_would_round(
+    data: Path, tmp_path: Path
+) -> None:
+    """Four micro-batches: the sum of four bf16 gradients is often no bf16 number; kept in bf16 it
+    is rounded."""
     grads = {}
     for gradients in ("same", "fp32"):
         settings = tiny_settings(data, tmp_path, layout="m4", precision="bf16", gradients=gradients)
@@ -216,26 +261,40 @@ def test_fp32_gradients_of_bf16_weights_keep_what_bf16_would_round(data: Path, t
     rounded = grads["fp32"].bfloat16().float()
     assert (grads["fp32"] != rounded).float().mean() > 0.3
     assert torch.equal(grads["same"], grads["same"].bfloat16().float())
-    torch.testing.assert_close(grads["same"], grads["fp32"], rtol=0.05, atol=0.02 * float(grads["fp32"].abs().max()))
+    torch.testing.assert_close(
+        grads["same"], grads["fp32"], rtol=0.05, atol=0.02 * float(grads["fp32"].abs().max())
+    )
 
 
-# -- data and evaluation ------------------------------------------------------------------------------------
+# -- data and evaluation
+# ------------------------------------------------------------------------------------
 
 
-def held_out_loss(settings: Settings, program: Program, num_sequences: int, separate: bool) -> float:
+def held_out_loss(
+    settings: Settings, program: Program, num_sequences: int, separate: bool
+) -> float:
     """By hand from the token file: windows in order, documents told apart by where they start."""
-    split, length = TokenFile(Path(settings.data.folder), "held_out"), settings.data.seq_len
-    documents = np.searchsorted(np.asarray(split.starts), np.arange(split.num_tokens), side="right") - 1
+    split = TokenFile(Path(settings.data.folder), "held_out")
+    length = settings.data.seq_len
+    documents = (
+        np.searchsorted(np.asarray(split.starts), np.arange(split.num_tokens), side="right") - 1
+    )
     tokens = torch.from_numpy(np.asarray(split.tokens).astype(np.int64))
     number = torch.from_numpy(documents)
     cut = [slice(first * length, first * length + length) for first in range(num_sequences)]
-    inputs, inside = (torch.stack([source[window] for window in cut]) for source in (tokens, number))
-    targets, after = (torch.stack([source[1:][window] for window in cut]) for source in (tokens, number))
+    inputs, inside = (
+        torch.stack([source[window] for window in cut]) for source in (tokens, number)
+    )
+    targets, after = (
+        torch.stack([source[1:][window] for window in cut]) for source in (tokens, number)
+    )
     assert (inside[:, 0] != inside[:, -1]).any(), "some window must hold two documents"
     positions = torch.arange(length).expand(num_sequences, -1)
     if separate:
         targets = torch.where(inside == after, targets, -100)
-    batch = MicroBatch(inputs, targets, positions, inside if separate else None)  # rotations are relative
+    batch = MicroBatch(
+        inputs, targets, positions, inside if separate else None
+    )  # rotations are relative
     return float(loss_of(program.config, weights_of(program), batch))
 
 
@@ -243,7 +302,8 @@ def held_out_loss(settings: Settings, program: Program, num_sequences: int, sepa
 def test_evaluation_keeps_documents_apart_as_it_is_told(
     num_sequences: int, data: Path, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
-    """With the weights of the seed as the run tells it, and with larger ones, on which attention weighs more."""
+    """With the weights of the seed as the run tells it, and with larger ones, on which attention
+    weighs more."""
     losses = []
     for separate in (False, True):
         changes = {"separate_documents": separate, "eval_sequences": num_sequences}
@@ -253,7 +313,9 @@ def test_evaluation_keeps_documents_apart_as_it_is_told(
         by_hand = held_out_loss(settings, program, num_sequences, separate)
         assert held_out_of(rows)[0] == pytest.approx(by_hand, rel=LOSS)
         random = seeded(3)
-        drawn = {name: torch.randn(w.shape, generator=random) for name, w in weights_of(program).items()}
+        drawn = {
+            name: torch.randn(w.shape, generator=random) for name, w in weights_of(program).items()
+        }
         fill_store(program.store, drawn)
         losses.append(evaluate(settings, program, mesh))
         by_hand = held_out_loss(settings, program, num_sequences, separate)
@@ -261,7 +323,9 @@ def test_evaluation_keeps_documents_apart_as_it_is_told(
     assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
 
 
-def test_training_keeps_documents_apart_as_it_is_told(data: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_training_keeps_documents_apart_as_it_is_told(
+    data: Path, tmp_path: Path, run: Callable[..., Any]
+) -> None:
     """The loss of the first step, whose batch holds ends of documents."""
     told = {}
     for separate in (False, True):
@@ -275,7 +339,8 @@ def test_training_keeps_documents_apart_as_it_is_told(data: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("steps", "eval_every", "evaluated"), [(5, 3, [0, 3, 5]), (4, 2, [0, 2, 4]), (3, 10, [0, 3]), (3, 0, [])]
+    ("steps", "eval_every", "evaluated"),
+    [(5, 3, [0, 3, 5]), (4, 2, [0, 2, 4]), (3, 10, [0, 3]), (3, 0, [])],
 )
 def test_it_evaluates_before_between_and_after(
     steps: int, eval_every: int, evaluated: list[int], run: Callable[..., Any]
@@ -284,27 +349,41 @@ def test_it_evaluates_before_between_and_after(
     assert [row["step"] for row in rows if "held_out_loss" in row] == evaluated
 
 
-def test_the_seed_draws_weights_and_order(data: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_the_seed_draws_weights_and_order(
+    data: Path, tmp_path: Path, run: Callable[..., Any]
+) -> None:
     drawn = []
     for seed in (0, 0, 1):
         settings = tiny_settings(data, tmp_path, seed=seed)
         program, mesh = program_of(settings)
-        drawn.append((weights_of(program), make_batches(settings, mesh).batch(0).microbatches[0].tokens))
+        drawn.append(
+            (weights_of(program), make_batches(settings, mesh).batch(0).microbatches[0].tokens)
+        )
     (weights, tokens), (again, tokens_again), (others, tokens_others) = drawn
     assert furthest(weights, again) == 0 and torch.equal(tokens, tokens_again)
     for name, weight in weights.items():
-        assert torch.equal(weight, others[name]) == (weight.dim() == 1), f"{name}: matrices are drawn, norms are ones"
+        assert torch.equal(weight, others[name]) == (weight.dim() == 1), (
+            f"{name}: matrices are drawn, norms are ones"
+        )
     assert not torch.equal(tokens, tokens_others)
     losses = [[row["loss"] for row in steps_of(run(steps=2, seed=seed)[1])] for seed in (0, 0, 1)]
     assert losses[0] == losses[1] and losses[0] != losses[2]
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------
+# -- checkpoints
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("save_every", "keep", "left"),
-    [(2, 0, [2, 4, 6, 7]), (2, 3, [4, 6, 7]), (2, 1, [7]), (3, 0, [3, 6, 7]), (0, 0, [7]), (0, 2, [7])],
+    [
+        (2, 0, [2, 4, 6, 7]),
+        (2, 3, [4, 6, 7]),
+        (2, 1, [7]),
+        (3, 0, [3, 6, 7]),
+        (0, 0, [7]),
+        (0, 2, [7]),
+    ],
 )
 def test_checkpoints_are_saved_and_kept_as_told(
     save_every: int, keep: int, left: list[int], run: Callable[..., Any]
@@ -314,10 +393,15 @@ def test_checkpoints_are_saved_and_kept_as_told(
     assert saved == [f"step-{step:08d}" for step in left]
 
 
-# -- operations ---------------------------------------------------------------------------------------------
+# -- operations
+# ---------------------------------------------------------------------------------------------
 
-BLOCK = 32 * (32 + 2 * 16) + 32 * 32 + 2 * 40 * 32 + 32 * 40 + 2 * 32  # qkv, out, gate and up, down, two norms
-WIDER = 32 * (64 + 2 * 32) + 32 * 64 + 2 * 40 * 32 + 32 * 40 + 2 * 32  # heads of 16: q is wider than the residual
+BLOCK = (
+    32 * (32 + 2 * 16) + 32 * 32 + 2 * 40 * 32 + 32 * 40 + 2 * 32
+)  # qkv, out, gate and up, down, two norms
+WIDER = (
+    32 * (64 + 2 * 32) + 32 * 64 + 2 * 40 * 32 + 32 * 40 + 2 * 32
+)  # heads of 16: q is wider than the residual
 HEAD = 32 + 97 * 32  # the last norm and one matrix of the vocabulary
 
 

@@ -1,5 +1,6 @@
-"""ZeRO: every stage, grouping, number of ranks and micro-batches computes what one process computes, holds what it
-promises, and no table runs to its end with weights or gradients that are not what they should be."""
+"""ZeRO: every stage, grouping, number of ranks and micro-batches computes what one process
+computes, holds what it promises, and no table runs to its end with weights or gradients that are
+not what they should be."""
 
 import functools
 from collections.abc import Sequence
@@ -16,19 +17,20 @@ from torch import Tensor
 from memory import peak_bytes
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
+from shardwise.formats import load
+from shardwise.formats.huggingface.folder import write_folder
+from shardwise.formats.load import open_weights
 from shardwise.layout import Layout
-from shardwise.model import init, load
-from shardwise.model.folder import write_folder
+from shardwise.model import init
 from shardwise.model.init import init_weights
-from shardwise.model.load import open_weights
 from shardwise.parallel import unit as units_of_state
 from shardwise.parallel import zero
 from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
 from shardwise.parallel.mesh import Mesh, make_mesh
-from shardwise.parallel.schedule import Action
+from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.zero import BUCKET_BYTES, Store
 from shardwise.params import Init, ParamSpec, model_specs, num_params, units
-from shardwise.plan.memory import Precision
+from shardwise.plan.ledger import Precision
 from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
 from shardwise.train.run import check_run
 from shardwise.train.settings import Settings
@@ -53,11 +55,14 @@ CPU = torch.device("cpu")
 MAX_NORM = 0.2
 NUM_STEPS = 3
 EVERYTHING = BUCKET_BYTES
-ODD = ModelConfig("llama", 2, 5, 7, 3, 1, 2, 97, 32, tied=True, qkv_bias=True)  # primes; a last norm of 5 elements
+ODD = ModelConfig(
+    "llama", 2, 5, 7, 3, 1, 2, 97, 32, tied=True, qkv_bias=True
+)  # primes; a last norm of 5 elements
 MODELS = FAMILIES | {"odd": ODD, "odd-untied": replace(ODD, tied=False)}
 
 
-# -- a few steps on many ranks ------------------------------------------------------------------------------
+# -- a few steps on many ranks
+# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells: whole tensors only the first, of the others a digest of what they own."""
+    """What one rank tells: whole tensors only the first, of the others a digest of what they
+    own."""
 
     losses: list[float]
     norms: list[float]
@@ -103,13 +109,24 @@ def poison(patch: pytest.MonkeyPatch) -> None:
 
     empty_like = torch.empty_like
     patch.setattr(zero, "fill", fill_with_nan)
-    patch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan))
+    patch.setattr(
+        torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan)
+    )
 
 
 def make(case: Case, rank: int) -> tuple[Program, Mesh]:
-    config, mesh = MODELS[case.family], make_mesh(Layout.parse(case.layout), rank, CPU)
+    config = MODELS[case.family]
+    mesh = make_mesh(Layout.parse(case.layout), rank, CPU)
     dtype = DTYPES[case.precision]
-    program = apply(config, mesh, dtype, dtype, OPTIMIZER.update, bucket_bytes=case.bucket_bytes, overlap=case.overlap)
+    program = apply(
+        config,
+        mesh,
+        dtype,
+        dtype,
+        OPTIMIZER.update,
+        bucket_bytes=case.bucket_bytes,
+        overlap=case.overlap,
+    )
     fill_store(program.store, tiny_weights(config))
     return program, mesh
 
@@ -131,17 +148,23 @@ def evaluate_once(program: Program, mesh: Mesh, sequences: int) -> float:
 
 def assert_holds_only_shards(program: Program, mesh: Mesh, case: Case) -> None:
     """What is cut is there as a shard alone: of units padded to a multiple of the ranks."""
-    layout, held, element = mesh.layout, program.store.held_bytes(), DTYPES[case.precision].itemsize
+    layout = mesh.layout
+    held = program.store.held_bytes()
+    element = DTYPES[case.precision].itemsize
     padded = sum(layout.padded(num_params(owned)) for owned in units(program.specs).values())
     shard = padded // layout.shard_size
-    assert held["optimizer"] == 4 * shard * (2 if case.precision == "fp32" else 3), "moments, and masters unless fp32"
+    assert held["optimizer"] == 4 * shard * (2 if case.precision == "fp32" else 3), (
+        "moments, and masters unless fp32"
+    )
     for row in ("gradients", "parameters"):
         assert held[row] == element * (shard if layout.cuts(row) else padded), row
 
 
 def run_case(case: Case, rank: int) -> Told:
     program, mesh = make(case, rank)
-    losses, norms, evaluations = [], [], []
+    losses = []
+    norms = []
+    evaluations = []
     assert_holds_only_shards(program, mesh, case)
     for step in range(NUM_STEPS):
         loss, norm = step_once(program, mesh, step, case.sequences)
@@ -151,10 +174,14 @@ def run_case(case: Case, rank: int) -> Told:
         for _ in range(2 if case.evaluated else 0):
             evaluations.append(evaluate_once(program, mesh, case.sequences))
             assert_holds_only_shards(program, mesh, case)
-    states = {kind: whole(program.store, mesh, program.specs, kind) for kind in ("master", "exp_avg", "exp_avg_sq")}
+    states = {
+        kind: whole(program.store, mesh, program.specs, kind)
+        for kind in ("master", "exp_avg", "exp_avg_sq")
+    }
     grads = whole(program.store, mesh, program.specs, "gradient")
     if rank:
-        grads, states = {}, {}
+        grads = {}
+        states = {}
     return Told(losses, norms, grads, states, digest(program.store), mesh.shard.rank, evaluations)
 
 
@@ -177,9 +204,11 @@ def expected_of(family: str, sequences: int) -> Expected:
 
 
 def check_case(case: Case, told: Sequence[Told]) -> None:
-    """Three clipped steps. Losses and norms within 1e-5 of one process, gradients within 1e-4 of their size: those of
-    the third step, after two that divide by roots of tiny squares; weights and moments within 1e-4."""
-    expected, first = expected_of(case.family, case.sequences), told[0]
+    """Three clipped steps. Losses and norms within 1e-5 of one process, gradients within 1e-4 of
+    their size: those of the third step, after two that divide by roots of tiny squares; weights and
+    moments within 1e-4."""
+    expected = expected_of(case.family, case.sequences)
+    first = told[0]
     assert min(expected.norms) > 1.2 * MAX_NORM, "every step is to be clipped"
     assert first.losses == pytest.approx(expected.losses, rel=1e-5), case
     assert first.norms == pytest.approx(expected.norms, rel=1e-5), case
@@ -222,16 +251,22 @@ ON_FOUR = [
     Case("dp4.z1.s2.m3", "llama-tied"), Case("dp4.z2.s2.m2", "gpt2"), Case("dp4.z3.s2.keep", "qwen2"),
     Case("dp4.z3.s1.m2", "odd"), Case("dp4.z3.s2.m3", "odd", bucket_bytes=64),
 ]  # fmt: skip
-ON_FIVE = [Case("dp5.z2.m2", "llama-tied"), Case("dp5.z3", "odd-untied", bucket_bytes=150, poisoned=True)]
+ON_FIVE = [
+    Case("dp5.z2.m2", "llama-tied"),
+    Case("dp5.z3", "odd-untied", bucket_bytes=150, poisoned=True),
+]
 ON_EIGHT = [Case("dp8.z1.s4.m2", "odd"), Case("dp8.z3", "odd", poisoned=True)]
 
 
 @pytest.mark.parametrize(
-    "cases", [ON_ONE, ON_TWO, ON_THREE, ON_FOUR, ON_FIVE, ON_EIGHT], ids=["1", "2", "3", "4", "5", "8"]
+    "cases",
+    [ON_ONE, ON_TWO, ON_THREE, ON_FOUR, ON_FIVE, ON_EIGHT],
+    ids=["1", "2", "3", "4", "5", "8"],
 )
 def test_every_stage_computes_what_one_process_computes(ranks: Ranks, cases: list[Case]) -> None:
-    """Loss, each gradient, norm, weights and moments; replicas equal bit for bit; nothing held between steps but what
-    the stage promises. With odd sizes, more ranks than a unit has elements, and ranks that have no target at all."""
+    """Loss, each gradient, norm, weights and moments; replicas equal bit for bit; nothing held
+    between steps but what the stage promises. With odd sizes, more ranks than a unit has elements,
+    and ranks that have no target at all."""
     told = run_cases(ranks, Layout.parse(cases[0].layout).world_size, cases)
     assert list(told) == cases
 
@@ -245,21 +280,37 @@ def test_some_ranks_own_nothing_of_a_unit_and_some_have_no_target() -> None:
     assert parts[-1] == 0 and len(set(parts)) > 4
 
 
-@settings(max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate))  # to shrink takes minutes
+@settings(
+    max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+)  # to shrink takes minutes
 @given(st.data())
 def test_drawn_layouts_compute_what_one_process_computes(ranks: Ranks, data: st.DataObject) -> None:
-    groups, size = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (4, 1)]), "groups x size")
+    groups, size = data.draw(
+        st.sampled_from([(1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (4, 1)]), "groups x size"
+    )
     stage = data.draw(st.sampled_from(["", "z1", "z2", "z3", "z3.keep"]), "stage")
-    words = [f"dp{groups * size}", stage, f"s{size}" if stage else "", f"m{data.draw(st.integers(1, 4), 'm')}"]
+    words = [
+        f"dp{groups * size}",
+        stage,
+        f"s{size}" if stage else "",
+        f"m{data.draw(st.integers(1, 4), 'm')}",
+    ]
     layout = str(Layout.parse(".".join(word for word in words if word)))
     family = data.draw(st.sampled_from([*MODELS]), "family")
     smallest = 1 if family.startswith("odd") else 2000
     bucket_bytes = data.draw(st.integers(smallest, 40_000) | st.just(EVERYTHING), "bucket bytes")
-    case = Case(layout, family, data.draw(st.booleans(), "overlap"), bucket_bytes, data.draw(st.booleans(), "poisoned"))
+    case = Case(
+        layout,
+        family,
+        data.draw(st.booleans(), "overlap"),
+        bucket_bytes,
+        data.draw(st.booleans(), "poisoned"),
+    )
     assert len(run_cases(ranks, groups * size, [case])[case]) == groups * size
 
 
-# -- bit for bit --------------------------------------------------------------------------------------------
+# -- bit for bit
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,8 +324,9 @@ def test_drawn_layouts_compute_what_one_process_computes(ranks: Ranks, data: st.
 def test_what_only_changes_where_states_lie_changes_no_bit(
     ranks: Ranks, world: int, stages: list[str], smallest: list[int]
 ) -> None:
-    """Stages of the same cut, which add in the order of the ranks; sums that run beside the backward or are waited for;
-    buckets from one element a rank to everything; evaluations between the steps; storage that comes back as NaN."""
+    """Stages of the same cut, which add in the order of the ranks; sums that run beside the
+    backward or are waited for; buckets from one element a rank to everything; evaluations between
+    the steps; storage that comes back as NaN."""
     plain = [Case(layout, "odd") for layout in stages]
     last = stages[-1]
     turned = [
@@ -286,26 +338,42 @@ def test_what_only_changes_where_states_lie_changes_no_bit(
     expected = told[plain[0]]
     for case, mine in told.items():
         for one, other in zip(mine, expected, strict=True):
-            assert (one.losses, one.norms, one.digest) == (other.losses, other.norms, other.digest), case
+            assert (one.losses, one.norms, one.digest) == (
+                other.losses,
+                other.norms,
+                other.digest,
+            ), case
 
 
 def test_in_bf16_the_stages_are_equal_too(ranks: Ranks) -> None:
-    """Bit for bit, in buckets and not. With nothing cut the sums are those as well, added in fp32 in the order of the
-    ranks; only the norm adds squares in another order: masters within 1e-6."""
+    """Bit for bit, in buckets and not. With nothing cut the sums are those as well, added in fp32
+    in the order of the ranks; only the norm adds squares in another order: masters within 1e-6."""
     words = ("dp3.z1", "dp3.z2", "dp3.z3", "dp3.z3.keep")
     cases = [Case(layout, "odd", poisoned=True, precision="bf16") for layout in words]
-    cases += [Case(layout, "odd", overlap=False, bucket_bytes=30, precision="bf16") for layout in words]
-    first, *others, uncut = ranks.run(3, cases_on, [*cases, Case("dp3", "odd", precision="bf16")])[0]
+    cases += [
+        Case(layout, "odd", overlap=False, bucket_bytes=30, precision="bf16") for layout in words
+    ]
+    first, *others, uncut = ranks.run(3, cases_on, [*cases, Case("dp3", "odd", precision="bf16")])[
+        0
+    ]
     for case, told in zip(cases[1:], others, strict=True):
-        assert (told.losses, told.norms, told.digest) == (first.losses, first.norms, first.digest), case
+        assert (told.losses, told.norms, told.digest) == (
+            first.losses,
+            first.norms,
+            first.digest,
+        ), case
     assert uncut.losses[0] == first.losses[0]
     assert uncut.norms == pytest.approx(first.norms, rel=1e-5)
     assert worst(uncut.states["master"], first.states["master"]) < 1e-6
 
 
 def test_evaluation_tells_the_loss_of_one_process_twice(ranks: Ranks) -> None:
-    """And nothing else changes (the test above): of z3 no whole weights stay (asserted after each)."""
-    cases = [Case(f"dp2.{stage}.m2", "qwen3", evaluated=True) for stage in ("z1", "z2", "z3", "z3.keep", "m1")]
+    """And nothing else changes (the test above): of z3 no whole weights stay (asserted after
+    each)."""
+    cases = [
+        Case(f"dp2.{stage}.m2", "qwen3", evaluated=True)
+        for stage in ("z1", "z2", "z3", "z3.keep", "m1")
+    ]
     cases[-1] = Case("dp2", "qwen3", evaluated=True)
     told = run_cases(ranks, 2, cases)
     expected = []
@@ -325,7 +393,10 @@ def refilled_on(rank: int, world: int, shorts: list[str]) -> list[float]:
     for short in shorts:
         program, mesh = make(Case(short, "llama"), rank)
         told.append(evaluate_once(program, mesh, 12))
-        fill_store(program.store, {name: 2 * weight for name, weight in tiny_weights(MODELS["llama"]).items()})
+        fill_store(
+            program.store,
+            {name: 2 * weight for name, weight in tiny_weights(MODELS["llama"]).items()},
+        )
         told.append(evaluate_once(program, mesh, 12))
     return told
 
@@ -337,19 +408,28 @@ def test_weights_that_are_written_from_outside_are_gathered_again(ranks: Ranks) 
         assert told == pytest.approx([before, after] * 3, rel=1e-6)
 
 
-# -- precision of the sums ----------------------------------------------------------------------------------
+# -- precision of the sums
+# ----------------------------------------------------------------------------------
 
 MATRIX = ParamSpec("norm", (3, 5), ("embed", "ffn"), Init("normal", 1.0))
 
 
-def sum_on(rank: int, world: int, short: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype) -> list[Tensor]:
-    """Sums of two micro-batches, where the first rank brings 256 and the others 1 each: whole, as each is told."""
+def sum_on(
+    rank: int, world: int, short: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> list[Tensor]:
+    """Sums of two micro-batches, where the first rank brings 256 and the others 1 each: whole, as
+    each is told."""
     mesh = make_mesh(Layout.parse(short), rank, CPU)
-    store = Store(mesh, {"final": (MATRIX,)}, torch.bfloat16, grad_dtype, OPTIMIZER.update, reduce_dtype)
+    store = Store(
+        mesh, {"final": (MATRIX,)}, torch.bfloat16, grad_dtype, OPTIMIZER.update, reduce_dtype
+    )
     told = []
     for num_microbatches in (1, 2):
         for microbatch in range(num_microbatches):
-            store.add("norm", torch.full((3, 5), 1.0 if rank or microbatch else 256.0, dtype=torch.bfloat16))
+            store.add(
+                "norm",
+                torch.full((3, 5), 1.0 if rank or microbatch else 256.0, dtype=torch.bfloat16),
+            )
             if mesh.layout.cuts("gradients") or microbatch == num_microbatches - 1:
                 store.reduce("final")
         store.finish()
@@ -360,16 +440,19 @@ def sum_on(rank: int, world: int, short: str, grad_dtype: torch.dtype, reduce_dt
 
 @pytest.mark.parametrize("short", ["dp4", "dp4.z1", "dp4.z2", "dp4.z3", "dp4.z3.s2", "dp4.z1.s1"])
 def test_bf16_gradients_are_summed_in_fp32(ranks: Ranks, short: str) -> None:
-    """256 + 1 + 1 + 1 is 259, in bf16 (steps of 2 at 256) rounded to even 260; of sums in bf16 256 would be left, as
-    where they are asked for. In groups of two the sums of each are rounded first: 256 + 1 to 256, 2, then 258. A
-    gradient in fp32 keeps 259 and, with a second micro-batch of ones, 263."""
+    """256 + 1 + 1 + 1 is 259, in bf16 (steps of 2 at 256) rounded to even 260; of sums in bf16 256
+    would be left, as where they are asked for. In groups of two the sums of each are rounded first:
+    256 + 1 to 256, 2, then 258. A gradient in fp32 keeps 259 and, with a second micro-batch of
+    ones, 263."""
     (one, two), *others = ranks.run(4, sum_on, short, torch.bfloat16, torch.float32)
     grouped = short == "dp4.z3.s2"
     assert torch.equal(one, torch.full((3, 5), 258.0 if grouped else 260.0))
     assert 258 <= float(two[0, 0]) <= 264 and bool((two == two[0, 0]).all())
     assert all(torch.equal(two, other) for _, other in others)
     (one, two), *_ = ranks.run(4, sum_on, short, torch.float32, torch.float32)
-    assert torch.equal(one, torch.full((3, 5), 259.0)) and torch.equal(two, torch.full((3, 5), 263.0))
+    assert torch.equal(one, torch.full((3, 5), 259.0)) and torch.equal(
+        two, torch.full((3, 5), 263.0)
+    )
 
 
 @pytest.mark.parametrize("short", ["dp4.z1", "dp4.z2", "dp4.z3"])
@@ -378,12 +461,14 @@ def test_sums_in_bf16_lose_what_they_are_told_to_lose(ranks: Ranks, short: str) 
     assert torch.equal(one, torch.full((3, 5), 256.0))
 
 
-# -- what is there when -------------------------------------------------------------------------------------
+# -- what is there when
+# -------------------------------------------------------------------------------------
 
 
 def replay(short: str, overlap: bool) -> set[str]:
-    """Action by action: the whole weights that are there are those between GATHER and FREE, whole gradients those that
-    had a contribution and no REDUCE since (a sum under way holds its own a little longer). Returns the kinds seen."""
+    """Action by action: the whole weights that are there are those between GATHER and FREE, whole
+    gradients those that had a contribution and no REDUCE since (a sum under way holds its own a
+    little longer). Returns the kinds seen."""
     program, mesh = make(Case(short, "llama-tied", overlap), 0)
     batch = part_of(*global_batch(0), mesh.layout, 0)
     gathered: set[str] = set()
@@ -401,11 +486,15 @@ def replay(short: str, overlap: bool) -> set[str]:
             contributed.remove(action.unit)
         state = program.store.units.items()
         if mesh.layout.cuts("parameters"):
-            assert {name for name, unit in state if unit.weights.untyped_storage().nbytes()} == gathered, action
+            assert {
+                name for name, unit in state if unit.weights.untyped_storage().nbytes()
+            } == gathered, action
         if mesh.layout.cuts("gradients"):
             whole_grads = {name for name, unit in state if unit.grads.untyped_storage().nbytes()}
             late = whole_grads - contributed
-            assert contributed <= whole_grads and len(late) <= (zero.IN_FLIGHT if overlap else 0), action
+            assert contributed <= whole_grads and len(late) <= (zero.IN_FLIGHT if overlap else 0), (
+                action
+            )
     assert not contributed and (not gathered or not mesh.layout.cuts("parameters"))
     return {action.kind for action in program.table}
 
@@ -418,7 +507,8 @@ def test_whole_buffers_are_there_only_as_the_table_says(short: str, overlap: boo
 
 
 def gradient_by(table: Sequence[Action], short: str) -> dict[str, Tensor]:
-    """The gradient of the second step by another table: by then every buffer has been used, and holds what is stale."""
+    """The gradient of the second step by another table: by then every buffer has been used, and
+    holds what is stale."""
     program, mesh = make(Case(short, "llama-tied"), 0)
     step_once(program, mesh, 0, 12)
     step_once(replace(program, table=list(table)), mesh, 1, 12)
@@ -438,11 +528,12 @@ SPOILED = ["m2", "z1.m2", "z2.m2", "z3", "z3.m2", "z3.keep.m2"]
 
 @pytest.mark.parametrize("short", ["z1.m2", "z2.m2", "z3.m2", "z3.keep.m2"])
 def test_no_table_that_lacks_an_action_is_silently_wrong(short: str) -> None:
-    """Each GATHER, F, B and REDUCE left out in turn is refused. Without a FREE the numbers are the same, and so without
-    a REDUCE of a micro-batch before the last, whose gradient is then summed with the next, and without the F of the
-    head, which its B does then, as in a pipeline."""
+    """Each GATHER, F, B and REDUCE left out in turn is refused. Without a FREE the numbers are the
+    same, and so without a REDUCE of a micro-batch before the last, whose gradient is then summed
+    with the next, and without the F of the head, which its B does then, as in a pipeline."""
     program, _ = make(Case(short, "llama-tied"), 0)
-    table, expected = program.table, gradient_by(program.table, short)
+    table = program.table
+    expected = gradient_by(program.table, short)
     last = Layout.parse(short).microbatches - 1
     for at, action in enumerate(table):
         outcome = outcome_by([*table[:at], *table[at + 1 :]], short, expected)
@@ -455,13 +546,16 @@ def test_no_table_that_lacks_an_action_is_silently_wrong(short: str) -> None:
 def test_no_free_that_comes_too_early_goes_unnoticed(short: str) -> None:
     """Each FREE moved up before the last use of what it gives back."""
     program, _ = make(Case(short, "llama-tied"), 0)
-    table, pieces = program.table, program.pipeline.work.pieces
+    table = program.table
+    pieces = program.pipeline.work.pieces
     expected = gradient_by(table, short)
     moved = 0
     for at, action in enumerate(table):
         if action.kind == "FREE":
             used = (i for i in reversed(range(at)) if table[i].kind in ("F", "B"))
-            use = next(i for i in used if action.unit in pieces[table[i].piece].reads(table[i].kind))
+            use = next(
+                i for i in used if action.unit in pieces[table[i].piece].reads(table[i].kind)
+            )
             early = [*table[:use], action, *table[use:at], *table[at + 1 :]]
             assert outcome_by(early, short, expected) == "refused", f"{action} before {table[use]}"
             moved += 1
@@ -470,7 +564,9 @@ def test_no_free_that_comes_too_early_goes_unnoticed(short: str) -> None:
 
 @settings(max_examples=30)
 @given(st.sampled_from(SPOILED), st.data())
-def test_no_table_with_an_action_elsewhere_is_silently_wrong(short: str, data: st.DataObject) -> None:
+def test_no_table_with_an_action_elsewhere_is_silently_wrong(
+    short: str, data: st.DataObject
+) -> None:
     program, _ = make(Case(short, "llama-tied"), 0)
     table = list(program.table)
     expected = gradient_by(table, short)
@@ -482,15 +578,20 @@ def test_no_table_with_an_action_elsewhere_is_silently_wrong(short: str, data: s
     assert outcome_by(table, short, expected) in ("refused", "right")
 
 
-# -- first weights ------------------------------------------------------------------------------------------
+# -- first weights
+# ------------------------------------------------------------------------------------------
 
-LARGER = ModelConfig("llama", 9, 512, 1408, 8, 4, 64, 4096, 64)  # 31 M parameters: 123 MB of fp32 weights
+LARGER = ModelConfig(
+    "llama", 9, 512, 1408, 8, 4, 64, 4096, 64
+)  # 31 M parameters: 123 MB of fp32 weights
 CONSTANT_BYTES = 6 << 20
-"""What building may take beside the states: strips of 4 MB as they are read, or blocks of 1 MB as they are drawn. The
-largest matrix takes 8."""
+"""What building may take beside the states: strips of 4 MB as they are read, or blocks of 1 MB as
+they are drawn. The largest matrix takes 8."""
 
 
-def begin(rank: int, config: ModelConfig, short: str, precision: str, folder: Path | None) -> tuple[Program, Mesh]:
+def begin(
+    rank: int, config: ModelConfig, short: str, precision: str, folder: Path | None
+) -> tuple[Program, Mesh]:
     """A program with its first weights, from a folder or drawn from seed 3."""
     mesh = make_mesh(Layout.parse(short), rank, CPU)
     program = apply(config, mesh, DTYPES[precision], DTYPES[precision], OPTIMIZER.update)
@@ -502,32 +603,40 @@ def begin(rank: int, config: ModelConfig, short: str, precision: str, folder: Pa
     return program, mesh
 
 
-def peak_on(rank: int, world: int, short: str, precision: str, folder: Path | None, traces: Path) -> tuple[int, int]:
+def peak_on(
+    rank: int, world: int, short: str, precision: str, folder: Path | None, traces: Path
+) -> tuple[int, int]:
     """The most bytes that building took at a time, and what is held then."""
     kept: list[Program] = []
     peak, _ = peak_bytes(
-        lambda: kept.append(begin(rank, LARGER, short, precision, folder)[0]), traces / f"{precision}-{rank}.json"
+        lambda: kept.append(begin(rank, LARGER, short, precision, folder)[0]),
+        traces / f"{precision}-{rank}.json",
     )
     return peak, sum(kept[0].store.held_bytes().values())
 
 
 @pytest.fixture(scope="module")
 def larger_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, layout = tmp_path_factory.mktemp("larger") / "folder", Layout()
+    path = tmp_path_factory.mktemp("larger") / "folder"
+    layout = Layout()
     drawn = (
-        (spec.name, init_weights(spec, layout, layout.coord(0), 3, torch.bfloat16)) for spec in model_specs(LARGER)
+        (spec.name, init_weights(spec, layout, layout.coord(0), 3, torch.bfloat16))
+        for spec in model_specs(LARGER)
     )
     write_folder(path, LARGER, model_specs(LARGER), drawn, torch.bfloat16)
     return path
 
 
-@pytest.mark.parametrize(("source", "precision"), [("drawn", "fp32"), ("drawn", "bf16"), ("folder", "fp32")])
+@pytest.mark.parametrize(
+    ("source", "precision"), [("drawn", "fp32"), ("drawn", "bf16"), ("folder", "fp32")]
+)
 def test_no_rank_ever_holds_the_whole_model(
     ranks: Ranks, larger_folder: Path, tmp_path: Path, source: str, precision: str
 ) -> None:
-    """Of four ranks each takes a quarter of the states, 16 bytes a parameter, and little beside: not even a matrix. A
-    file is mapped, not held, but the allocator counts it too."""
-    size, folder = num_params(model_specs(LARGER)), larger_folder if source == "folder" else None
+    """Of four ranks each takes a quarter of the states, 16 bytes a parameter, and little beside:
+    not even a matrix. A file is mapped, not held, but the allocator counts it too."""
+    size = num_params(model_specs(LARGER))
+    folder = larger_folder if source == "folder" else None
     mapped = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder else 0
     assert max(4 * spec.numel for spec in model_specs(LARGER)) > CONSTANT_BYTES
     for peak, held in ranks.run(4, peak_on, "dp4.z3", precision, folder, tmp_path):
@@ -535,10 +644,14 @@ def test_no_rank_ever_holds_the_whole_model(
         assert held <= peak <= held + mapped + CONSTANT_BYTES
 
 
-def first_on(rank: int, world: int, shorts: list[str], family: str, folder: Path | None) -> list[dict[str, Tensor]]:
+def first_on(
+    rank: int, world: int, shorts: list[str], family: str, folder: Path | None
+) -> list[dict[str, Tensor]]:
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(init, "BLOCK_ELEMENTS", 50)  # so that tiny tensors have many blocks and strips
+        patch.setattr(
+            init, "BLOCK_ELEMENTS", 50
+        )  # so that tiny tensors have many blocks and strips
         patch.setattr(load, "STRIP_ELEMENTS", 70)
         for short in shorts:
             program, mesh = begin(rank, MODELS[family], short, "fp32", folder)
@@ -547,11 +660,16 @@ def first_on(rank: int, world: int, shorts: list[str], family: str, folder: Path
 
 
 @pytest.mark.parametrize(
-    ("family", "source"), [("gpt2", "drawn"), ("llama", "drawn"), ("gpt2", "folder"), ("qwen3", "folder")]
+    ("family", "source"),
+    [("gpt2", "drawn"), ("llama", "drawn"), ("gpt2", "folder"), ("qwen3", "folder")],
 )
-def test_first_weights_are_the_same_in_every_layout(ranks: Ranks, tmp_path: Path, family: str, source: str) -> None:
+def test_first_weights_are_the_same_in_every_layout(
+    ranks: Ranks, tmp_path: Path, family: str, source: str
+) -> None:
     """Bit for bit; those of a folder are what was written."""
-    config, weights, folder = MODELS[family], tiny_weights(MODELS[family]), None
+    config = MODELS[family]
+    weights = tiny_weights(MODELS[family])
+    folder = None
     if source == "folder":
         folder = tmp_path / "folder"
         write_folder(folder, config, model_specs(config), weights.items(), torch.float32)
@@ -563,7 +681,8 @@ def test_first_weights_are_the_same_in_every_layout(ranks: Ranks, tmp_path: Path
     assert one.keys() == weights.keys()
 
 
-# -- evaluation, as the loop does it ------------------------------------------------------------------------
+# -- evaluation, as the loop does it
+# ------------------------------------------------------------------------
 
 
 def held_out_on(rank: int, world: int, changes: list[Settings]) -> list[float]:
@@ -575,12 +694,17 @@ def held_out_on(rank: int, world: int, changes: list[Settings]) -> list[float]:
     return told
 
 
-def test_ranks_that_run_out_of_held_out_sequences_still_gather(ranks: Ranks, tmp_path: Path) -> None:
-    """Five sequences on three ranks: the last one has fewer, and none may wait for another for ever."""
+def test_ranks_that_run_out_of_held_out_sequences_still_gather(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Five sequences on three ranks: the last one has fewer, and none may wait for another for
+    ever."""
     data = build_data(tmp_path)
 
     def changed(layout: str, limit: int) -> Settings:
-        return tiny_settings(data, tmp_path / "run", layout=layout, eval_sequences=limit, global_batch=6)
+        return tiny_settings(
+            data, tmp_path / "run", layout=layout, eval_sequences=limit, global_batch=6
+        )
 
     limits = (1, 4, 5)
     (expected,) = ranks.run(1, held_out_on, [changed("dp1", limit) for limit in limits])

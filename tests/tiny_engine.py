@@ -1,5 +1,5 @@
-"""An engine of the kind that the server is given, without its process: the real one around a drawn model. Whoever waits
-for a piece steps it, and a test can hold all steps."""
+"""An engine of the kind that the server is given, without its process: the real one around a drawn
+model. Whoever waits for a piece steps it, and a test can hold all steps."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -10,24 +10,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shardwise.config import ModelConfig, from_hugging_face
+from shardwise.config import ModelConfig
+from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, byte_tokenizer
 from shardwise.layout import Layout
-from shardwise.model.tokenizer import Tokenizer, byte_tokenizer
 from shardwise.parallel.mesh import make_mesh
-from shardwise.serve.batch import Batch
-from shardwise.serve.engine import Engine
-from shardwise.serve.link import EngineDied, Stats
-from shardwise.serve.pages import Pages
+from shardwise.serve.engine.batch import Batch
+from shardwise.serve.engine.engine import Engine
+from shardwise.serve.engine.pages import Pages
+from shardwise.serve.engine.runner import Ran, Runner
+from shardwise.serve.engine.scheduler import Limits, Scheduler
+from shardwise.serve.engine_client import EngineDied, Stats
 from shardwise.serve.request import Ask, Piece
-from shardwise.serve.runner import Ran, Runner
-from shardwise.serve.scheduler import Limits, Scheduler
 from tiny_models import our_weights, tiny_model
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'wizard' %}{{ raise_exception('no wizards here') }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-NUM_PAGES, PAGE_TOKENS, MAX_LEN = 128, 16, 256
+NUM_PAGES = 128
+PAGE_TOKENS = 16
+MAX_LEN = 256
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ def talking_model() -> TinyModel:
     """It talks bytes, in chats too."""
     theirs = tiny_model("llama", vocab_size=264, max_position_embeddings=MAX_LEN)
     tokenizer = replace(byte_tokenizer(), chat_template=TEMPLATE)
-    return TinyModel(theirs, from_hugging_face(theirs.config.to_dict()), our_weights(theirs), tokenizer)
+    return TinyModel(
+        theirs, from_hugging_face(theirs.config.to_dict()), our_weights(theirs), tokenizer
+    )
 
 
 class FragileRunner(Runner):
@@ -59,20 +64,28 @@ class FragileRunner(Runner):
             for part in batch.parts
             if self.fails_at is not None and part.start + len(part.tokens) > self.fails_at
         }
-        return Ran({id: row * torch.nan if id in bad else row for id, row in ran.logits.items()}, ran.scores)
+        return Ran(
+            {id: row * torch.nan if id in bad else row for id, row in ran.logits.items()},
+            ran.scores,
+        )
 
     def keep_alive(self) -> None:
         pass
 
 
 class TinyEngine:
-    """Steps wait for `may_step`; `death` ends it with these words; `queue` is how many requests may wait."""
+    """Steps wait for `may_step`; `death` ends it with these words; `queue` is how many requests may
+    wait."""
 
     def __init__(self, model: TinyModel, queue: int = 64) -> None:
-        self.tokenizer, self.config = model.tokenizer, model.config
-        self.max_len, self.vocab_size = MAX_LEN, model.config.vocab_size
+        self.tokenizer = model.tokenizer
+        self.config = model.config
+        self.max_len = MAX_LEN
+        self.vocab_size = model.config.vocab_size
         mesh = make_mesh(Layout(), 0, torch.device("cpu"), model.config.num_kv_heads)
-        self.runner = FragileRunner(model.config, dict(model.weights), mesh, torch.float32, PAGE_TOKENS)
+        self.runner = FragileRunner(
+            model.config, dict(model.weights), mesh, torch.float32, PAGE_TOKENS
+        )
         self.runner.make_pages(NUM_PAGES)
         self.scheduler = Scheduler(Pages(NUM_PAGES, PAGE_TOKENS), Limits(64, 16, queue))
         self.engine = Engine(model.config, model.tokenizer, self.runner, self.scheduler, MAX_LEN)

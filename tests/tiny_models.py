@@ -1,4 +1,5 @@
-"""Tiny random models of every family, made by transformers, and what their weights are called here."""
+"""Tiny random models of every family, made by transformers, and what their weights are called
+here."""
 
 import torch
 from torch import Tensor
@@ -35,14 +36,21 @@ MODELS = {
     "gpt2": (
         GPT2LMHeadModel,
         GPT2Config(
-            vocab_size=VOCAB, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+            vocab_size=VOCAB,
+            n_positions=64,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=None,
+            eos_token_id=None,
         ),
     ),
 }
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
-    """A model with every weight drawn, norms and biases too, so that none can be mistaken for another."""
+    """A model with every weight drawn, norms and biases too, so that none can be mistaken for
+    another."""
     kind, config = MODELS[name]
     model = kind(kind.config_class.from_dict(config.to_dict() | changes)).eval()
     random = torch.Generator().manual_seed(sum(name.encode()))
@@ -56,7 +64,11 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: object)
 def our_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The state of a transformers model under our names, put together by hand."""
     state = model.state_dict()
-    return gpt2_weights(state) if model.config.model_type == "gpt2" else llama_weights(state, model.config)
+    return (
+        gpt2_weights(state)
+        if model.config.model_type == "gpt2"
+        else llama_weights(state, model.config)
+    )
 
 
 def llama_weights(state: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
@@ -64,7 +76,8 @@ def llama_weights(state: dict[str, Tensor], config: LlamaConfig) -> dict[str, Te
     if not config.tie_word_embeddings:
         ours["head"] = state["lm_head.weight"]
     for i in range(config.num_hidden_layers):
-        old, new = f"model.layers.{i}.", f"blocks.{i}."
+        old = f"model.layers.{i}."
+        new = f"blocks.{i}."
         ours[new + "norm1"] = state[old + "input_layernorm.weight"]
         ours[new + "norm2"] = state[old + "post_attention_layernorm.weight"]
         for kind, ending in (("weight", ""), ("bias", "_bias")):
@@ -74,7 +87,11 @@ def llama_weights(state: dict[str, Tensor], config: LlamaConfig) -> dict[str, Te
                 ("gate_up", ["mlp.gate_proj", "mlp.up_proj"]),
                 ("down", ["mlp.down_proj"]),
             ):
-                found = [state[f"{old}{stem}.{kind}"] for stem in joined if f"{old}{stem}.{kind}" in state]
+                found = [
+                    state[f"{old}{stem}.{kind}"]
+                    for stem in joined
+                    if f"{old}{stem}.{kind}" in state
+                ]
                 if found:
                     ours[new + name + ending] = torch.cat(found)
         for name in ("q_norm", "k_norm"):
@@ -88,9 +105,13 @@ def gpt2_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     ours |= {"norm": state["transformer.ln_f.weight"], "norm_bias": state["transformer.ln_f.bias"]}
     for i in range(2):
         for old, new in (
-            ("ln_1", "norm1"), ("ln_2", "norm2"), ("attn.c_attn", "qkv"), ("attn.c_proj", "out"),
-            ("mlp.c_fc", "gate_up"), ("mlp.c_proj", "down"),
-        ):  # fmt: skip
+            ("ln_1", "norm1"),
+            ("ln_2", "norm2"),
+            ("attn.c_attn", "qkv"),
+            ("attn.c_proj", "out"),
+            ("mlp.c_fc", "gate_up"),
+            ("mlp.c_proj", "down"),
+        ):
             weight = state[f"transformer.h.{i}.{old}.weight"]
             ours[f"blocks.{i}.{new}"] = weight.T if weight.dim() == 2 else weight
             ours[f"blocks.{i}.{new}_bias"] = state[f"transformer.h.{i}.{old}.bias"]

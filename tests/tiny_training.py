@@ -1,5 +1,5 @@
-"""Tiny models and data for tests of training: a few thousand parameters, sequences of 16 tokens. And a few steps
-of them on one process, with what everybody trusts."""
+"""Tiny models and data for tests of training: a few thousand parameters, sequences of 16 tokens.
+And a few steps of them on one process, with what everybody trusts."""
 
 import hashlib
 import math
@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import ModelConfig
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.kernels.reference.bundle import TORCH
 from shardwise.layout import Layout
+from shardwise.measure.parity import logical_parts, vanishes
 from shardwise.model.layers import Causal
-from shardwise.model.tokenizer import byte_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import Program, apply
 from shardwise.parallel.mesh import Mesh, make_mesh
@@ -26,11 +28,13 @@ from shardwise.params import ParamSpec, model_specs
 from shardwise.train.corpus import build
 from shardwise.train.data import Batch, MicroBatch
 from shardwise.train.optim import AdamW, LearningRate
-from shardwise.train.parity import logical_parts, vanishes
 from shardwise.train.settings import Settings
 
-VOCAB, SEQ_LEN, SEQUENCES = 97, 16, 12
-Case, Found = TypeVar("Case"), TypeVar("Found")
+VOCAB = 97
+SEQ_LEN = 16
+SEQUENCES = 12
+Case = TypeVar("Case")
+Found = TypeVar("Found")
 
 LLAMA = ModelConfig("llama", 2, 32, 40, 4, 2, 8, VOCAB, 32)
 FAMILIES = {
@@ -51,7 +55,8 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def tiny_weights(config: ModelConfig) -> dict[str, Tensor]:
-    """Every stored parameter drawn, norms and biases too, so that none can be mistaken for another."""
+    """Every stored parameter drawn, norms and biases too, so that none can be mistaken for
+    another."""
     random = seeded(5)
     return {
         spec.name: (spec.init.kind == "ones") + 0.1 * torch.randn(spec.shape, generator=random)
@@ -61,11 +66,14 @@ def tiny_weights(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def global_batch(step: int, sequences: int = SEQUENCES) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [sequences, SEQ_LEN] of one step, row by row with ever fewer targets; the last three rows have
-    none, so that some rank or micro-batch of a layout may have none at all."""
+    """Tokens and targets [sequences, SEQ_LEN] of one step, row by row with ever fewer targets; the
+    last three rows have none, so that some rank or micro-batch of a layout may have none at all."""
     random = seeded(100 + step)
     window = torch.randint(VOCAB, (sequences, SEQ_LEN + 1), generator=random)
-    kept = torch.rand(sequences, SEQ_LEN, generator=random) < torch.linspace(1.0, 0.1, sequences)[:, None]
+    kept = (
+        torch.rand(sequences, SEQ_LEN, generator=random)
+        < torch.linspace(1.0, 0.1, sequences)[:, None]
+    )
     kept[-3:] = False
     return window[:, :-1].contiguous(), torch.where(kept, window[:, 1:], -100)
 
@@ -80,8 +88,8 @@ def in_one_piece(tokens: Tensor, targets: Tensor) -> MicroBatch:
 
 
 def share_of(batch: MicroBatch, layout: Layout, data_rank: int) -> Batch:
-    """What one data rank takes of all sequences: ranks side by side, one micro-batch after another; what does not
-    divide is left out."""
+    """What one data rank takes of all sequences: ranks side by side, one micro-batch after another;
+    what does not divide is left out."""
     rows = len(batch.tokens) // (layout.microbatches * layout.dp)
     firsts = [(m * layout.dp + data_rank) * rows for m in range(layout.microbatches)]
     microbatches = tuple(rows_of(batch, slice(first, first + rows)) for first in firsts)
@@ -93,7 +101,8 @@ def rows_of(batch: MicroBatch, rows: slice) -> MicroBatch:
     return MicroBatch(batch.tokens[rows], batch.targets[rows], batch.positions[rows], documents)
 
 
-# -- states, whatever rank owns what of them ----------------------------------------------------------------
+# -- states, whatever rank owns what of them
+# ----------------------------------------------------------------
 
 
 def fill_store(store: Store, weights: Mapping[str, Tensor]) -> None:
@@ -114,9 +123,12 @@ def filled_program(
 
 
 def each_case(
-    cases: Sequence[Case], run: Callable[[Case], Found], spoil: Callable[[pytest.MonkeyPatch], None] | None
+    cases: Sequence[Case],
+    run: Callable[[Case], Found],
+    spoil: Callable[[pytest.MonkeyPatch], None] | None,
 ) -> list[Found]:
-    """What `run` finds of each, one that fails by its name; all with something broken, if `spoil` breaks it."""
+    """What `run` finds of each, one that fails by its name; all with something broken, if `spoil`
+    breaks it."""
     told = []
     for case in cases:
         try:
@@ -130,7 +142,8 @@ def each_case(
 
 
 def whole(store: Store, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> dict[str, Tensor]:
-    """Whole tensors in fp32, put together on every rank from what each owns; every element must be owned once."""
+    """Whole tensors in fp32, put together on every rank from what each owns; every element must be
+    owned once."""
     held = [spec for spec in specs if spec.tied_to is None]
     values, owners = torch.zeros(2, sum(spec.numel for spec in held))
 
@@ -138,7 +151,8 @@ def whole(store: Store, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> 
         parts = flat.split([spec.numel for spec in held])
         return {spec.name: part.view(spec.shape) for spec, part in zip(held, parts, strict=True)}
 
-    found, counted = named(values), named(owners)
+    found = named(values)
+    counted = named(owners)
     for spec, box, view in store.owned(kind) if mesh.replicate.rank == 0 else ():
         found[spec.name][box.slices] += view.detach()
         counted[spec.name][box.slices] += 1
@@ -149,7 +163,8 @@ def whole(store: Store, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> 
 
 
 def agreed(store: States, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> dict[str, Tensor]:
-    """The same where several ranks own an element, as those of a tensor axis do: they must hold the same bits."""
+    """The same where several ranks own an element, as those of a tensor axis do: they must hold the
+    same bits."""
     held = [spec for spec in specs if spec.tied_to is None]
     both = torch.full((2, sum(spec.numel for spec in held)), -math.inf)
 
@@ -173,7 +188,8 @@ def digest(store: Store) -> str:
     return hashlib.sha256(torch.cat([torch.empty(0), *parts]).numpy().tobytes()).hexdigest()
 
 
-# -- a few steps on one process -----------------------------------------------------------------------------
+# -- a few steps on one process
+# -----------------------------------------------------------------------------
 
 OPTIMIZER = AdamW(eps=1e-6)
 RATE = LearningRate(1e-2, 4, 2, "cosine")
@@ -182,7 +198,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Expected:
-    """Losses and norms of every step; gradients of the last, as they were before clipping; states at the end."""
+    """Losses and norms of every step; gradients of the last, as they were before clipping; states
+    at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -193,38 +210,54 @@ class Expected:
 
 
 def plain_steps(
-    config: ModelConfig, num_steps: int, max_norm: float = math.inf, sequences: int = SEQUENCES,
+    config: ModelConfig,
+    num_steps: int,
+    max_norm: float = math.inf,
+    sequences: int = SEQUENCES,
     batches: Sequence[MicroBatch] | None = None,
-) -> Expected:  # fmt: skip
-    """Plain autograd of the summed loss over the count of targets, torch's own AdamW and torch's own clipping; on
-    `global_batch` of `sequences`, or on the `batches` of the steps."""
+) -> Expected:
+    """Plain autograd of the summed loss over the count of targets, torch's own AdamW and torch's
+    own clipping; on `global_batch` of `sequences`, or on the `batches` of the steps."""
     weights = {name: weight.requires_grad_() for name, weight in tiny_weights(config).items()}
     groups = [
-        {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {
+            "params": [w for w in weights.values() if w.dim() > 1],
+            "weight_decay": OPTIMIZER.weight_decay,
+        },
         {"params": [w for w in weights.values() if w.dim() == 1], "weight_decay": 0.0},
     ]
     theirs = torch.optim.AdamW(groups, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
-    losses, norms, grads = [], [], {}
+    losses = []
+    norms = []
+    grads = {}
     for step in range(num_steps):
         batch = batches[step] if batches else in_one_piece(*global_batch(step, sequences))
         loss = plain_loss(config, weights, batch)
         theirs.zero_grad()
         loss.backward()
-        grads = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+        grads = {
+            name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None
+        }
         norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)))
         for group in theirs.param_groups:
             group["lr"] = RATE.at(step)
         theirs.step()
         losses.append(loss.item())
-    moments = [{name: theirs.state[weight][kind] for name, weight in weights.items()} for kind in MOMENTS]
-    return Expected(losses, norms, grads, {name: weight.detach() for name, weight in weights.items()}, *moments)
+    moments = [
+        {name: theirs.state[weight][kind] for name, weight in weights.items()} for kind in MOMENTS
+    ]
+    return Expected(
+        losses, norms, grads, {name: weight.detach() for name, weight in weights.items()}, *moments
+    )
 
 
 def plain_loss(config: ModelConfig, weights: Mapping[str, Tensor], batch: MicroBatch) -> Tensor:
     """The mean over all tokens that have a target."""
     attend = Causal(config, batch.documents)
-    logits = Transformer(config).forward(weights, batch.tokens, batch.positions, attend)
-    summed = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="sum")
+    logits = Transformer(config, TORCH).forward(weights, batch.tokens, batch.positions, attend)
+    summed = F.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     return summed / int((batch.targets != -100).sum())
 
 
@@ -238,9 +271,11 @@ def worst(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return max(relative(value, other[name]) for name, value in mine.items())
 
 
-def worst_part(config: ModelConfig, mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The same, parts of fused parameters apart, and without gradients that vanish, which are no size to compare
-    with."""
+def worst_part(
+    config: ModelConfig, mine: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> float:
+    """The same, parts of fused parameters apart, and without gradients that vanish, which are no
+    size to compare with."""
     assert mine.keys() == other.keys()
     return max(
         relative(mine[spec.name][rows], other[spec.name][rows])
@@ -251,7 +286,8 @@ def worst_part(config: ModelConfig, mine: Mapping[str, Tensor], other: Mapping[s
     )
 
 
-# -- text and settings for a run ----------------------------------------------------------------------------
+# -- text and settings for a run
+# ----------------------------------------------------------------------------
 
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 3
 
@@ -275,19 +311,31 @@ def tiny_settings(data: Path, run: Path, **changes: Any) -> Settings:
     """A model of 2 blocks and 9,000 weights in fp32; `changes` are those of any section, by key."""
     values: dict[str, dict[str, Any]] = {
         "model": {
-            "name": "1M", "num_layers": 2, "hidden_size": 16, "ffn_size": 24, "num_heads": 2, "num_kv_heads": 1,
+            "name": "1M",
+            "num_layers": 2,
+            "hidden_size": 16,
+            "ffn_size": 24,
+            "num_heads": 2,
+            "num_kv_heads": 1,
             "max_positions": 64,
         },
         "data": {"folder": str(data), "seq_len": 16, "global_batch": 4},
         "optimizer": {"lr": 1e-2, "warmup_steps": 2},
         "run": {
-            "folder": str(run), "steps": 6, "precision": "fp32", "eval_every": 3, "eval_sequences": 6, "save_every": 3,
+            "folder": str(run),
+            "steps": 6,
+            "precision": "fp32",
+            "eval_every": 3,
+            "eval_sequences": 6,
+            "save_every": 3,
             "keep_checkpoints": 0,
         },
-    }  # fmt: skip
+    }
     sections = {}
     for section, given in values.items():
         default = getattr(Settings(), section)
-        sections[section] = replace(default, **given | {k: v for k, v in changes.items() if hasattr(default, k)})
+        sections[section] = replace(
+            default, **given | {k: v for k, v in changes.items() if hasattr(default, k)}
+        )
     assert not changes.keys() - {key for section in sections.values() for key in vars(section)}
     return Settings(**sections)

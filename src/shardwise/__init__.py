@@ -1,4 +1,5 @@
-"""Plans, trains and serves language models that are cut over many devices, from one description of the cut."""
+"""Plans, trains and serves language models that are cut over many devices, from one description of
+the cut."""
 
 from typing import Any
 
@@ -6,7 +7,8 @@ __all__ = ["LLM", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from shardwise import LLM, SamplingParams`, which alone needs torch: the planner does not."""
+    """`from shardwise import LLM, SamplingParams`, which alone needs torch: the planner does
+    not."""
     if name == "LLM":
         from shardwise.serve.llm import LLM
 

@@ -1,9 +1,10 @@
-"""The frame of the command line: finds the subcommand, runs it, and turns a user's mistake into one sentence.
+"""The frame of the command line: finds the subcommand, runs it, and turns a user's mistake into one
+sentence.
 
-Exit codes: 0 done; 1 ran, and the answer is no; 2 the request cannot be understood or satisfied; 130 interrupted.
-Each command lives in `shardwise.commands` as `add_X(subparsers)`, which declares its flags and sets `run`, and
-`run_X(args) -> int`, which imports what it needs: neither help nor planning may wait for torch.
-"""
+Exit codes: 0 done; 1 ran, and the answer is no; 2 the request cannot be understood or satisfied;
+130 interrupted. Each command lives in `shardwise.commands` as `add_X(subparsers)`, which declares
+its flags and sets `run`, and `run_X(args) -> int`, which imports what it needs: neither help nor
+planning may wait for torch."""
 
 import argparse
 import io
@@ -26,7 +27,7 @@ from shardwise.commands.plan import add_plan
 from shardwise.commands.schedule import add_schedule
 from shardwise.commands.serve import add_serve
 from shardwise.commands.train import add_config, add_train
-from shardwise.hardware import nearest
+from shardwise.suggest import nearest
 
 COMMANDS = (
     add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_eval, add_generate, add_serve,
@@ -35,8 +36,8 @@ COMMANDS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueErrors, so that its errors end like every other mistake. A flag is written out, since a guessed
-    abbreviation changes its meaning when a flag is added."""
+    """Raises ValueErrors, so that its errors end like every other mistake. A flag is written out,
+    since a guessed abbreviation changes its meaning when a flag is added."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -64,14 +65,20 @@ class PrintVersion(argparse.Action):
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser of the whole command line, and those of its subcommands by name."""
-    parser = Parser(prog="shardwise", description="Plan, train and serve language models cut over many devices.")
-    parser.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
+    parser = Parser(
+        prog="shardwise", description="Plan, train and serve language models cut over many devices."
+    )
+    parser.add_argument(
+        "--version", action=PrintVersion, nargs=0, help="print the version and exit"
+    )
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for add_command in COMMANDS:
         add_command(subparsers)
     commands: dict[str, Parser] = dict(subparsers.choices)
     for command in commands.values():
-        command.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON object on stdout and nothing else"
+        )
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser, commands
 
@@ -96,7 +103,11 @@ def check_flags(command: str, words: Sequence[str], flags: list[str]) -> None:
         flag = word.split("=")[0]
         if flag.startswith("--") and flag not in flags:
             near = nearest(flag, flags, most=1)
-            hint = f"did you mean {near[0]}?" if near else f"`shardwise {command} --help` lists what it takes"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else f"`shardwise {command} --help` lists what it takes"
+            )
             raise ValueError(f"{command} does not take {flag}; {hint}")
 
 
@@ -106,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode loses a bar, not the answer
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal without Unicode loses a bar, not the answer
     warnings.showwarning = show_warning
     try:
         args = parse(argv)
@@ -117,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python's own flush at exit must not complain
+    except (
+        BrokenPipeError
+    ):  # the reader, such as `head`, has seen enough; Python's own flush at exit must not complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
@@ -135,7 +150,8 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def open_closed_streams() -> None:
-    """A stream that the caller closed (`>&-`) is None to Python; what goes there is to go nowhere."""
+    """A stream that the caller closed (`>&-`) is None to Python; what goes there is to go
+    nowhere."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:

@@ -1,21 +1,23 @@
-"""What the common accelerators hold and how fast they are: the limits that every plan is measured against.
+"""What the common accelerators hold and how fast they are: the limits that every plan is measured
+against.
 
-`memory_bytes` is in whole GB (1e9): 94 % of what the driver reports, or the size in the name where that is as near.
-An "80 GB" H100 reports 81559 MiB, which are 85.5 GB; the difference to 80 GB is left to the CUDA context, libraries
-and fragmentation, which no plan can spend. Peaks are those of the vendors' data sheets: dense 16-bit matrix products
-with fp32 sums (bf16; fp16 on V100 and T4, which have no bf16).
-"""
+`memory_bytes` is in whole GB (1e9): 94 % of what the driver reports, or the size in the name where
+that is as near. An "80 GB" H100 reports 81559 MiB, which are 85.5 GB; the difference to 80 GB is
+left to the CUDA context, libraries and fragmentation, which no plan can spend. Peaks are those of
+the vendors' data sheets: dense 16-bit matrix products with fp32 sums (bf16; fp16 on V100 and T4,
+which have no bf16)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
+
+from shardwise.suggest import nearest
 
 GB = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: bytes a program can count on, dense 16-bit FLOP/s, memory bytes/s, and torch's names for it."""
+    """One accelerator: bytes a program can count on, dense 16-bit FLOP/s, memory bytes/s, and
+    torch's names for it."""
 
     name: str
     memory_bytes: int
@@ -28,12 +30,30 @@ DEVICES = {
     name: Device(name, memory_gb * GB, tflops * 1e12, bandwidth_gb * 1e9, cuda_names)
     for name, memory_gb, tflops, bandwidth_gb, cuda_names in (
         ("v100-16gb", 16, 125, 900, ("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-16GB")),
-        ("v100-32gb", 32, 125, 900, ("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB")),
+        (
+            "v100-32gb",
+            32,
+            125,
+            900,
+            ("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"),
+        ),
         ("t4", 15, 65, 320, ("Tesla T4", "NVIDIA T4")),
         ("a10", 22, 125, 600, ("NVIDIA A10",)),
         ("a10g", 22, 70, 600, ("NVIDIA A10G",)),
-        ("a100-40gb", 40, 312, 1555, ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-SXM4-40GB")),
-        ("a100-80gb", 80, 312, 2039, ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "A100-SXM4-80GB")),
+        (
+            "a100-40gb",
+            40,
+            312,
+            1555,
+            ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-SXM4-40GB"),
+        ),
+        (
+            "a100-80gb",
+            80,
+            312,
+            2039,
+            ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "A100-SXM4-80GB"),
+        ),
         ("l4", 22, 121, 300, ("NVIDIA L4",)),
         ("l40s", 45, 362, 864, ("NVIDIA L40S",)),
         ("h100-80gb", 80, 989, 3350, ("NVIDIA H100 80GB HBM3",)),
@@ -59,11 +79,6 @@ def find_device(name: str) -> Device:
 
 
 def device_for(cuda_name: str) -> Device | None:
-    """The device that torch.cuda.get_device_name calls by `cuda_name`; None where the table lacks it, since a near
-    name may be another chip (a laptop's RTX 4090 is)."""
+    """The device that torch.cuda.get_device_name calls by `cuda_name`; None where the table lacks
+    it, since a near name may be another chip (a laptop's RTX 4090 is)."""
     return next((device for device in DEVICES.values() if cuda_name in device.cuda_names), None)
-
-
-def nearest(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The names that `word` may have been meant for, best first."""
-    return get_close_matches(word, list(known), n=most, cutoff=0.6)

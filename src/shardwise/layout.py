@@ -1,8 +1,8 @@
-"""How one model is cut over many devices: the single value that is planned, trained, checkpointed, tested and served.
+"""How one model is cut over many devices: the single value that is planned, trained, checkpointed,
+tested and served.
 
-Ranks are numbered with tensor parallel fastest, then context, data, and pipeline parallel slowest, so that the ranks
-that talk most sit on the fastest links.
-"""
+Ranks are numbered with tensor parallel fastest, then context, data, and pipeline parallel slowest,
+so that the ranks that talk most sit on the fastest links."""
 
 import math
 import re
@@ -19,7 +19,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto"]
 Recompute = Literal["none", "selective", "full"]
 AxisName = Literal[
     "dp", "tp", "pp", "pp_down", "cp", "data", "shard", "replicate", "world", "kv_replica", "tied"
-]  # fmt: skip
+]
 
 SHARD_WORDS: dict[str, Shard] = {"z1": "zero1", "z2": "zero2", "z3": "zero3", "fsdp": "fsdp"}
 PART = re.compile(
@@ -27,7 +27,15 @@ PART = re.compile(
     r"|(?P<schedule>gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-auto)(@(?P<limit>\d+(\.\d+)?(e[+-]?\d+)?))?"
     r"|l(?P<layers>\d+(-\d+)*)|(?P<flag>sp|a2a|keep)|rc-(?P<recompute>selective|full)"
 )
-SIZES = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "s": "shard_group", "v": "chunks", "m": "microbatches"}
+SIZES = {
+    "dp": "dp",
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "s": "shard_group",
+    "v": "chunks",
+    "m": "microbatches",
+}
 MAX_SIZE = 10**7  # far above any cluster, so that no slip of the finger is computed for hours
 STATES_CUT: dict[Shard, frozenset[str]] = {
     "none": frozenset(),
@@ -36,7 +44,8 @@ STATES_CUT: dict[Shard, frozenset[str]] = {
     "zero3": frozenset({"optimizer", "gradients", "parameters"}),
     "fsdp": frozenset({"optimizer", "gradients", "parameters"}),
 }
-"""What each stage of ZeRO cuts (Rajbhandari et al. 2020, figure 1); the rest every rank holds whole."""
+"""What each stage of ZeRO cuts (Rajbhandari et al. 2020, figure 1); the rest every rank holds
+whole."""
 FLAGS = {"sp": "sequence_parallel", "a2a": "all_to_all", "keep": "keep"}
 
 
@@ -53,11 +62,11 @@ class Coord(NamedTuple):
 class Layout:
     """Sizes of the axes, what is cut over the data ranks, and how a step is split in time.
 
-    `shard_group` cuts states in groups of that many data ranks and replicates them across groups (None: one group of
-    all). `memory_limit` belongs to `zb-auto` and counts forwards per stage. `keep` lets stage 3 hold what it gathered
-    until the backward. Raises ValueError for a value that no model could use; what depends on the model, and
-    what fits no other part of the layout, is told by `problems`.
-    """
+    `shard_group` cuts states in groups of that many data ranks and replicates them across groups
+    (None: one group of all). `memory_limit` belongs to `zb-auto` and counts forwards per stage.
+    `keep` lets stage 3 hold what it gathered until the backward. Raises ValueError for a value that
+    no model could use; what depends on the model, and what fits no other part of the layout, is
+    told by `problems`."""
 
     dp: int = 1
     tp: int = 1
@@ -79,19 +88,27 @@ class Layout:
         for name in SIZES.values():
             size = getattr(self, name)
             if size is not None and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"layout: {name} must be a whole number of at least 1, not {size!r}")
+                raise ValueError(
+                    f"layout: {name} must be a whole number of at least 1, not {size!r}"
+                )
             if size is not None and size > MAX_SIZE:
                 raise ValueError(f"layout: {name} must be at most {MAX_SIZE}, not {size}")
         if self.world_size > MAX_SIZE:
-            raise ValueError(f"layout: {self.world_size} ranks are too many; at most {MAX_SIZE} work")
+            raise ValueError(
+                f"layout: {self.world_size} ranks are too many; at most {MAX_SIZE} work"
+            )
         if self.memory_limit is not None and not 0 < self.memory_limit < math.inf:
             raise ValueError(f"layout: memory_limit must be above 0, not {self.memory_limit}")
         if self.layers is not None and not all(1 <= number <= MAX_SIZE for number in self.layers):
-            raise ValueError(f"layout: every stage needs at least 1 layer, not {joined(self.layers)}")
+            raise ValueError(
+                f"layout: every stage needs at least 1 layer, not {joined(self.layers)}"
+            )
         for name, known in (("shard", Shard), ("schedule", Schedule), ("recompute", Recompute)):
             word = getattr(self, name)
             if word is not None and word not in get_args(known):
-                raise ValueError(f"layout: {name} must be one of {', '.join(get_args(known))}, not {word!r}")
+                raise ValueError(
+                    f"layout: {name} must be one of {', '.join(get_args(known))}, not {word!r}"
+                )
         if self.pp > 1 and self.schedule is None:
             object.__setattr__(self, "schedule", "1f1b")
 
@@ -106,17 +123,29 @@ class Layout:
         return cls(**given)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        words = [f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(self, axis) > 1]
+        words = [
+            f"{axis}{getattr(self, axis)}"
+            for axis in ("dp", "tp", "pp", "cp")
+            if getattr(self, axis) > 1
+        ]
         words += [word for word, shard in SHARD_WORDS.items() if shard == self.shard]
         words += [f"s{self.shard_group}"] if self.shard_group else []
-        limit = f"@{float(self.memory_limit)!r}".removesuffix(".0") if self.memory_limit is not None else ""
+        limit = (
+            f"@{float(self.memory_limit)!r}".removesuffix(".0")
+            if self.memory_limit is not None
+            else ""
+        )
         words += [f"{self.schedule}{limit}"] if self.schedule else []
         words += [f"v{self.chunks}"] if self.chunks > 1 else []
         words += [f"l{joined(self.layers)}"] if self.layers else []
         words += [f"m{self.microbatches}"] if self.microbatches > 1 else []
         words += [word for word, name in FLAGS.items() if getattr(self, name)]
         words += [f"rc-{self.recompute}"] if self.recompute != "none" else []
-        return ".".join(words) if words and words[0][:2] in ("dp", "tp", "pp", "cp") else ".".join(["dp1", *words])
+        return (
+            ".".join(words)
+            if words and words[0][:2] in ("dp", "tp", "pp", "cp")
+            else ".".join(["dp1", *words])
+        )
 
     @property
     def world_size(self) -> int:
@@ -133,21 +162,26 @@ class Layout:
         return 1 if self.shard == "none" else (self.shard_group or self.data_size)
 
     def padded(self, num_elements: int) -> int:
-        """The size of a flat unit of state, which every data rank must be able to take an equal part of."""
+        """The size of a flat unit of state, which every data rank must be able to take an equal
+        part of."""
         return -(-num_elements // self.data_size) * self.data_size
 
     def padded_tokens(self, num_tokens: int) -> int:
         """The length of a sequence that every rank can take an equal part of."""
-        multiple = math.lcm(self.sequence_chunks, self.cp * self.tp if self.sequence_parallel else 1)
+        multiple = math.lcm(
+            self.sequence_chunks, self.cp * self.tp if self.sequence_parallel else 1
+        )
         return -(-num_tokens // multiple) * multiple
 
     @property
     def sequence_chunks(self) -> int:
-        """Equal parts that context parallel cuts a sequence into: around a ring each rank takes two of them."""
+        """Equal parts that context parallel cuts a sequence into: around a ring each rank takes two
+        of them."""
         return self.cp if self.all_to_all or self.cp == 1 else 2 * self.cp
 
     def cuts(self, state: str) -> bool:
-        """Whether ranks of a shard group hold a part each of their `parameters`, `gradients` or `optimizer`."""
+        """Whether ranks of a shard group hold a part each of their `parameters`, `gradients` or
+        `optimizer`."""
         return state in STATES_CUT[self.shard]
 
     def coord(self, rank: int) -> Coord:
@@ -161,12 +195,16 @@ class Layout:
         return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
     def kv_replicas(self, num_kv_heads: int) -> int:
-        """Tensor-parallel ranks that hold the same kv head, which are neighbours; 1 where there are heads for all."""
+        """Tensor-parallel ranks that hold the same kv head, which are neighbours; 1 where there are
+        heads for all."""
         return max(1, self.tp // num_kv_heads)
 
-    def ranks(self, axis: AxisName, coord: Coord, num_kv_heads: int | None = None) -> tuple[int, ...]:
-        """The ranks that `coord` shares `axis` with, in order along it; `coord`'s own is among them. Which ranks share
-        a kv head depends on how many the model has; None: each has its own."""
+    def ranks(
+        self, axis: AxisName, coord: Coord, num_kv_heads: int | None = None
+    ) -> tuple[int, ...]:
+        """The ranks that `coord` shares `axis` with, in order along it; `coord`'s own is among
+        them. Which ranks share a kv head depends on how many the model has; None: each has its
+        own."""
         if axis == "kv_replica":
             size = self.kv_replicas(num_kv_heads or self.tp)
             first = coord.tp - coord.tp % size
@@ -180,42 +218,54 @@ class Layout:
             axis = "pp"
         if axis in ("dp", "tp", "pp", "cp"):
             return tuple(self.rank(coord._replace(**{axis: i})) for i in range(getattr(self, axis)))
-        data = [self.rank(coord._replace(dp=d, cp=c)) for d in range(self.dp) for c in range(self.cp)]
-        here, size = data.index(self.rank(coord)), self.shard_size
+        data = [
+            self.rank(coord._replace(dp=d, cp=c)) for d in range(self.dp) for c in range(self.cp)
+        ]
+        here = data.index(self.rank(coord))
+        size = self.shard_size
         if axis == "shard":
             return tuple(data[here - here % size :][:size])
         if axis == "replicate":
             return tuple(data[here % size :: size])
         return tuple(data)
 
-    def stage_layers(self, num_layers: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
-        """The blocks of each virtual stage, in order: as many as were chosen, or such that the rank with most work has
-        as little as can be. `first` and `last` are what embedding and head take, in blocks. Of equal stages the later
-        takes more, since it keeps fewer micro-batches."""
+    def stage_layers(
+        self, num_layers: int, first: float = 0.0, last: float = 0.0
+    ) -> tuple[range, ...]:
+        """The blocks of each virtual stage, in order: as many as were chosen, or such that the rank
+        with most work has as little as can be. `first` and `last` are what embedding and head take,
+        in blocks. Of equal stages the later takes more, since it keeps fewer micro-batches."""
         numbers = self.layers or self._balanced(num_layers, first, last)
         return tuple(range(a, b) for a, b in pairwise(accumulate(numbers, initial=0)))
 
     def _balanced(self, num_layers: int, first: float, last: float) -> list[int]:
-        """Each block in turn to the rank with the least work, and there to its stage with the least."""
+        """Each block in turn to the rank with the least work, and there to its stage with the
+        least."""
         stages = self.pp * self.chunks
         assert num_layers >= stages
         work = [1.0] * stages
         work[0] += first
         work[-1] += last
-        numbers, of_rank = [1] * stages, [sum(work[rank :: self.pp]) for rank in range(self.pp)]
+        numbers = [1] * stages
+        of_rank = [sum(work[rank :: self.pp]) for rank in range(self.pp)]
         for _ in range(num_layers - stages):
-            stage = min(range(stages), key=lambda each: (of_rank[each % self.pp], work[each], -each))
+            stage = min(
+                range(stages), key=lambda each: (of_rank[each % self.pp], work[each], -each)
+            )
             numbers[stage] += 1
             work[stage] += 1
             of_rank[stage % self.pp] += 1
         return numbers
 
     def problems(self, model: "ModelConfig | None" = None) -> list[str]:
-        """Every reason why this layout cannot work (for `model`), each a sentence with the nearest that can."""
+        """Every reason why this layout cannot work (for `model`), each a sentence with the nearest
+        that can."""
         return [*self._inner_problems(), *(self._model_problems(model) if model else [])]
 
     def _inner_problems(self) -> Iterator[str]:
-        p, m, v = self.pp, self.microbatches, self.chunks
+        p = self.pp
+        m = self.microbatches
+        v = self.chunks
         if p == 1 and self.schedule:
             yield f"schedule {self.schedule} needs pp of at least 2; leave it out, or add pp2"
         if self.memory_limit is not None and self.schedule != "zb-auto":
@@ -247,8 +297,14 @@ class Layout:
             yield "keep is for gathered parameters; add z3, or leave keep out"
 
     def _model_problems(self, model: "ModelConfig") -> Iterator[str]:
-        heads, kv_heads, stages = model.num_heads, model.num_kv_heads, self.pp * self.chunks
-        works = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+        heads = model.num_heads
+        kv_heads = model.num_kv_heads
+        stages = self.pp * self.chunks
+        works = [
+            t
+            for t in range(1, heads + 1)
+            if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+        ]
         if self.tp not in works:
             best = min(works, key=lambda t: (abs(t - self.tp), t))
             yield (
@@ -262,16 +318,26 @@ class Layout:
             left = f"tp{self.tp} leaves some of an ffn of {model.ffn_size}"
             yield f"fsdp cannot cut empty tensors, and {left}; z3 in its place works"
         if stages > model.num_layers:
-            best_v, best_pp = model.num_layers // self.pp, min(self.pp, model.num_layers)
-            change = f"v{best_v}" if best_v > 1 else f"pp{best_pp}" + (" without chunks" if self.chunks > 1 else "")
+            best_v = model.num_layers // self.pp
+            best_pp = min(self.pp, model.num_layers)
+            change = (
+                f"v{best_v}"
+                if best_v > 1
+                else f"pp{best_pp}" + (" without chunks" if self.chunks > 1 else "")
+            )
             yield f"{stages} stages are more than {model.num_layers} layers; {change} works"
-        elif self.layers is not None and len(self.layers) == stages and sum(self.layers) != model.num_layers:
+        elif (
+            self.layers is not None
+            and len(self.layers) == stages
+            and sum(self.layers) != model.num_layers
+        ):
             works_too = joined(self._balanced(model.num_layers, 0.0, 0.0))
             yield f"l{joined(self.layers)} makes {sum(self.layers)} layers, not {model.num_layers}; l{works_too} works"
 
 
 def parts(text: str) -> Iterator[tuple[str, object]]:
-    """The fields that a short form sets; a dot inside a memory limit (`zb-auto@1.5`) is not a joint."""
+    """The fields that a short form sets; a dot inside a memory limit (`zb-auto@1.5`) is not a
+    joint."""
     at = 0
     while True:
         match = PART.match(text, at)

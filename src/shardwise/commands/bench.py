@@ -1,4 +1,5 @@
-"""`shardwise bench`: speed and memory on this machine, all layouts on the same work; serving is in bench_serve.py."""
+"""`shardwise bench`: speed and memory on this machine, all layouts on the same work; serving is in
+bench_serve.py."""
 
 import argparse
 import json
@@ -11,7 +12,7 @@ from shardwise.commands.terminal import answer_console
 from shardwise.layout import Layout
 
 if TYPE_CHECKING:
-    from shardwise.train.bench import Measured, Workload
+    from shardwise.measure.train_step import Measured, Workload
 
 MIB = 1 << 20
 COMPARED = ("tokens_per_s", "peak_resident_mb")
@@ -40,38 +41,57 @@ def add_bench(subparsers: Any) -> None:
         "`make bench-train` and `make bench-serve`, in the source, run other software on the same work in turns.",
     )
     parser.add_argument(
-        "what", choices=("train", "serve"), help="train: whole training steps; serve: requests under load"
+        "what",
+        choices=("train", "serve"),
+        help="train: whole training steps; serve: requests under load",
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL",
+        "model",
+        nargs="?",
+        metavar="MODEL",
         help="a name, count, folder, file or hub id; of train the shape counts (default: a Llama shape of 70.8 M)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--layout", action="append", metavar="L",
+        "--layout",
+        action="append",
+        metavar="L",
         help="what to measure, for example dp2.z1; may be given many times, ratios are to the first (default: dp1)",
-    )  # fmt: skip
+    )
     parser.add_argument("--length", type=int, metavar="TOKENS", help="of a sequence (default: 512)")
     parser.add_argument(
-        "--sequences", type=int, metavar="N", help="of each data rank and micro-batch of a step (default: 2)"
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="of each data rank and micro-batch of a step (default: 2)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help=f"timed, after 2 of warm-up (default: {DEFAULT_STEPS})")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"timed, after 2 of warm-up (default: {DEFAULT_STEPS})",
+    )
     add_serve_flags(parser)
     parser.set_defaults(run=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
     """Exit codes are those of what is measured."""
-    others, theirs = (FLAGS_OF_TRAIN, "train") if args.what == "serve" else (FLAGS_OF_SERVE, "serve")
+    others, theirs = (
+        (FLAGS_OF_TRAIN, "train") if args.what == "serve" else (FLAGS_OF_SERVE, "serve")
+    )
     for name in others:
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is a flag of `bench {theirs}`, not of `bench {args.what}`")
+            raise ValueError(
+                f"--{name.replace('_', '-')} is a flag of `bench {theirs}`, not of `bench {args.what}`"
+            )
     return run_bench_serve(args) if args.what == "serve" else run_bench_train(args)
 
 
 def run_bench_train(args: argparse.Namespace) -> int:
-    """Exit 0 when every layout was measured, 1 when a rank failed, 128 + its number when a signal stopped it."""
+    """Exit 0 when every layout was measured, 1 when a rank failed, 128 + its number when a signal
+    stopped it."""
+    from shardwise.measure.train_step import bench_layout, check_bench
     from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
-    from shardwise.train.bench import bench_layout, check_bench
 
     layouts = read_layouts(args.layout or ["dp1"])
     workload = find_workload(args.model, args.length, args.sequences)
@@ -89,7 +109,15 @@ def run_bench_train(args: argparse.Namespace) -> int:
         except RankFailed as failure:
             print(failure, file=sys.stderr)
             if args.json:
-                print(json.dumps({"rows": [asdict(row) for row in rows], "ratios": {}, "failed": str(failure)}))
+                print(
+                    json.dumps(
+                        {
+                            "rows": [asdict(row) for row in rows],
+                            "ratios": {},
+                            "failed": str(failure),
+                        }
+                    )
+                )
             return 1
         except Stopped as stop:
             return 128 + stop.signal
@@ -111,8 +139,8 @@ def read_layouts(texts: list[str]) -> list[Layout]:
 
 def find_workload(model: str | None, length: int | None, sequences: int | None) -> "Workload":
     """What is named, and for the rest what is trained by default."""
-    from shardwise.catalogue import find_model
-    from shardwise.train.bench import WORKLOAD, Workload
+    from shardwise.formats.catalogue import find_model
+    from shardwise.measure.train_step import WORKLOAD, Workload
 
     for name, number in (("--length", length), ("--sequences", sequences)):
         if number is not None and number < 1:
@@ -140,7 +168,9 @@ def ratios_of(rows: list[Row]) -> dict[str, float]:
     values = {(row.layout, row.name): row.value for row in rows}
     first, *others = dict.fromkeys(row.layout for row in rows)
     return {
-        f"{name} {layout}/{first}": values[layout, name] / values[first, name] for name in COMPARED for layout in others
+        f"{name} {layout}/{first}": values[layout, name] / values[first, name]
+        for name in COMPARED
+        for layout in others
     }
 
 
@@ -150,7 +180,9 @@ def tell(rows: list[Row], ratios: dict[str, float], as_json: bool) -> None:
         return
     from rich.table import Table
 
-    table = Table("layout", *(f"{row.name}\n{row.unit}" for row in rows if row.layout == rows[0].layout))
+    table = Table(
+        "layout", *(f"{row.name}\n{row.unit}" for row in rows if row.layout == rows[0].layout)
+    )
     for layout in dict.fromkeys(row.layout for row in rows):
         table.add_row(layout, *(f"{row.value:,.5g}" for row in rows if row.layout == layout))
     answer_console().print(table)

@@ -13,8 +13,8 @@ from shardwise.commands.serve import QUANT
 from shardwise.commands.terminal import answer_console, progress_bar, say
 
 if TYPE_CHECKING:
-    from shardwise.serve.bench import Row, Target
-    from shardwise.serve.load import Load
+    from shardwise.measure.load_test import Row, Target
+    from shardwise.measure.workload import Load
     from shardwise.serve.settings import EngineSettings
 
 COMPARED = ("output_tokens_per_s", "ttft_p50_s", "itl_p50_s")
@@ -27,7 +27,8 @@ FLAGS_OF_LOADS = (
     "ttft_ms", "itl_ms",
 )  # fmt: skip
 FLAGS_OF_ENGINE = ("layout", "dtype", "quant", "kv_dtype")
-DEFAULT_CONCURRENCY, DEFAULT_REQUESTS = 8, 32
+DEFAULT_CONCURRENCY = 8
+DEFAULT_REQUESTS = 32
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,33 +37,70 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "MODEL is loaded and asked without HTTP; or, with --url, it is what that server calls its model. With no flag "
         "of a load: the speed of prefill, decode and whole requests, as engines are compared",
     )
-    flags.add_argument("--url", metavar="URL", help="of a server, for example http://127.0.0.1:8000/v1")
+    flags.add_argument(
+        "--url", metavar="URL", help="of a server, for example http://127.0.0.1:8000/v1"
+    )
     flags.add_argument("--api-key", metavar="KEY", help="for the server")
     loads = "may be given many times, ratios are to the first load"
     flags.add_argument(
-        "--concurrency", action="append", type=int, metavar="N",
+        "--concurrency",
+        action="append",
+        type=int,
+        metavar="N",
         help=f"closed loop: N clients that each wait for their answers; {loads} (default: {DEFAULT_CONCURRENCY})",
-    )  # fmt: skip
-    flags.add_argument(
-        "--rate", action="append", type=float, metavar="R", help=f"open loop: R requests a second, by chance; {loads}"
     )
     flags.add_argument(
-        "--ramp", action="append", metavar="A:B", help="open loop from A to B requests a second, told in four parts"
+        "--rate",
+        action="append",
+        type=float,
+        metavar="R",
+        help=f"open loop: R requests a second, by chance; {loads}",
     )
-    flags.add_argument("--requests", type=int, metavar="N", help=f"of each load (default: {DEFAULT_REQUESTS})")
-    flags.add_argument("--prompt-tokens", type=int, metavar="N", help="of each prompt (default: 128)")
-    flags.add_argument("--max-tokens", type=int, metavar="N", help="of each answer, end or not (default: 128)")
     flags.add_argument(
-        "--lengths", choices=("fixed", "sharegpt"),
+        "--ramp",
+        action="append",
+        metavar="A:B",
+        help="open loop from A to B requests a second, told in four parts",
+    )
+    flags.add_argument(
+        "--requests", type=int, metavar="N", help=f"of each load (default: {DEFAULT_REQUESTS})"
+    )
+    flags.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="of each prompt (default: 128)"
+    )
+    flags.add_argument(
+        "--max-tokens", type=int, metavar="N", help="of each answer, end or not (default: 128)"
+    )
+    flags.add_argument(
+        "--lengths",
+        choices=("fixed", "sharegpt"),
         help="sharegpt: drawn, with the mean lengths of ShareGPT, 161 and 338 tokens (default: fixed)",
-    )  # fmt: skip
-    flags.add_argument("--shared-prefix", type=float, metavar="SHARE", help="of each prompt, the same in all of them")
-    flags.add_argument("--seed", type=int, metavar="S", help="the same seed draws the same requests (default: 0)")
-    flags.add_argument("--ttft-ms", type=float, metavar="MS", help="goodput: the first token comes within")
-    flags.add_argument("--itl-ms", type=float, metavar="MS", help="goodput: each after it, on average, comes within")
-    flags.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights of MODEL (default: bf16)")
+    )
+    flags.add_argument(
+        "--shared-prefix",
+        type=float,
+        metavar="SHARE",
+        help="of each prompt, the same in all of them",
+    )
+    flags.add_argument(
+        "--seed", type=int, metavar="S", help="the same seed draws the same requests (default: 0)"
+    )
+    flags.add_argument(
+        "--ttft-ms", type=float, metavar="MS", help="goodput: the first token comes within"
+    )
+    flags.add_argument(
+        "--itl-ms",
+        type=float,
+        metavar="MS",
+        help="goodput: each after it, on average, comes within",
+    )
+    flags.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="of the weights of MODEL (default: bf16)"
+    )
     flags.add_argument("--quant", metavar="Q", help="of MODEL: " + QUANT)
-    flags.add_argument("--kv-dtype", metavar="T", help="of the keys and values of MODEL: auto, int8 or fp8")
+    flags.add_argument(
+        "--kv-dtype", metavar="T", help="of the keys and values of MODEL: auto, int8 or fp8"
+    )
 
 
 def run_bench_serve(args: argparse.Namespace) -> int:
@@ -80,15 +118,17 @@ def run_bench_serve(args: argparse.Namespace) -> int:
 
 def bench_speed(args: argparse.Namespace) -> "list[Row]":
     """What the model does with nothing in between."""
-    from shardwise.serve.speed import measure_speed
+    from shardwise.measure.offline import measure_speed
 
     settings = settings_of(args)
     with progress_bar() as advance:
-        return measure_speed(settings, lambda share: advance("prefill, decode, whole requests", share))
+        return measure_speed(
+            settings, lambda share: advance("prefill, decode, whole requests", share)
+        )
 
 
 def read_loads(args: argparse.Namespace) -> "list[Load]":
-    from shardwise.serve.load import Load
+    from shardwise.measure.workload import Load
 
     loads = [Load(concurrency=number) for number in args.concurrency or ()]
     loads += [Load(rates=(rate, rate)) for rate in args.rate or ()]
@@ -105,19 +145,27 @@ def read_ramp(text: str) -> tuple[float, float]:
     try:
         first, last = map(float, text.split(":"))
     except ValueError:
-        raise ValueError(f"--ramp {text} is not A:B, the first and the last requests a second; 1:8 is") from None
+        raise ValueError(
+            f"--ramp {text} is not A:B, the first and the last requests a second; 1:8 is"
+        ) from None
     return first, last
 
 
 async def bench(args: argparse.Namespace, loads: "Sequence[Load]") -> "tuple[list[Row], list[str]]":
     """The figures of all loads, one after the other, and what went wrong."""
-    from shardwise.serve.bench import Goals, measure
-    from shardwise.serve.load import Sizes
+    from shardwise.measure.load_test import Goals, measure
+    from shardwise.measure.workload import Sizes
 
-    given = {"prompt_tokens": args.prompt_tokens, "max_tokens": args.max_tokens, "lengths": args.lengths,
-             "shared": args.shared_prefix}  # fmt: skip
+    given = {
+        "prompt_tokens": args.prompt_tokens,
+        "max_tokens": args.max_tokens,
+        "lengths": args.lengths,
+        "shared": args.shared_prefix,
+    }
     sizes = Sizes(**{name: value for name, value in given.items() if value is not None})
-    goals = Goals(*(None if limit is None else limit / 1000 for limit in (args.ttft_ms, args.itl_ms)))
+    goals = Goals(
+        *(None if limit is None else limit / 1000 for limit in (args.ttft_ms, args.itl_ms))
+    )
     num_requests = args.requests or DEFAULT_REQUESTS
     rows: list[Row] = []
     problems: list[str] = []
@@ -126,7 +174,9 @@ async def bench(args: argparse.Namespace, loads: "Sequence[Load]") -> "tuple[lis
             say(f"{load}, {number} of {len(loads)}")
             with progress_bar() as advance:
                 done = counted(num_requests, lambda share: advance("requests", share))
-                found, wrong = await measure(target, load, sizes, num_requests, args.seed or 0, goals, done)
+                found, wrong = await measure(
+                    target, load, sizes, num_requests, args.seed or 0, goals, done
+                )
             rows += found
             problems += [f"{load}: {problem}" for problem in wrong]
     return rows, problems
@@ -146,7 +196,7 @@ def counted(total: int, advance: Callable[[float], None]) -> Callable[[], None]:
 @asynccontextmanager
 async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
     """The server that is named, or an engine that ends with the block."""
-    from shardwise.serve.target import EngineTarget, UrlTarget, first_model
+    from shardwise.measure.http_client import EngineTarget, UrlTarget, first_model
 
     if args.url:
         for name in FLAGS_OF_ENGINE:
@@ -154,14 +204,18 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
                 raise ValueError(
                     f"--{name.replace('_', '-')} says how MODEL is loaded; the server at {args.url} has its own already"
                 )
-        yield UrlTarget(args.url, args.model or await first_model(args.url, args.api_key), args.api_key)
+        yield UrlTarget(
+            args.url, args.model or await first_model(args.url, args.api_key), args.api_key
+        )
         return
-    from shardwise.model.load import read_config
-    from shardwise.model.tokenizer import load_tokenizer
-    from shardwise.serve.process import RemoteEngine
+    from shardwise.formats.load import read_config
+    from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+    from shardwise.serve.engine.remote import RemoteEngine
 
     settings = settings_of(args)
-    engine = RemoteEngine(settings, read_config(settings.model), load_tokenizer(settings.model), say)
+    engine = RemoteEngine(
+        settings, read_config(settings.model), load_tokenizer(settings.model), say
+    )
     try:
         await engine.start()
         yield EngineTarget(engine)
@@ -171,9 +225,9 @@ async def target_of(args: argparse.Namespace) -> "AsyncGenerator[Target, None]":
 
 def settings_of(args: argparse.Namespace) -> "EngineSettings":
     """How MODEL is loaded."""
-    from shardwise.catalogue import find_model, model_path
+    from shardwise.formats.catalogue import find_model, model_path
+    from shardwise.formats.load import read_config
     from shardwise.layout import Layout
-    from shardwise.model.load import read_config
     from shardwise.serve.settings import EngineSettings, check_model
 
     if not args.model:
@@ -182,7 +236,9 @@ def settings_of(args: argparse.Namespace) -> "EngineSettings":
         raise ValueError("a benchmark of serving has one layout, for example --layout tp2")
     path = model_path(find_model(args.model))
     layout = Layout.parse((args.layout or ["dp1"])[0])
-    settings = EngineSettings(path, layout, args.dtype or "bf16", quant=args.quant, kv_dtype=args.kv_dtype or "auto")
+    settings = EngineSettings(
+        path, layout, args.dtype or "bf16", quant=args.quant, kv_dtype=args.kv_dtype or "auto"
+    )
     check_model(settings, read_config(path))
     return settings
 

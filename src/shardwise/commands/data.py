@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.commands.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from shardwise.model.tokenizer import Tokenizer
+    from shardwise.formats.tokenizers.tokenizer import Tokenizer
 
 STANDARD_LIBRARY = "python"
 
@@ -21,16 +21,21 @@ def add_data(subparsers: Any) -> None:
         help="make training data of text",
         description="`shardwise data build SOURCE DST --tokenizer T` tokenizes text once, for training to map.",
     )
-    parser.add_argument("action", choices=("build",), help="build: tokenize SOURCE into the folder DST")
     parser.add_argument(
-        "source", metavar="SOURCE",
+        "action", choices=("build",), help="build: tokenize SOURCE into the folder DST"
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
         help=f"a file or folder of text, .jsonl or .parquet; `{STANDARD_LIBRARY}`: the source of Python's own library",
-    )  # fmt: skip
+    )
     parser.add_argument("destination", metavar="DST", help="the folder to make")
     parser.add_argument(
-        "--tokenizer", required=True, metavar="MODEL",
+        "--tokenizer",
+        required=True,
+        metavar="MODEL",
         help="a model folder, .gguf file, run or hub id to take it from; `bytes`; or `bpe:4096` to train one",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--held-out",
         type=float,
@@ -53,11 +58,24 @@ def run_data(args: argparse.Namespace) -> int:
     tokenizer = make_tokenizer(args.tokenizer, source, args.field)
     with progress_bar() as advance:
         corpus = build(
-            source, destination, tokenizer, args.held_out,
-            lambda done, total, tokens: advance(f"tokenize, {tokens:,} tokens", done / max(1, total)), args.field,
-        )  # fmt: skip
-    if isinstance(source, Path) and source.is_dir() and (left_out := len(walk(source)) - len(corpus.files)):
-        print(f"shardwise: {left_out} file{'s' * (left_out > 1)} of {source} left out as no text", file=sys.stderr)
+            source,
+            destination,
+            tokenizer,
+            args.held_out,
+            lambda done, total, tokens: advance(
+                f"tokenize, {tokens:,} tokens", done / max(1, total)
+            ),
+            args.field,
+        )
+    if (
+        isinstance(source, Path)
+        and source.is_dir()
+        and (left_out := len(walk(source)) - len(corpus.files))
+    ):
+        print(
+            f"shardwise: {left_out} file{'s' * (left_out > 1)} of {source} left out as no text",
+            file=sys.stderr,
+        )
     files = [str(path) for path in sorted(destination.iterdir())]
     if args.json:
         print(json.dumps({"tokens": corpus.tokens, "documents": corpus.documents, "files": files}))
@@ -68,8 +86,8 @@ def run_data(args: argparse.Namespace) -> int:
 
 
 def make_tokenizer(text: str, source: "Path | list[Path]", field: str) -> "Tokenizer":
-    from shardwise.catalogue import find_model, model_path
-    from shardwise.model.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+    from shardwise.formats.catalogue import find_model, model_path
+    from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
     if text == "bytes":
         return byte_tokenizer()

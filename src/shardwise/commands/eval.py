@@ -1,4 +1,5 @@
-"""`shardwise eval`: the perplexity of a text; and whether the trainer and the server agree on it, token by token."""
+"""`shardwise eval`: the perplexity of a text; and whether the trainer and the server agree on it,
+token by token."""
 
 import argparse
 import json
@@ -21,40 +22,55 @@ def add_eval(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="a run, a folder, a .gguf file or a hub id")
     parser.add_argument("--data", required=True, metavar="FILE", help="text in UTF-8")
     parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens that are run at once (default: the model's positions)"
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens that are run at once (default: the model's positions)",
     )
     parser.add_argument(
-        "--stride", type=int, metavar="N",
+        "--stride",
+        type=int,
+        metavar="N",
         help="of perplexity: windows overlap so that each scores N tokens; the fewer, the more each token sees before "
         "it (default: the context, no overlap)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and cache (default: bf16)"
+        "--dtype",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of weights and cache (default: bf16)",
     )
     parser.add_argument("--quant", metavar="Q", help="of perplexity: " + QUANT)
     parser.set_defaults(run=run_eval)
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    from shardwise.catalogue import find_model, model_path
+    from shardwise.formats.catalogue import find_model, model_path
+    from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+    from shardwise.measure.perplexity import agreement, perplexity
     from shardwise.model.layers import DTYPES
-    from shardwise.model.tokenizer import load_tokenizer
     from shardwise.parallel.launch import device_of
-    from shardwise.serve.evaluate import agreement, perplexity
     from shardwise.serve.generate import load_model
 
     for name in ("context", "stride"):
         if (number := getattr(args, name)) is not None and number < 1:
             raise ValueError(f"--{name} must be at least 1, not {number}")
-    path, text = model_path(find_model(args.model)), read_text(Path(args.data))
+    path = model_path(find_model(args.model))
+    text = read_text(Path(args.data))
     with progress_bar() as advance:
         if args.what == "logprobs":
             if args.stride is not None:
-                raise ValueError("--stride is a flag of `eval perplexity`; logprobs scores each token once")
+                raise ValueError(
+                    "--stride is a flag of `eval perplexity`; logprobs scores each token once"
+                )
             if args.quant is not None:
-                raise ValueError("--quant is a flag of `eval perplexity`; the trainer knows no quantized weights")
+                raise ValueError(
+                    "--quant is a flag of `eval perplexity`; the trainer knows no quantized weights"
+                )
             tokens = load_tokenizer(path).encode(text, special_tokens=True)
-            agreed = agreement(path, tokens, args.dtype, args.context, lambda done: advance("logprobs", done))
+            agreed = agreement(
+                path, tokens, args.dtype, args.context, lambda done: advance("logprobs", done)
+            )
             sentence = (
                 f"{agreed.tokens:,} tokens: log-probabilities of trainer and server differ by "
                 f"{agreed.max_abs_difference:.2g} at most, {agreed.mean_abs_difference:.2g} on average"
@@ -64,8 +80,12 @@ def run_eval(args: argparse.Namespace) -> int:
         model = load_model(path, DTYPES[args.dtype], device_of(0, 1), args.quant)
         tokens = model.tokenizer.encode(text, special_tokens=True)
         context = args.context or model.config.max_positions
-        found = perplexity(model, tokens, context, args.stride or context, lambda done: advance("perplexity", done))
-    sentence = f"perplexity {found.perplexity:.4g} over {found.tokens:,} tokens, {found.nll:.4f} nats each"
+        found = perplexity(
+            model, tokens, context, args.stride or context, lambda done: advance("perplexity", done)
+        )
+    sentence = (
+        f"perplexity {found.perplexity:.4g} over {found.tokens:,} tokens, {found.nll:.4f} nats each"
+    )
     tell(asdict(found), sentence, args.json)
     return 0
 
@@ -74,7 +94,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from None
+        raise ValueError(
+            f"{path} is no text in UTF-8: {error.reason} at byte {error.start}"
+        ) from None
 
 
 def tell(answer: dict[str, float], sentence: str, as_json: bool) -> None:

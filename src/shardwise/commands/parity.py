@@ -10,7 +10,7 @@ from shardwise.commands.terminal import answer_console
 from shardwise.layout import Layout
 
 if TYPE_CHECKING:
-    from shardwise.train.parity import Difference, Parity, Trial
+    from shardwise.measure.parity import Difference, Parity, Trial
 
 WHAT = {
     "loss": "loss",
@@ -31,31 +31,45 @@ def add_parity(subparsers: Any) -> None:
         "Exit 0: equal. Exit 1: not, and the first parameter that differs is named.",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a name, count, folder, file or hub id, of which the shape counts"
+        "model",
+        metavar="MODEL",
+        help="a name, count, folder, file or hub id, of which the shape counts",
     )
     parser.add_argument("--layout", required=True, metavar="L", help="for example dp4.z3")
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps (default: 3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of weights and tokens (default: 0)")
     parser.add_argument(
-        "--no-overlap", action="store_true", help="gather and sum where it is needed, not beside the rest"
+        "--steps", type=int, default=3, metavar="K", help="optimizer steps (default: 3)"
     )
     parser.add_argument(
-        "--bucket-bytes", type=int, metavar="N", help="most bytes of gradient in one sum (default: as in training)"
+        "--seed", type=int, default=0, metavar="S", help="of weights and tokens (default: 0)"
+    )
+    parser.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="gather and sum where it is needed, not beside the rest",
+    )
+    parser.add_argument(
+        "--bucket-bytes",
+        type=int,
+        metavar="N",
+        help="most bytes of gradient in one sum (default: as in training)",
     )
     parser.set_defaults(run=run_parity)
 
 
 def run_parity(args: argparse.Namespace) -> int:
-    """Exit 0 when equal, 1 when not or when a rank failed, 128 + its number when a signal stopped it."""
-    from shardwise.catalogue import find_model
+    """Exit 0 when equal, 1 when not or when a rank failed, 128 + its number when a signal stopped
+    it."""
+    from shardwise.formats.catalogue import find_model
+    from shardwise.measure.parity import Trial, check_trial, compare
     from shardwise.parallel.launch import RankFailed, Stopped, run_ranks
     from shardwise.parallel.zero import BUCKET_BYTES
-    from shardwise.train.parity import Trial, check_trial, compare
 
     layout = Layout.parse(args.layout)
     found = find_model(args.model)
     if layout.shard == "fsdp" and (args.no_overlap or args.bucket_bytes is not None):
-        raise ValueError("fsdp has buckets and an order of its own; leave out --no-overlap and --bucket-bytes")
+        raise ValueError(
+            "fsdp has buckets and an order of its own; leave out --no-overlap and --bucket-bytes"
+        )
     bucket_bytes = BUCKET_BYTES if args.bucket_bytes is None else args.bucket_bytes
     trial = Trial(found.config, layout, args.steps, args.seed, not args.no_overlap, bucket_bytes)
     check_trial(trial)
@@ -81,7 +95,7 @@ def run_parity(args: argparse.Namespace) -> int:
 
 def answer(trial: "Trial", model: str, parity: "Parity") -> dict[str, Any]:
     """The answer as JSON has it, where what is not finite is null."""
-    from shardwise.train.parity import TOLERANCES
+    from shardwise.measure.parity import TOLERANCES
 
     measured = [kind for kind in TOLERANCES if kind != "replica"]
     first = parity.first
@@ -94,7 +108,12 @@ def answer(trial: "Trial", model: str, parity: "Parity") -> dict[str, Any]:
         "replicas_equal": parity.worst["replica"].is_equal,
         "tolerances": {f"{kind}_rel": TOLERANCES[kind] for kind in measured},
         "first_difference": first
-        and {"step": first.step, "parameter": first.parameter, "kind": first.kind, "rel": finite(first)},
+        and {
+            "step": first.step,
+            "parameter": first.parameter,
+            "kind": first.kind,
+            "rel": finite(first),
+        },
     }
 
 
@@ -105,13 +124,18 @@ def finite(difference: "Difference") -> float | None:
 def tell(trial: "Trial", model: str, parity: "Parity") -> None:
     from rich.table import Table
 
-    from shardwise.train.parity import TOLERANCES
+    from shardwise.measure.parity import TOLERANCES
 
     table = Table("what", "worst", "where", "bound", "verdict")
     for kind, bound in TOLERANCES.items():
         worst = parity.worst[kind]
-        table.add_row(WHAT[kind], f"{worst.rel:.2g}", place_of(worst) if worst.rel else "", f"{bound:g}",
-                      "equal" if worst.is_equal else "differs")  # fmt: skip
+        table.add_row(
+            WHAT[kind],
+            f"{worst.rel:.2g}",
+            place_of(worst) if worst.rel else "",
+            f"{bound:g}",
+            "equal" if worst.is_equal else "differs",
+        )
     answer_console().print(table)
     print(verdict(trial, model, parity))
 

@@ -8,7 +8,7 @@ from shardwise.commands.terminal import say
 
 if TYPE_CHECKING:
     from shardwise.config import ModelConfig
-    from shardwise.model.tokenizer import Tokenizer
+    from shardwise.formats.tokenizers.tokenizer import Tokenizer
     from shardwise.serve.settings import EngineSettings
 
 
@@ -28,22 +28,39 @@ def add_serve(subparsers: Any) -> None:
         "Ctrl-C let running requests end.",
     )
     parser.add_argument("model", metavar="MODEL", help="a run, a folder, a .gguf file or a hub id")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0: all (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)")
     parser.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY",
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0: all (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)"
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
         help="who shows it may ask; many allowed (default: everybody may)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--served-model-name", action="append", default=[], metavar="NAME",
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="what clients call the model; many allowed (default: MODEL's last part)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--cors-origin", action="append", default=[], metavar="URL",
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="URL",
         help="pages from there may ask from a browser; *: all pages (default: none)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--max-body-bytes", type=int, default=4 << 20, metavar="N", help="of a request, 1 MiB at least (default: 4 MiB)"
+        "--max-body-bytes",
+        type=int,
+        default=4 << 20,
+        metavar="N",
+        help="of a request, 1 MiB at least (default: 4 MiB)",
     )
     add_engine(parser)
     parser.set_defaults(run=run_serve)
@@ -51,10 +68,15 @@ def add_serve(subparsers: Any) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     layout = parser.add_mutually_exclusive_group()
-    layout.add_argument("--layout", default="dp1", metavar="L", help="how the model is cut, for example tp2")
+    layout.add_argument(
+        "--layout", default="dp1", metavar="L", help="how the model is cut, for example tp2"
+    )
     layout.add_argument("--tp", type=int, metavar="N", help="the same as --layout tpN")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and cache (default: bf16)"
+        "--dtype",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of weights and cache (default: bf16)",
     )
     parser.add_argument("--quant", metavar="Q", help=QUANT)
     parser.add_argument("--kv-dtype", default="auto", metavar="D", help=KV_DTYPE)
@@ -69,16 +91,19 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Exit 0 when a signal stopped it and every request had ended, 1 when some had to be cut off or the engine died."""
-    from shardwise.serve.link import EngineDied
-    from shardwise.serve.process import RemoteEngine
-    from shardwise.serve.server import bind, serve_forever
-    from shardwise.serve.service import ServerSettings
+    """Exit 0 when a signal stopped it and every request had ended, 1 when some had to be cut off or
+    the engine died."""
+    from shardwise.serve.api.server import bind, serve_forever
+    from shardwise.serve.api.service import ServerSettings
+    from shardwise.serve.engine.remote import RemoteEngine
+    from shardwise.serve.engine_client import EngineDied
 
     settings = ServerSettings(
-        tuple(args.served_model_name or [model_name(args.model)]), tuple(args.api_key), tuple(args.cors_origin),
+        tuple(args.served_model_name or [model_name(args.model)]),
+        tuple(args.api_key),
+        tuple(args.cors_origin),
         args.max_body_bytes,
-    )  # fmt: skip
+    )
     with bind(args.host, args.port) as listener:
         engine = RemoteEngine(*describe_engine(args), say)
         try:
@@ -92,25 +117,34 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def model_name(model: str) -> str:
-    """What a model is called unless it is said: a file or folder without its path and ending, a hub id as it is."""
+    """What a model is called unless it is said: a file or folder without its path and ending, a hub
+    id as it is."""
     path = Path(model)
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
 def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelConfig, Tokenizer]":
     """What the engine is to be."""
-    from shardwise.catalogue import find_model, model_path
+    from shardwise.formats.catalogue import find_model, model_path
+    from shardwise.formats.load import read_config
+    from shardwise.formats.tokenizers.tokenizer import load_tokenizer
     from shardwise.layout import Layout
-    from shardwise.model.load import read_config
-    from shardwise.model.tokenizer import load_tokenizer
     from shardwise.serve.settings import EngineSettings, check_model
 
     path = model_path(find_model(args.model))
     layout = Layout.parse(args.layout if args.tp is None else f"tp{args.tp}")
     settings = EngineSettings(
-        path, layout, args.dtype, args.kv_bytes, args.max_len, max_batch_tokens=args.max_batch_tokens,
-        max_running=args.max_running, max_queued=args.max_queued, quant=args.quant, kv_dtype=args.kv_dtype,
-    )  # fmt: skip
+        path,
+        layout,
+        args.dtype,
+        args.kv_bytes,
+        args.max_len,
+        max_batch_tokens=args.max_batch_tokens,
+        max_running=args.max_running,
+        max_queued=args.max_queued,
+        quant=args.quant,
+        kv_dtype=args.kv_dtype,
+    )
     config = read_config(path)
     check_model(settings, config)
     return settings, config, load_tokenizer(path)

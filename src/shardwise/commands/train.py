@@ -22,29 +22,41 @@ def add_train(subparsers: Any) -> None:
         description="Train as a TOML file says (`shardwise config` prints one). Starts the ranks of its layout on this "
         "machine; under torchrun it joins the ranks that are there.",
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="the settings of the run, or with --resume its folder")
-    parser.add_argument("--layout", metavar="L", help="in place of run.layout, for example dp4.m2")
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="section.key=value", dest="overrides",
+        "config", metavar="CONFIG.toml", help="the settings of the run, or with --resume its folder"
+    )
+    parser.add_argument("--layout", metavar="L", help="in place of run.layout, for example dp4.m2")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the run's newest checkpoint"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        dest="overrides",
         help="change one setting; may be given many times",
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run_train)
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Exit 0 when the last step is done, 1 when a rank failed, the run diverged or could not be saved, 128 + its number
-    when a signal stopped it."""
+    """Exit 0 when the last step is done, 1 when a rank failed, the run diverged or could not be
+    saved, 128 + its number when a signal stopped it."""
     from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
     from shardwise.train.run import start_run
     from shardwise.train.settings import read_settings, to_toml
 
-    overrides = args.overrides + ([f"run.layout={json.dumps(args.layout)}"] if args.layout is not None else [])
+    overrides = args.overrides + (
+        [f"run.layout={json.dumps(args.layout)}"] if args.layout is not None else []
+    )
     settings = read_settings(Path(args.config), overrides)
     folder = settings.run.folder
     again = f"shardwise train {shlex.quote(folder)} --resume"
     try:
-        outcome = start_run(settings, args.resume, say, lambda: print(to_toml(settings), file=sys.stderr))
+        outcome = start_run(
+            settings, args.resume, say, lambda: print(to_toml(settings), file=sys.stderr)
+        )
     except RankFailed as failure:
         print(failure, file=sys.stderr)
         if args.json:
@@ -65,7 +77,13 @@ def run_train(args: argparse.Namespace) -> int:
             say(text)
         elif not args.json:
             print(text)
-    return 128 + outcome.stopped if outcome.stopped else 1 if outcome.diverged or outcome.unsaved else 0
+    return (
+        128 + outcome.stopped
+        if outcome.stopped
+        else 1
+        if outcome.diverged or outcome.unsaved
+        else 0
+    )
 
 
 def ending(outcome: "Outcome", folder: str, again: str) -> str:
@@ -87,11 +105,13 @@ def ending(outcome: "Outcome", folder: str, again: str) -> str:
 
 def what_is_left(folder: str, again: str) -> str:
     """Of a run that ended without saving."""
-    from shardwise.model.checkpoint import list_checkpoints
+    from shardwise.formats.run_checkpoint import list_checkpoints
 
     saved = list_checkpoints(Path(folder) / "checkpoints")
     return (
-        f"{saved[-1]} is kept, `{again}` goes on from there" if saved else f"nothing was saved, `{again}` starts anew"
+        f"{saved[-1]} is kept, `{again}` goes on from there"
+        if saved
+        else f"nothing was saved, `{again}` starts anew"
     )
 
 

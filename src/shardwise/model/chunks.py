@@ -1,4 +1,5 @@
-"""In which pieces the loss goes through the rows of its logits. The planner counts them, so this imports no torch."""
+"""In which pieces the loss goes through the rows of its logits. The planner counts them, so this
+imports no torch."""
 
 from collections.abc import Iterator
 

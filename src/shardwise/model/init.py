@@ -1,8 +1,9 @@
-"""First weights that do not depend on the layout: every block of rows has its own seed, made of the parameter's name.
+"""First weights that do not depend on the layout: every block of rows has its own seed, made of the
+parameter's name.
 
-So any cut of any layout starts from one model, and no rank draws a whole tensor at once: of a matrix cut by rows it
-draws what it holds and little more, of one cut by columns every block, one after the other.
-"""
+So any cut of any layout starts from one model, and no rank draws a whole tensor at once: of a
+matrix cut by rows it draws what it holds and little more, of one cut by columns every block, one
+after the other."""
 
 import hashlib
 
@@ -13,11 +14,13 @@ from shardwise.layout import Coord, Layout
 from shardwise.params import Box, ParamSpec, boxes, local_shape
 
 BLOCK_ELEMENTS = 1 << 18
-"""Rows are drawn in blocks of about this many elements. It is part of the definition: changing it changes every seed's
-weights."""
+"""Rows are drawn in blocks of about this many elements. It is part of the definition: changing it
+changes every seed's weights."""
 
 
-def init_weights(spec: ParamSpec, layout: Layout, coord: Coord, seed: int, dtype: torch.dtype) -> Tensor:
+def init_weights(
+    spec: ParamSpec, layout: Layout, coord: Coord, seed: int, dtype: torch.dtype
+) -> Tensor:
     """The local tensor of `spec` at `coord`; padding is zero."""
     weights = torch.zeros(local_shape(spec, layout, coord), dtype=dtype)
     for box in boxes(spec, layout, coord):
@@ -30,14 +33,22 @@ def fill(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
     if spec.init.kind != "normal":
         out.fill_(1.0 if spec.init.kind == "ones" else 0.0)
         return
-    num_rows, row_shape = spec.shape[0], spec.shape[1:]
+    num_rows = spec.shape[0]
+    row_shape = spec.shape[1:]
     block = max(1, BLOCK_ELEMENTS // (spec.numel // num_rows))
-    first, last = box.start[0], box.start[0] + box.shape[0]
+    first = box.start[0]
+    last = box.start[0] + box.shape[0]
     for index in range(first // block, -(-last // block) if last > first else first // block):
-        start, stop = index * block, min((index + 1) * block, num_rows)
-        drawn = torch.randn(stop - start, *row_shape, generator=generator_of(seed, spec.name, index))
-        a, b = max(start, first), min(stop, last)
-        out[a - first : b - first] = drawn[(slice(a - start, b - start), *box.slices[1:])].mul_(spec.init.std)
+        start = index * block
+        stop = min((index + 1) * block, num_rows)
+        drawn = torch.randn(
+            stop - start, *row_shape, generator=generator_of(seed, spec.name, index)
+        )
+        a = max(start, first)
+        b = min(stop, last)
+        out[a - first : b - first] = drawn[(slice(a - start, b - start), *box.slices[1:])].mul_(
+            spec.init.std
+        )
 
 
 def generator_of(seed: int, name: str, block: int) -> torch.Generator:

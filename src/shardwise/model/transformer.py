@@ -1,8 +1,8 @@
 """One decoder for every family: GPT-2 and the Llama line differ by flags of its config.
 
-How it is cut, quantized, paged or pipelined stands outside: cuts enter through `Seams`, other weights through
-`linear`, the cache through `attend`. The weights are an argument, by the names of `params.model_specs`.
-"""
+How it is cut, quantized, paged or pipelined stands outside: cuts enter through `Seams`, other
+weights through `linear`, the cache through `attend`. The weights are an argument, by the names of
+`params.model_specs`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.choice import TORCH, Kernels
-from shardwise.kernels.gated import ACTIVATE
-from shardwise.kernels.training import TrainingKernels
+from shardwise.kernels.interface import ModelKernels
+from shardwise.kernels.reference.gated import ACTIVATE
 from shardwise.model import layers
 from shardwise.model.layers import Attend, Light, Rotation, linear, look_up
 from shardwise.model.seams import UNCUT, Seams
@@ -22,7 +21,8 @@ from shardwise.model.seams import UNCUT, Seams
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The parameters of one block: [out, in] matrices; qkv holds q|k|v, gate_up holds gate|up by rows."""
+    """The parameters of one block: [out, in] matrices; qkv holds q|k|v, gate_up holds gate|up by
+    rows."""
 
     norm1: Tensor
     qkv: Tensor
@@ -47,21 +47,26 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class Transformer:
-    """The decoder. `forward` is the whole of it; its pieces (`embed`, `block`, `final`) are what a pipeline runs."""
+    """The decoder. `forward` is the whole of it; its pieces (`embed`, `block`, `final`) are what a
+    pipeline runs."""
 
     config: ModelConfig
+    kernels: ModelKernels
     seams: Seams = UNCUT
     selective: bool = False
     """Whether the backward makes norms and activations again (selective recompute)."""
-    kernels: Kernels | TrainingKernels = TORCH
     turns: bool = True
     """Whether q and k are turned by their positions here; else `attend` does it."""
 
-    def forward(self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
         """Logits [..., V] of tokens [...] at positions [...]."""
         return self.logits(weights, self.hidden(weights, tokens, positions, attend))
 
-    def hidden(self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden(
+        self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
         """The normalised last hidden state [..., D]."""
         x = self.embed(weights, tokens, positions)
         turned = self.rotation(positions, x.dtype)
@@ -70,31 +75,45 @@ class Transformer:
         return self.final(weights, x)
 
     def embed(
-        self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, sparse_grad: bool = False
+        self,
+        weights: Mapping[str, Tensor],
+        tokens: Tensor,
+        positions: Tensor,
+        sparse_grad: bool = False,
     ) -> Tensor:
-        """Rows of the embedding. With `sparse_grad` its gradient holds those rows alone, not the whole vocabulary."""
+        """Rows of the embedding. With `sparse_grad` its gradient holds those rows alone, not the
+        whole vocabulary."""
         x = self.seams.look_up(tokens, weights["embed"], sparse_grad)
         if self.config.positions != "learned":
             return x
         return x + look_up(self.seams.part(positions), weights["positions"], sparse_grad)
 
-    def block(self, x: Tensor, layer: int, w: BlockWeights, turned: Rotation | None, attend: Attend) -> Tensor:
+    def block(
+        self, x: Tensor, layer: int, w: BlockWeights, turned: Rotation | None, attend: Attend
+    ) -> Tensor:
         """Attention, then MLP, each added to the residual x [..., D]."""
-        q, k, v = self.split_heads(linear(self.light(self.entering, x, w.norm1, w.norm1_bias), w.qkv, w.qkv_bias))
+        q, k, v = self.split_heads(
+            linear(self.light(self.entering, x, w.norm1, w.norm1_bias), w.qkv, w.qkv_bias)
+        )
         if w.q_norm is not None and w.k_norm is not None:
-            q, k = self.norm(q, w.q_norm), self.norm(k, w.k_norm)
+            q = self.norm(q, w.q_norm)
+            k = self.norm(k, w.k_norm)
         if turned is not None:
-            q, k = self.kernels.rotate(q, *turned), self.kernels.rotate(k, *turned)
+            q = self.kernels.rotate(q, *turned)
+            k = self.kernels.rotate(k, *turned)
         seen = attend(layer, q, k, v).flatten(-2)
         x = x + self.seams.leave(linear(seen, w.out), w.out_bias)
-        inner = linear(self.light(self.entering, x, w.norm2, w.norm2_bias), w.gate_up, w.gate_up_bias)
+        inner = linear(
+            self.light(self.entering, x, w.norm2, w.norm2_bias), w.gate_up, w.gate_up_bias
+        )
         return x + self.seams.leave(linear(self.light(self.activate, inner), w.down), w.down_bias)
 
     def entering(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.seams.enter(self.norm(x, weight, bias))
 
     def light(self, make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor | Light:
-        """What goes into a product: kept for the backward or, with selective recompute, made again there."""
+        """What goes into a product: kept for the backward or, with selective recompute, made again
+        there."""
         return Light(make, inputs) if self.selective else make(*inputs)
 
     def final(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -108,10 +127,13 @@ class Transformer:
         return "embed" if self.config.tied else "head"
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., q|k|v] -> [..., heads, C] each. A rank's share of heads follows from the width it sees."""
+        """[..., q|k|v] -> [..., heads, C] each. A rank's share of heads follows from the width it
+        sees."""
         config = self.config
         heads = qkv.unflatten(-1, (-1, config.head_dim))
-        kv = max(1, heads.shape[-2] * config.num_kv_heads // (config.num_heads + 2 * config.num_kv_heads))
+        kv = max(
+            1, heads.shape[-2] * config.num_kv_heads // (config.num_heads + 2 * config.num_kv_heads)
+        )
         q, k, v = heads.split((heads.shape[-2] - 2 * kv, kv, kv), -2)
         return q, k, v
 
@@ -127,10 +149,13 @@ class Transformer:
 
     @cached_property
     def frequencies(self) -> Tensor:
-        return layers.rotary_frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+        return layers.rotary_frequencies(
+            self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
+        )
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
-        """The angles of `positions`, worked out once for all blocks; None where blocks turn nothing."""
+        """The angles of `positions`, worked out once for all blocks; None where blocks turn
+        nothing."""
         if self.config.positions == "learned" or not self.turns:
             return None
         return layers.rotation(positions, self.frequencies.to(positions.device), dtype)

@@ -1,4 +1,5 @@
-"""From a model and a layout to what one rank runs: the only place that knows the order in which cuts are applied."""
+"""From a model and a layout to what one rank runs: the only place that knows the order in which
+cuts are applied."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -8,22 +9,23 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.training import CausalAttention, TrainingKernels, training_kernels
+from shardwise.formats.load import Reader, read_box
+from shardwise.kernels.interface import CausalAttention, TrainingKernels
+from shardwise.kernels.registry import training_kernels
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
 from shardwise.model.init import fill
-from shardwise.model.load import Reader, read_box
 from shardwise.model.loss import cross_entropy
 from shardwise.model.seams import UNCUT, Seams
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.context import local_part, make_attend
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
-from shardwise.parallel.pipeline import Context, Executor, Pipeline, Run, Work
-from shardwise.parallel.proof import prove
-from shardwise.parallel.schedule import Action, Piece, lower, rank_pieces, stage_pieces
-from shardwise.parallel.schedules import rank_actions
-from shardwise.parallel.table import Table
+from shardwise.parallel.pipeline.actions import Action, Piece, lower, rank_pieces, stage_pieces
+from shardwise.parallel.pipeline.executor import Context, Executor, Pipeline, Run, Work
+from shardwise.parallel.pipeline.schedules import rank_actions
+from shardwise.parallel.pipeline.table import Table
+from shardwise.parallel.pipeline.validate import prove
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
 from shardwise.params import ParamSpec, model_specs, stage_units, units
@@ -31,7 +33,8 @@ from shardwise.params import ParamSpec, model_specs, stage_units, units
 
 @dataclass(frozen=True)
 class Program:
-    """What this rank runs: a store of states, the executor of its stage, and the table of one step."""
+    """What this rank runs: a store of states, the executor of its stage, and the table of one
+    step."""
 
     config: ModelConfig
     specs: tuple[ParamSpec, ...]
@@ -53,7 +56,8 @@ def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
 
 
 def check_schedule(schedule: Table, layout: Layout) -> None:
-    """Raise ValueError if a user's own table cannot run, or is for other sizes than those of `layout`."""
+    """Raise ValueError if a user's own table cannot run, or is for other sizes than those of
+    `layout`."""
     prove(schedule)
     layers = tuple(stage % layout.pp for stage in range(layout.pp * layout.chunks))
     for what, found, wanted in (
@@ -62,63 +66,115 @@ def check_schedule(schedule: Table, layout: Layout) -> None:
         ("micro-batches", schedule.num_microbatches, layout.microbatches),
     ):
         if found != wanted:
-            raise ValueError(f"the schedule has {found} {what}, but layout {layout} {wanted}; change one of them")
+            raise ValueError(
+                f"the schedule has {found} {what}, but layout {layout} {wanted}; change one of them"
+            )
     if schedule.placement != layers:
-        raise ValueError(f"the schedule has stages on ranks {schedule.placement}; training has them on {layers}")
+        raise ValueError(
+            f"the schedule has stages on ranks {schedule.placement}; training has them on {layers}"
+        )
 
 
 def apply(
-    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, grad_dtype: torch.dtype, update: Update,
-    reduce_dtype: torch.dtype = torch.float32, bucket_bytes: int = BUCKET_BYTES, overlap: bool = True,
-    offload: Offload | None = None, schedule: Table | None = None,
-) -> Program:  # fmt: skip
-    """Build the program of this rank. Its weights mean nothing until `draw_weights` or `read_weights` sets them. A
-    `schedule` takes the place of the layout's own."""
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    update: Update,
+    reduce_dtype: torch.dtype = torch.float32,
+    bucket_bytes: int = BUCKET_BYTES,
+    overlap: bool = True,
+    offload: Offload | None = None,
+    schedule: Table | None = None,
+) -> Program:
+    """Build the program of this rank. Its weights mean nothing until `draw_weights` or
+    `read_weights` sets them. A `schedule` takes the place of the layout's own."""
     check_trainable(mesh.layout, config)
-    assert mesh.axes["kv_replica"].size == mesh.layout.kv_replicas(config.num_kv_heads), "a mesh of another model"
-    specs, layout = model_specs(config), mesh.layout
+    assert mesh.axes["kv_replica"].size == mesh.layout.kv_replicas(config.num_kv_heads), (
+        "a mesh of another model"
+    )
+    specs = model_specs(config)
+    layout = mesh.layout
     kernels = training_kernels(mesh.device, dtype)
-    model = Transformer(config, seams_of(mesh), layout.recompute == "selective", kernels)
+    model = Transformer(config, kernels, seams_of(mesh), layout.recompute == "selective")
     context = functools.partial(make_context, model, mesh, dtype, kernels.attention)
     if layout.shard == "fsdp":  # which has buckets and an order of its own
         assert offload is None
         from shardwise.parallel.fsdp import make_fsdp
 
-        made = make_fsdp(model, kernels, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype)
+        made = make_fsdp(
+            model, kernels, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype
+        )
         return Program(config, specs, *made, kernels.name)
     held = stage_units(config, layout, mesh.coord.pp)
     owned = {unit: of_unit for unit, of_unit in units(specs).items() if unit in held}
-    store = Store(mesh, owned, dtype, grad_dtype, update, reduce_dtype, bucket_bytes, overlap, offload,
-                  tied=frozenset({"embed"} if config.tied else ()))  # fmt: skip
+    store = Store(
+        mesh,
+        owned,
+        dtype,
+        grad_dtype,
+        update,
+        reduce_dtype,
+        bucket_bytes,
+        overlap,
+        offload,
+        tied=frozenset({"embed"} if config.tied else ()),
+    )
     stages = stage_pieces(config, layout)
     step = schedule.ranks[mesh.coord.pp] if schedule else rank_actions(layout, mesh.coord.pp)
-    work = rank_work(model, kernels, specs, mesh, step, rank_pieces(stages, layout, mesh.coord.pp), context)
+    work = rank_work(
+        model, kernels, specs, mesh, step, rank_pieces(stages, layout, mesh.coord.pp), context
+    )
     once = [Action("F", stage) for stage in range(mesh.coord.pp, len(stages), layout.pp)]
-    return Program(config, specs, store, Pipeline(work, store, mesh), lower(step, stages, layout, overlap),
-                   lower(once, stages, layout, overlap), kernels.name)  # fmt: skip
+    return Program(
+        config,
+        specs,
+        store,
+        Pipeline(work, store, mesh),
+        lower(step, stages, layout, overlap),
+        lower(once, stages, layout, overlap),
+        kernels.name,
+    )
 
 
 def rank_work(
-    model: Transformer, kernels: TrainingKernels, specs: tuple[ParamSpec, ...], mesh: Mesh, step: Sequence[Action],
-    pieces: Sequence[Piece], context: Callable[[MicroBatch], Context],
-) -> Work:  # fmt: skip
-    by_unit, recompute = units(specs), mesh.layout.recompute
-    names = {piece.name: tuple(spec.name for unit in piece.units for spec in by_unit[unit]) for piece in pieces}
+    model: Transformer,
+    kernels: TrainingKernels,
+    specs: tuple[ParamSpec, ...],
+    mesh: Mesh,
+    step: Sequence[Action],
+    pieces: Sequence[Piece],
+    context: Callable[[MicroBatch], Context],
+) -> Work:
+    by_unit = units(specs)
+    recompute = mesh.layout.recompute
+    names = {
+        piece.name: tuple(spec.name for unit in piece.units for spec in by_unit[unit])
+        for piece in pieces
+    }
     splits = any(action.kind == "I" for action in step)
 
     def between(context: Context) -> Tensor:
         tokens = model.seams.part(context.microbatch.tokens)
-        return torch.empty(*tokens.shape, model.config.hidden_size, dtype=context.dtype, device=tokens.device)
+        return torch.empty(
+            *tokens.shape, model.config.hidden_size, dtype=context.dtype, device=tokens.device
+        )
 
     return Work(
-        {piece.name: piece for piece in pieces}, piece_runs(model, kernels), names, context, between, pieces[0].name,
+        {piece.name: piece for piece in pieces},
+        piece_runs(model, kernels),
+        names,
+        context,
+        between,
+        pieces[0].name,
         repeated=frozenset(names) - {"embed", "head"} if recompute == "full" else frozenset(),
         deferred=frozenset(spec.name for spec in specs if splits and is_deferred(spec)),
-    )  # fmt: skip
+    )
 
 
 def is_deferred(spec: ParamSpec) -> bool:
-    """The matrices of blocks: the embedding's gradient needs no product, and the loss has that of the head anyway."""
+    """The matrices of blocks: the embedding's gradient needs no product, and the loss has that of
+    the head anyway."""
     return spec.unit.startswith("blocks.") and len(spec.shape) > 1
 
 
@@ -141,7 +197,11 @@ def read_weights(program: Program, reader: Reader) -> None:
 
 
 def make_context(
-    model: Transformer, mesh: Mesh, dtype: torch.dtype, attention: CausalAttention, microbatch: MicroBatch
+    model: Transformer,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    attention: CausalAttention,
+    microbatch: MicroBatch,
 ) -> Context:
     """Whole sequences come in, and this rank's tokens of them go through the model."""
     local = local_part(microbatch, mesh.layout, mesh.cp.rank)
@@ -153,16 +213,31 @@ def piece_runs(model: Transformer, kernels: TrainingKernels) -> dict[str, Run]:
     """The model as pieces that a table can name, by the names of `model_pieces`."""
 
     def embed(weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
-        return model.embed(weights, context.microbatch.tokens, context.microbatch.positions, sparse_grad=True)
+        return model.embed(
+            weights, context.microbatch.tokens, context.microbatch.positions, sparse_grad=True
+        )
 
-    def block(layer: int, weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
+    def block(
+        layer: int, weights: Mapping[str, Tensor], x: Tensor | None, context: Context
+    ) -> Tensor:
         assert x is not None
-        return model.block(x, layer, BlockWeights.of(weights, layer), context.turned, context.attend)
+        return model.block(
+            x, layer, BlockWeights.of(weights, layer), context.turned, context.attend
+        )
 
     def head(weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
         assert x is not None
-        return cross_entropy(model.final(weights, x), weights[model.head_name], context.microbatch.targets,
-                             model.seams, model.config.vocab_size, kernels.softmax)  # fmt: skip
+        return cross_entropy(
+            model.final(weights, x),
+            weights[model.head_name],
+            context.microbatch.targets,
+            model.seams,
+            model.config.vocab_size,
+            kernels.softmax,
+        )
 
-    blocks = {f"blocks.{layer}": functools.partial(block, layer) for layer in range(model.config.num_layers)}
+    blocks = {
+        f"blocks.{layer}": functools.partial(block, layer)
+        for layer in range(model.config.num_layers)
+    }
     return {"embed": embed, **blocks, "head": head}

@@ -1,14 +1,15 @@
-"""Context parallel: a sequence that is too long is cut over ranks, and each computes everything of its own tokens. Only
-attention looks at other tokens, so only there do ranks talk, in one of two ways:
+"""Context parallel: a sequence that is too long is cut over ranks, and each computes everything of
+its own tokens. Only attention looks at other tokens, so only there do ranks talk, in one of two
+ways:
 
 - a ring (Liu et al. 2023, Ring Attention): keys and values go round, each hop while the scores of the one before are
   worked out, and what each hop saw is merged by its log-sum-exp, in fp32
 - an all-to-all (Jacobs et al. 2023, DeepSpeed Ulysses): ranks trade tokens for heads, so that each has some heads of
   the whole sequence, and trade back
 
-Tokens see only what came before them, so the last chunk of a sequence is the most work. In the ring each rank takes one
-chunk from either end (zig-zag): of 2c chunks rank r has r and 2c - 1 - r, and at every hop all have as much to do.
-"""
+Tokens see only what came before them, so the last chunk of a sequence is the most work. In the ring
+each rank takes one chunk from either end (zig-zag): of 2c chunks rank r has r and 2c - 1 - r, and
+at every hop all have as much to do."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.attention import (
+from shardwise.kernels.interface import CausalAttention
+from shardwise.kernels.reference.attention import (
     Sight,
     attend,
     attend_backward,
@@ -31,7 +33,6 @@ from shardwise.kernels.attention import (
     ungroup,
     wide,
 )
-from shardwise.kernels.training import CausalAttention
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
 from shardwise.model.layers import Attend, Causal
@@ -39,11 +40,13 @@ from shardwise.model.loss import IGNORED
 from shardwise.parallel.mesh import Axis, Pending
 from shardwise.parallel.tensor import Conjugate
 
-# -- which tokens a rank has --------------------------------------------------------------------------------
+# -- which tokens a rank has
+# --------------------------------------------------------------------------------
 
 
 def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
-    """The chunks of a sequence that context rank `rank` takes, of `layout.sequence_chunks`, in order."""
+    """The chunks of a sequence that context rank `rank` takes, of `layout.sequence_chunks`, in
+    order."""
     return both_ends(rank, layout.cp) if layout.sequence_chunks > layout.cp else (rank,)
 
 
@@ -53,8 +56,8 @@ def both_ends(rank: int, size: int) -> tuple[int, int]:
 
 
 def local_part(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
-    """This rank's tokens of sequences that are padded so that all ranks take as many. Padding comes last, where no
-    other token sees it, and has no target."""
+    """This rank's tokens of sequences that are padded so that all ranks take as many. Padding comes
+    last, where no other token sees it, and has no target."""
     chunks = chunks_of(rank, layout)
 
     def part(x: Tensor, padding: int) -> Tensor:
@@ -62,7 +65,9 @@ def local_part(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
         return torch.cat([parts[chunk] for chunk in chunks], 1)
 
     documents = None if whole.documents is None else part(whole.documents, -1)
-    return MicroBatch(part(whole.tokens, 0), part(whole.targets, IGNORED), part(whole.positions, 0), documents)
+    return MicroBatch(
+        part(whole.tokens, 0), part(whole.targets, IGNORED), part(whole.positions, 0), documents
+    )
 
 
 def padded(x: Tensor, layout: Layout, padding: int) -> Tensor:
@@ -70,11 +75,15 @@ def padded(x: Tensor, layout: Layout, padding: int) -> Tensor:
 
 
 def make_attend(
-    config: ModelConfig, layout: Layout, axis: Axis, documents: Tensor | None,
+    config: ModelConfig,
+    layout: Layout,
+    axis: Axis,
+    documents: Tensor | None,
     attention: CausalAttention = causal_attention,
-) -> Attend:  # fmt: skip
-    """Attention of this rank's tokens to the whole of their sequences, whose `documents` [B, T] every rank knows. A
-    rank that has whole sequences of some heads runs `attention`; a ring has its own."""
+) -> Attend:
+    """Attention of this rank's tokens to the whole of their sequences, whose `documents` [B, T]
+    every rank knows. A rank that has whole sequences of some heads runs `attention`; a ring has its
+    own."""
     if documents is not None:
         documents = padded(documents, layout, -1)
     if axis.size == 1:
@@ -84,7 +93,8 @@ def make_attend(
     return Ring(config, axis, documents)
 
 
-# -- the ring -----------------------------------------------------------------------------------------------
+# -- the ring
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,22 +106,27 @@ class Ring:
     documents: Tensor | None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y: Tensor = RingAttention.apply(q, k, v, Pairs(self.axis, self.config.window(layer), self.documents))
+        y: Tensor = RingAttention.apply(
+            q, k, v, Pairs(self.axis, self.config.window(layer), self.documents)
+        )
         return y
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The rectangles of scores, a chunk of queries by a chunk of keys, that are not hidden as a whole."""
+    """The rectangles of scores, a chunk of queries by a chunk of keys, that are not hidden as a
+    whole."""
 
     axis: Axis
     window: int | None
     documents: Tensor | None
 
     def of(self, source: int, num_tokens: int) -> Iterator[tuple[slice, slice, Sight]]:
-        """What this rank's queries see of the keys of rank `source`: where both lie among the `num_tokens` of their
-        ranks, each query's own chunk first, so that no row has yet to see anything when it is merged."""
-        size, num_ranks = num_tokens // 2, self.axis.size
+        """What this rank's queries see of the keys of rank `source`: where both lie among the
+        `num_tokens` of their ranks, each query's own chunk first, so that no row has yet to see
+        anything when it is merged."""
+        size = num_tokens // 2
+        num_ranks = self.axis.size
         for i, row in enumerate(both_ends(self.axis.rank, num_ranks)):
             for j, column in reversed(tuple(enumerate(both_ends(source, num_ranks)))):
                 behind = (row - column) * size
@@ -128,17 +143,21 @@ def chunk(index: int, size: int) -> slice:
 
 
 class RingAttention(torch.autograd.Function):
-    """Inside, heads are grouped as [B, K, G, T/c, C], and keys and values are one tensor [2, B, K, T/c, C]."""
+    """Inside, heads are grouped as [B, K, G, T/c, C], and keys and values are one tensor [2, B, K,
+    T/c, C]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Tensor:
-        groups, kv = group(q, k.shape[2]), torch.stack((heads_first(k), heads_first(v)))
+        groups = group(q, k.shape[2])
+        kv = torch.stack((heads_first(k), heads_first(v)))
         out = torch.zeros_like(groups, dtype=wide(q))
         sums = torch.full_like(out[..., :1], torch.finfo(out.dtype).min)
         for source, (keys, values) in going_round(kv, pairs.axis):
             for rows, columns, sight in pairs.of(source, q.shape[1]):
                 those = torch.empty_like(sums[:, :, :, rows])
-                seen = attend(groups[:, :, :, rows], keys[:, :, columns], values[:, :, columns], sight, those)
+                seen = attend(
+                    groups[:, :, :, rows], keys[:, :, columns], values[:, :, columns], sight, those
+                )
                 merge(out[:, :, :, rows], sums[:, :, :, rows], seen, those)
         y = ungroup(out.to(q.dtype)).contiguous()
         ctx.save_for_backward(groups, kv, y, sums)
@@ -147,21 +166,33 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Keys and values go round again. What each rank adds to the gradients of another's follows them a hop behind,
-        from the rank after their owner on, and ends with the owner, who adds its own."""
+        """Keys and values go round again. What each rank adds to the gradients of another's follows
+        them a hop behind, from the rank after their owner on, and ends with the owner, who adds its
+        own."""
         groups, kv, y, sums = ctx.saved_tensors
-        (dy,), pairs, axis, num_kv = grads, ctx.pairs, ctx.pairs.axis, kv.shape[2]
-        d_out, totals = group(dy, num_kv), row_totals(dy, y, num_kv)
+        (dy,) = grads
+        pairs = ctx.pairs
+        axis = ctx.pairs.axis
+        num_kv = kv.shape[2]
+        d_out = group(dy, num_kv)
+        totals = row_totals(dy, y, num_kv)
         dq = torch.zeros_like(groups, dtype=sums.dtype)
         own = passing = None
         for source, (keys, values) in going_round(kv, axis):
             dkv = torch.zeros_like(kv, dtype=sums.dtype)
             for rows, columns, sight in pairs.of(source, y.shape[1]):
                 attend_backward(
-                    groups[:, :, :, rows], keys[:, :, columns], values[:, :, columns], d_out[:, :, :, rows],
-                    totals[:, :, :, rows], sight, dq[:, :, :, rows], dkv[0][:, :, columns], dkv[1][:, :, columns],
+                    groups[:, :, :, rows],
+                    keys[:, :, columns],
+                    values[:, :, columns],
+                    d_out[:, :, :, rows],
+                    totals[:, :, :, rows],
+                    sight,
+                    dq[:, :, :, rows],
+                    dkv[0][:, :, columns],
+                    dkv[1][:, :, columns],
                     sums[:, :, :, rows],
-                )  # fmt: skip
+                )
             if source == axis.rank:
                 own = dkv
                 continue
@@ -174,8 +205,9 @@ class RingAttention(torch.autograd.Function):
 
 
 def merge(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
-    """Bring what was seen of one part, and the log-sum-exp of its scores, into what was seen before: each counts by its
-    share of the sum of all exponentials (Milakov & Gimelshein 2018). At least one of the two saw something."""
+    """Bring what was seen of one part, and the log-sum-exp of its scores, into what was seen
+    before: each counts by its share of the sum of all exponentials (Milakov & Gimelshein 2018). At
+    least one of the two saw something."""
     both = torch.logaddexp(sums, part_sums)
     out.mul_((sums - both).exp_()).add_(part * (part_sums - both).exp_())
     sums.copy_(both)
@@ -200,8 +232,8 @@ def pass_on(x: Tensor, axis: Axis) -> Passing:
 
 
 def going_round(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its keys and values) of all ranks, from this one's own backwards; while the caller works with one, the
-    next is under way."""
+    """(rank, its keys and values) of all ranks, from this one's own backwards; while the caller
+    works with one, the next is under way."""
     for hop in range(axis.size):
         passing = pass_on(kv, axis) if hop + 1 < axis.size else None
         yield (axis.rank - hop) % axis.size, kv
@@ -209,12 +241,14 @@ def going_round(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
             kv = passing.arrived()
 
 
-# -- the all-to-all -----------------------------------------------------------------------------------------
+# -- the all-to-all
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Called with q [B, T/c, H, C] and k, v [B, T/c, K, C]; each rank attends with H/c and K/c heads over T tokens."""
+    """Called with q [B, T/c, H, C] and k, v [B, T/c, K, C]; each rank attends with H/c and K/c
+    heads over T tokens."""
 
     config: ModelConfig
     axis: Axis
@@ -232,7 +266,8 @@ class AllToAll:
 
 
 def heads_for_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[B, T/c, H, C] -> [B, T, H/c, C]: give every rank its heads of these tokens, take these heads of all tokens."""
+    """[B, T/c, H, C] -> [B, T, H/c, C]: give every rank its heads of these tokens, take these heads
+    of all tokens."""
     return traded(x.unflatten(2, (axis.size, -1)).movedim(2, 0), axis).movedim(0, 1).flatten(1, 2)
 
 

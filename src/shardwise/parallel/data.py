@@ -1,7 +1,6 @@
-"""Data parallel in its simplest form: every rank holds everything, sees its own data, and after the backward each
-gradient is summed over the ranks. Read this first: the store in `zero.py` gives the same numbers, and tests hold it to
-them.
-"""
+"""Data parallel in its simplest form: every rank holds everything, sees its own data, and after the
+backward each gradient is summed over the ranks. Read this first: the store in `zero.py` gives the
+same numbers, and tests hold it to them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,10 +12,13 @@ from shardwise.parallel.zero import Update
 
 
 class DataParallel:
-    """Weights, gradients and optimizer state of one rank, in fp32, as plain dictionaries of tensors by name."""
+    """Weights, gradients and optimizer state of one rank, in fp32, as plain dictionaries of tensors
+    by name."""
 
     def __init__(self, mesh: Mesh, weights: Mapping[str, Tensor], update: Update) -> None:
-        self.mesh, self.update, self.num_steps = mesh, update, 0
+        self.mesh = mesh
+        self.update = update
+        self.num_steps = 0
         self.master = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         self.grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.exp_avg = {name: torch.zeros_like(weight) for name, weight in weights.items()}

@@ -1,9 +1,8 @@
-"""Starting ranks and joining them: the only place that knows how processes find each other, and that reads the
-environment for it.
+"""Starting ranks and joining them: the only place that knows how processes find each other, and
+that reads the environment for it.
 
-`shardwise train` starts the ranks of its layout through torch's elastic launcher; under `torchrun` it joins what was
-started. Either way each rank ends in `function(place, *args)`.
-"""
+`shardwise train` starts the ranks of its layout through torch's elastic launcher; under `torchrun`
+it joins what was started. Either way each rank ends in `function(place, *args)`."""
 
 import logging
 import multiprocessing
@@ -31,7 +30,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, a scheduler's request, a terminal that was closed: each asks a run to save and stop."""
 
 BLAME_S = 5.0
-"""How long a rank whose collective failed waits before it fails too, so that the one at fault is found first."""
+"""How long a rank whose collective failed waits before it fails too, so that the one at fault is
+found first."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Place:
 
 
 class RankFailed(Exception):
-    """A rank ended with an error: the message names it and its exit code, and holds its traceback first."""
+    """A rank ended with an error: the message names it and its exit code, and holds its traceback
+    first."""
 
 
 class Stopped(Exception):
@@ -66,7 +67,11 @@ def joined_world_size() -> int | None:
 
 def local_world_size() -> int | None:
     """The number of ranks that torchrun started on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) if started_by_torchrun() else None
+    return (
+        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        if started_by_torchrun()
+        else None
+    )
 
 
 def is_first_rank() -> bool:
@@ -81,17 +86,25 @@ def is_taken(number: int) -> bool:
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """Run `function(place, *args)` on every rank and return the result of this machine's first.
 
-    `function` must be importable by name; STOP_SIGNALS reach it as signals on every rank (`StopRequest` takes
-    them). Raises RankFailed or Stopped. One rank runs in this very process.
+    `function` must be importable by name; STOP_SIGNALS reach it as signals on every rank
+    (`StopRequest` takes them). Raises RankFailed or Stopped. One rank runs in this very process.
     """
     if started_by_torchrun():
         return run_rank(function, *args)
     if num_ranks == 1:
         return function(Place(0, 1, device_of(0, 1)), *args)
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=0, monitor_interval=0.05, run_id="shardwise",
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost", signals_to_handle="SIGQUIT",
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        max_restarts=0,
+        monitor_interval=0.05,
+        run_id="shardwise",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        signals_to_handle="SIGQUIT",
+    )
     try:
         with relayed_signals(num_ranks), silent_log():
             return elastic_launch(config, run_spawned)(num_ranks, function, *args)[0]
@@ -101,12 +114,12 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
 
 @contextmanager
 def relayed_signals(num_ranks: int) -> Iterator[None]:
-    """While the block runs, STOP_SIGNALS go on to the ranks, which end in their own time; a second Ctrl-C ends them at
-    once.
+    """While the block runs, STOP_SIGNALS go on to the ranks, which end in their own time; a second
+    Ctrl-C ends them at once.
 
-    The main thread holds the signals back, which the ranks it starts inherit: none dies of one before it can save. A
-    second thread takes them from the system, and Python runs the handler in the main thread.
-    """
+    The main thread holds the signals back, which the ranks it starts inherit: none dies of one
+    before it can save. A second thread takes them from the system, and Python runs the handler in
+    the main thread."""
     others = multiprocessing.active_children()
     early: list[int] = []
     interrupts = 0
@@ -132,7 +145,9 @@ def relayed_signals(num_ranks: int) -> Iterator[None]:
     resource_tracker.ensure_running()  # now, since starting it lets signals through
     done = threading.Event()
     threading.Thread(target=repeat_early_ones, daemon=True).start()
-    former: dict[int, Any] = {number: signal.signal(number, relay) for number in STOP_SIGNALS if is_taken(number)}
+    former: dict[int, Any] = {
+        number: signal.signal(number, relay) for number in STOP_SIGNALS if is_taken(number)
+    }
     former[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)  # which the launcher takes and keeps
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -156,7 +171,8 @@ def silent_log() -> Iterator[None]:
 
 
 def run_spawned(num_local: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Entry of a rank that `run_ranks` started: the machine's cores are shared evenly among its ranks."""
+    """Entry of a rank that `run_ranks` started: the machine's cores are shared evenly among its
+    ranks."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local))
     result = run_rank(function, *args)
     # A rank waits for its launcher to take the result. Without a launcher it must not wait.
@@ -169,8 +185,10 @@ def run_spawned(num_local: int, function: Callable[..., Any], *args: Any) -> Any
 
 def run_rank(function: Callable[..., Any], *args: Any) -> Any:
     """Join the process group that the environment describes, run, and leave it."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, num_local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = device_of(local_rank, num_local)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -193,11 +211,15 @@ def device_of(local_rank: int, num_local: int) -> torch.device:
 
 
 def tell_failures(error: ChildFailedError) -> str:
-    """The first failure in full, the others a line each: they mostly failed because the first did."""
+    """The first failure in full, the others a line each: they mostly failed because the first
+    did."""
     first_rank, first = error.get_first_failure()
     told = first.error_file_data.get("message") if isinstance(first.error_file_data, dict) else None
     trace = told.get("extraInfo", {}).get("py_callstack", "") if isinstance(told, dict) else ""
-    lines = [trace.rstrip() or str(first.message), f"rank {first_rank} failed first, with exit code {first.exitcode}"]
+    lines = [
+        trace.rstrip() or str(first.message),
+        f"rank {first_rank} failed first, with exit code {first.exitcode}",
+    ]
     for rank, failure in sorted(error.failures.items()):
         if rank != first_rank:
             lines.append(f"rank {rank} ended with exit code {failure.exitcode}")

@@ -1,9 +1,10 @@
-"""The live twin of a `Layout`: one `Axis` per way the ranks are grouped, and every collective goes through one.
+"""The live twin of a `Layout`: one `Axis` per way the ranks are grouped, and every collective goes
+through one.
 
-An axis of one rank is the identity, so no caller asks whether it is cut. An axis counts the bytes that this rank sends
-as a ring moves them: of S bytes among n ranks, 2S(n-1)/n for an all-reduce, S(n-1)/n for its halves, reduce-scatter and
-all-gather, and for an all-to-all; S for one hop around the ring.
-"""
+An axis of one rank is the identity, so no caller asks whether it is cut. An axis counts the bytes
+that this rank sends as a ring moves them: of S bytes among n ranks, 2S(n-1)/n for an all-reduce,
+S(n-1)/n for its halves, reduce-scatter and all-gather, and for an all-to-all; S for one hop around
+the ring."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import AxisName, Coord, Layout, ring_bytes
-from shardwise.parallel.trace import WAIT, Trace
+from shardwise.parallel.spans import WAIT, Trace
 
 Operation = Literal["sum", "max"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -35,7 +36,8 @@ class CollectiveFailed(RuntimeError):
 
 @dataclass
 class Pending:
-    """A collective under way. `wait` returns when its result is in place; it raises CollectiveFailed."""
+    """A collective under way. `wait` returns when its result is in place; it raises
+    CollectiveFailed."""
 
     axis: "Axis"
     work: dist.Work | None = None
@@ -45,7 +47,8 @@ class Pending:
     """Starts the second half of a collective that is made of two."""
 
     def advance(self) -> "Pending | None":
-        """Wait for this half and start the next, if any; all ranks of an axis must do so in one order."""
+        """Wait for this half and start the next, if any; all ranks of an axis must do so in one
+        order."""
         try:
             if self.work is not None:
                 with self.axis.trace.span(f"{WAIT}{self.axis.name}"):
@@ -79,51 +82,61 @@ class Axis:
     trace: Trace = field(default_factory=lambda: Trace(CPU), repr=False)
     """Where it says when it waited; one for all axes of a mesh."""
 
-    def all_reduce(self, x: Tensor, operation: Operation = "sum", dtype: torch.dtype | None = None) -> Pending:
+    def all_reduce(
+        self, x: Tensor, operation: Operation = "sum", dtype: torch.dtype | None = None
+    ) -> Pending:
         """Start reducing `x` in place over the axis.
 
-        With a `dtype` wider than that of x, the sum runs in it and is rounded once; it is done in its two halves, so x
-        must be flat and divide among the ranks.
-        """
+        With a `dtype` wider than that of x, the sum runs in it and is rounded once; it is done in
+        its two halves, so x must be flat and divide among the ranks."""
         if self.size == 1:
             return Pending(self)
         if dtype not in (None, x.dtype):
             assert operation == "sum" and x.dim() == 1 and x.numel() % self.size == 0
             rows = x.view(self.size, -1)
             mine = rows[self.rank]
-            return replace(self.reduce_scatter(rows, mine, dtype), next=lambda: self.all_gather(mine, x))
+            return replace(
+                self.reduce_scatter(rows, mine, dtype), next=lambda: self.all_gather(mine, x)
+            )
         self.bytes_sent += ring_bytes(2 * x.nbytes, self.size)
-        return Pending(self, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True))
+        return Pending(
+            self, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True)
+        )
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, dtype: torch.dtype | None = None, accumulate: bool = False
     ) -> Pending:
-        """Start the sum over the axis of x [size, S], of which this rank takes its own row into `out` [S], or adds it
-        to what is there.
+        """Start the sum over the axis of x [size, S], of which this rank takes its own row into
+        `out` [S], or adds it to what is there.
 
-        With a `dtype` wider than that of x, rows travel as they are and are added in it on arrival, in the order of the
-        ranks, and rounded once: what a ring in that dtype would compute, for half the bytes. `out` may be this rank's
-        row of x; the rest of x must stay as it is until the wait.
-        """
+        With a `dtype` wider than that of x, rows travel as they are and are added in it on arrival,
+        in the order of the ranks, and rounded once: what a ring in that dtype would compute, for
+        half the bytes. `out` may be this rank's row of x; the rest of x must stay as it is until
+        the wait."""
         if self.size == 1:
             return Pending(self, then=lambda: add_rows(x, out, dtype or x.dtype, accumulate))
         self.bytes_sent += ring_bytes(x.nbytes, self.size)
         if dtype in (None, x.dtype) and x.device.type != "cpu" and not accumulate:
-            return Pending(self, reduce_scatter_single(out, x.view(-1), group=self.group, async_op=True))
-        arrived = torch.empty_like(x)  # gloo has no reduce-scatter of its own: torch makes it of an all-reduce
+            return Pending(
+                self, reduce_scatter_single(out, x.view(-1), group=self.group, async_op=True)
+            )
+        arrived = torch.empty_like(
+            x
+        )  # gloo has no reduce-scatter of its own: torch makes it of an all-reduce
         work = dist.all_to_all_single(arrived.view(-1), x.view(-1), group=self.group, async_op=True)
         return Pending(self, work, lambda: add_rows(arrived, out, dtype or x.dtype, accumulate))
 
     def all_gather(self, part: Tensor, out: Tensor) -> Pending:
-        """Start to collect every rank's `part` [S] into `out` [size S], by rank. `part` may lie in its place in it."""
+        """Start to collect every rank's `part` [S] into `out` [size S], by rank. `part` may lie in
+        its place in it."""
         if self.size == 1:
             return Pending(self, then=lambda: out.copy_(part))
         self.bytes_sent += ring_bytes(out.nbytes, self.size)
         return Pending(self, all_gather_single(out, part, group=self.group, async_op=True))
 
     def all_to_all(self, x: Tensor, out: Tensor) -> Pending:
-        """Start to send row i of x [size, ...] to rank i, and to take into row i of `out` what rank i has for this
-        one."""
+        """Start to send row i of x [size, ...] to rank i, and to take into row i of `out` what rank
+        i has for this one."""
         if self.size == 1:
             return Pending(self, then=lambda: out.copy_(x))
         self.bytes_sent += ring_bytes(x.nbytes, self.size)
@@ -131,13 +144,14 @@ class Axis:
         return Pending(self, work)
 
     def send(self, x: Tensor, to: int) -> Pending:
-        """Start to send x to rank `to`, counted around the axis; x must stay as it is until the wait."""
+        """Start to send x to rank `to`, counted around the axis; x must stay as it is until the
+        wait."""
         self.bytes_sent += x.nbytes
         return self._move(dist.isend, x, to)
 
     def receive(self, out: Tensor, source: int) -> Pending:
-        """Start to take into `out` what rank `source`, counted around the axis, sends; what one rank sends another
-        arrives in the order in which it was sent."""
+        """Start to take into `out` what rank `source`, counted around the axis, sends; what one
+        rank sends another arrives in the order in which it was sent."""
         return self._move(dist.irecv, out, source)
 
     def _move(self, end: Callable[..., object], x: Tensor, peer: int) -> Pending:
@@ -145,16 +159,21 @@ class Axis:
         return one_after_another(self, dist.batch_isend_irecv([move]))
 
     def pass_on(self, x: Tensor, out: Tensor) -> Pending:
-        """Start to send x to the next rank around the ring, and to take into `out` what the one before sends. All ranks
-        must start theirs in one order; x must stay as it is until the wait."""
+        """Start to send x to the next rank around the ring, and to take into `out` what the one
+        before sends. All ranks must start theirs in one order; x must stay as it is until the
+        wait."""
         assert self.size > 1 and x.is_contiguous() and out.is_contiguous()
         self.bytes_sent += x.nbytes
         ends = ((dist.isend, x, self.rank + 1), (dist.irecv, out, self.rank - 1))
-        moves = [dist.P2POp(end, each, group=self.group, group_peer=peer % self.size) for end, each, peer in ends]
+        moves = [
+            dist.P2POp(end, each, group=self.group, group_peer=peer % self.size)
+            for end, each, peer in ends
+        ]
         return one_after_another(self, dist.batch_isend_irecv(moves))
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """The bytes that the first rank of the axis gives, on all of its ranks; the others give None."""
+        """The bytes that the first rank of the axis gives, on all of its ranks; the others give
+        None."""
         if self.size == 1:
             assert payload is not None
             return payload
@@ -185,7 +204,9 @@ class Axis:
             return list(values)
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
         self.control_bytes_sent += ring_bytes(2 * x.nbytes, self.size)
-        Pending(self, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True)).wait()
+        Pending(
+            self, dist.all_reduce(x, OPERATIONS[operation], group=self.group, async_op=True)
+        ).wait()
         return x.tolist()
 
 
@@ -196,7 +217,8 @@ def one_after_another(axis: Axis, works: Sequence[dist.Work]) -> Pending:
 
 
 def add_rows(rows: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool) -> None:
-    """out [S] = or += the sum of rows [n, S] in `dtype`, in slices that stay in the cache; `out` may be a row."""
+    """out [S] = or += the sum of rows [n, S] in `dtype`, in slices that stay in the cache; `out`
+    may be a row."""
     for part in range(0, out.numel(), SLICE_ELEMENTS):
         first, *others = rows[:, part : part + SLICE_ELEMENTS]
         total = first.to(dtype, copy=True)
@@ -208,7 +230,8 @@ def add_rows(rows: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool) ->
 
 @dataclass
 class Mesh:
-    """This rank's axes. `data` is dp x cp; a unit of state is cut over `shard` and repeated over `replicate`."""
+    """This rank's axes. `data` is dp x cp; a unit of state is cut over `shard` and repeated over
+    `replicate`."""
 
     layout: Layout
     rank: int
@@ -250,8 +273,8 @@ class Mesh:
 
     @property
     def pp_down(self) -> Axis:
-        """The way back along `pp`: the two ends of a pair order what goes up and what goes down differently, so each
-        has a channel of its own."""
+        """The way back along `pp`: the two ends of a pair order what goes up and what goes down
+        differently, so each has a channel of its own."""
         return self.axes["pp_down"]
 
     @property
@@ -273,18 +296,40 @@ class Mesh:
         return sent
 
 
-def make_mesh(layout: Layout, rank: int, device: torch.device, num_kv_heads: int | None = None) -> Mesh:
-    """Build the axes of `rank`. Every rank of the process group must call it, since groups are made together."""
-    names: tuple[AxisName, ...] = ("dp", "tp", "pp", "pp_down", "cp", "data", "shard", "replicate", "world",
-                                   "kv_replica", "tied")  # fmt: skip
+def make_mesh(
+    layout: Layout, rank: int, device: torch.device, num_kv_heads: int | None = None
+) -> Mesh:
+    """Build the axes of `rank`. Every rank of the process group must call it, since groups are made
+    together."""
+    names: tuple[AxisName, ...] = (
+        "dp",
+        "tp",
+        "pp",
+        "pp_down",
+        "cp",
+        "data",
+        "shard",
+        "replicate",
+        "world",
+        "kv_replica",
+        "tied",
+    )
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-    axes, trace = {}, Trace(device)
+    axes = {}
+    trace = Trace(device)
     for name in names:
-        apart = name if name in ("cp", "pp", "pp_down") else ""  # hops do not queue behind sums of gradients
-        members = [layout.ranks(name, layout.coord(other), num_kv_heads) for other in range(layout.world_size)]
+        apart = (
+            name if name in ("cp", "pp", "pp_down") else ""
+        )  # hops do not queue behind sums of gradients
+        members = [
+            layout.ranks(name, layout.coord(other), num_kv_heads)
+            for other in range(layout.world_size)
+        ]
         for ranks in sorted(set(members)):
             if len(ranks) > 1 and (apart, ranks) not in groups:
                 groups[apart, ranks] = dist.new_group(list(ranks))
         mine = members[rank]
-        axes[name] = Axis(name, mine.index(rank), len(mine), device, groups.get((apart, mine)), trace=trace)
+        axes[name] = Axis(
+            name, mine.index(rank), len(mine), device, groups.get((apart, mine)), trace=trace
+        )
     return Mesh(layout, rank, device, axes, trace)

@@ -1,13 +1,14 @@
-"""Tensor parallel (Shoeybi et al. 2019, Megatron-LM): Y = XW where W is too big, so W is cut over the ranks of an axis.
+"""Tensor parallel (Shoeybi et al. 2019, Megatron-LM): Y = XW where W is too big, so W is cut over
+the ranks of an axis.
 
-By columns into a layer (each rank its heads, its part of the MLP), by rows out of it, and one sum in between: the
-model calls `enter` before and `leave` after, and every linear stays a local product. What is cut, and where, the
-parameter table says (`params.RULES`). Embedding and head are cut over the vocabulary: each rank looks up, and scores,
-the ids that it holds.
+By columns into a layer (each rank its heads, its part of the MLP), by rows out of it, and one sum
+in between: the model calls `enter` before and `leave` after, and every linear stays a local
+product. What is cut, and where, the parameter table says (`params.RULES`). Embedding and head are
+cut over the vocabulary: each rank looks up, and scores, the ids that it holds.
 
-Sequence parallel (Korthikanti et al. 2022) cuts what is left, norms and residuals, along the sequence. The sum splits
-in two: `leave` sums and scatters the sequence, `enter` gathers it. As many bytes, 1/t of the activations in between.
-"""
+Sequence parallel (Korthikanti et al. 2022) cuts what is left, norms and residuals, along the
+sequence. The sum splits in two: `leave` sums and scatters the sequence, `enter` gathers it. As many
+bytes, 1/t of the activations in between."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ Move = Callable[[Tensor, Axis], Tensor]
 
 
 class Conjugate(torch.autograd.Function):
-    """there(x, axis), whose gradient is back(dy, axis): Megatron's f and g. What is copied to all ranks on the way
-    there has the sum of their gradients on the way back, and the other way round; so have gather and scatter."""
+    """there(x, axis), whose gradient is back(dy, axis): Megatron's f and g. What is copied to all
+    ranks on the way there has the sum of their gradients on the way back, and the other way round;
+    so have gather and scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Move, back: Move, axis: Axis) -> Tensor:
-        ctx.back, ctx.axis = back, axis
+        ctx.back = back
+        ctx.axis = axis
         return there(x, axis)
 
     @staticmethod
@@ -66,7 +69,8 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorSeams(Seams):
-    """The seams of a model that is cut over `axis`; with `sequence` what lies between is cut along the sequence."""
+    """The seams of a model that is cut over `axis`; with `sequence` what lies between is cut along
+    the sequence."""
 
     axis: Axis
     sequence: bool = False
@@ -85,7 +89,9 @@ class TensorSeams(Seams):
         y: Tensor = Conjugate.apply(x, there, back, self.axis)
         return y if bias is None else y + bias
 
-    def look_up(self, ids: Tensor, weight: Tensor | AppliedTable, sparse_grad: bool = False) -> Tensor:
+    def look_up(
+        self, ids: Tensor, weight: Tensor | AppliedTable, sparse_grad: bool = False
+    ) -> Tensor:
         local = ids - self.rank * weight.shape[0]
         is_here = (local >= 0) & (local < weight.shape[0])
         rows = look_up(local.where(is_here, 0), weight, sparse_grad)

@@ -1,9 +1,10 @@
-"""One unit of state (the embedding, a block, the final norm) as flat buffers, so that one collective moves all of it.
+"""One unit of state (the embedding, a block, the final norm) as flat buffers, so that one
+collective moves all of it.
 
-A unit is padded to a multiple of the data ranks and cut into equal, contiguous shards, one for each `shard` rank. What
-a stage of ZeRO leaves whole is one buffer, of which the shard is a view. What it cuts is a buffer of the shard's size,
-and one of the whole unit whose storage is there only while it is needed (`fill`, `empty`); views into that stay valid.
-"""
+A unit is padded to a multiple of the data ranks and cut into equal, contiguous shards, one for each
+`shard` rank. What a stage of ZeRO leaves whole is one buffer, of which the shard is a view. What it
+cuts is a buffer of the shard's size, and one of the whole unit whose storage is there only while it
+is needed (`fill`, `empty`); views into that stay valid."""
 
 import math
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwise.formats.run_checkpoint import State
 from shardwise.layout import AxisName, Layout
-from shardwise.model.checkpoint import State
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
 from shardwise.params import Box, ParamSpec, boxes, boxes_within, local_shape, partial_axes
@@ -22,7 +23,8 @@ from shardwise.params import Box, ParamSpec, boxes, boxes_within, local_shape, p
 Owned = State | Literal["gradient"]
 
 SLICE_ELEMENTS = 1 << 21
-"""The step works through a shard in slices of this many elements: what it casts stays in the cache."""
+"""The step works through a shard in slices of this many elements: what it casts stays in the
+cache."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Place:
 
 @dataclass
 class Unit:
-    """The buffers of one unit. Matrices come first, then norms and biases, so that weight decay covers one range."""
+    """The buffers of one unit. Matrices come first, then norms and biases, so that weight decay
+    covers one range."""
 
     name: str
     places: tuple[Place, ...]
@@ -59,8 +62,8 @@ class Unit:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     terms: dict[AxisName, list[Tensor]]
-    """By axis, the parts of the whole gradient of which this rank has one term (norms under sequence parallel, q/k
-    norms, replicated kv heads), as views."""
+    """By axis, the parts of the whole gradient of which this rank has one term (norms under
+    sequence parallel, q/k norms, replicated kv heads), as views."""
     is_whole: bool
     """Whether `weights` hold, or a gather under way is about to bring, what every shard holds."""
     added: set[str] = field(default_factory=set)
@@ -72,14 +75,16 @@ class Unit:
         """Every rectangle of every parameter that lies in the shard, as a view of it."""
         flat = self.grad_shard if kind == "gradient" else getattr(self, kind)
         for place in self.places:
-            start, stop = max(place.start, self.shard.start), min(place.stop, self.shard.stop)
+            start = max(place.start, self.shard.start)
+            stop = min(place.stop, self.shard.stop)
             within = start - place.start, stop - place.start
             for box, first in boxes_within(place.spec, mesh.layout, mesh.coord, *within):
                 at = place.start + first - self.shard.start
                 yield place.spec, box, flat[at : at + torch.Size(box.shape).numel()].view(box.shape)
 
     def zero_gaps(self) -> None:
-        """Clear what lies between and after the parameters in the whole gradient, which is summed with it."""
+        """Clear what lies between and after the parameters in the whole gradient, which is summed
+        with it."""
         stops = [place.stop for place in self.places]
         starts = [place.start for place in self.places[1:]] + [self.grads.numel()]
         for stop, start in zip(stops, starts, strict=True):
@@ -94,9 +99,13 @@ class Unit:
 
 
 def make_unit(
-    name: str, specs: tuple[ParamSpec, ...], mesh: Mesh, dtype: torch.dtype, grad_dtype: torch.dtype,
+    name: str,
+    specs: tuple[ParamSpec, ...],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
     offload: Offload | None,
-) -> Unit:  # fmt: skip
+) -> Unit:
     layout = mesh.layout
     places = lay_out(specs, mesh)
     num_decayed = sum(room(spec, layout) for spec in specs if spec.decayed)
@@ -111,7 +120,8 @@ def make_unit(
         return whole.new_zeros(each)
 
     weights = torch.empty(padded, dtype=dtype, device=mesh.device)
-    # `.data` has a version counter of its own: refilling the buffer does not upset the graphs that read it
+    # `.data` has a version counter of its own: refilling the buffer does not upset the graphs that
+    # read it
     leaves = {place.spec.name: place.of(weights.data).requires_grad_() for place in places}
     weight_shard = part_of(weights, layout.cuts("parameters"))
     grads = torch.empty(padded, dtype=grad_dtype, device=mesh.device)
@@ -121,11 +131,27 @@ def make_unit(
     states = [allocate(each, mesh, offload) for _ in range(2 if own_master else 3)]
     master = weight_shard if own_master else states.pop()
     is_whole = not layout.cuts("optimizer")
-    return Unit(name, places, num_decayed, shard, leaves, weights, weight_shard, grads, grad_shard, master, states[0],
-                states[1], terms, is_whole)  # fmt: skip
+    return Unit(
+        name,
+        places,
+        num_decayed,
+        shard,
+        leaves,
+        weights,
+        weight_shard,
+        grads,
+        grad_shard,
+        master,
+        states[0],
+        states[1],
+        terms,
+        is_whole,
+    )
 
 
-def partial_terms(places: tuple[Place, ...], grads: Tensor, mesh: Mesh) -> dict[AxisName, list[Tensor]]:
+def partial_terms(
+    places: tuple[Place, ...], grads: Tensor, mesh: Mesh
+) -> dict[AxisName, list[Tensor]]:
     """The views of `grads` that must be summed over an axis of more than one rank."""
     found: dict[AxisName, list[Tensor]] = {}
     for place in places:
@@ -138,12 +164,15 @@ def partial_terms(places: tuple[Place, ...], grads: Tensor, mesh: Mesh) -> dict[
 
 
 def allocate(num_elements: int, mesh: Mesh, offload: Offload | None) -> Tensor:
-    return offload.allocate(num_elements) if offload else torch.zeros(num_elements, device=mesh.device)
+    return (
+        offload.allocate(num_elements) if offload else torch.zeros(num_elements, device=mesh.device)
+    )
 
 
 def lay_out(specs: tuple[ParamSpec, ...], mesh: Mesh) -> tuple[Place, ...]:
     """Those that decay first, each kind in model order."""
-    places, start = [], 0
+    places = []
+    start = 0
     for spec in sorted(specs, key=lambda spec: not spec.decayed):
         places.append(Place(spec, local_shape(spec, mesh.layout, mesh.coord), start))
         start += room(spec, mesh.layout)
@@ -151,8 +180,9 @@ def lay_out(specs: tuple[ParamSpec, ...], mesh: Mesh) -> tuple[Place, ...]:
 
 
 def room(spec: ParamSpec, layout: Layout) -> int:
-    """Elements that every rank sets aside for a parameter: as many as the fullest needs. So what tensor ranks share
-    lies at the same place on all of them, and goes through the same arithmetic."""
+    """Elements that every rank sets aside for a parameter: as many as the fullest needs. So what
+    tensor ranks share lies at the same place on all of them, and goes through the same
+    arithmetic."""
     return math.prod(local_shape(spec, layout, layout.coord(0)))
 
 
@@ -163,5 +193,6 @@ def fill(flat: Tensor) -> None:
 
 
 def empty(flat: Tensor) -> None:
-    """Take a buffer's storage. Nobody may read it before it is filled again: `Store.need` sees to that."""
+    """Take a buffer's storage. Nobody may read it before it is filled again: `Store.need` sees to
+    that."""
     flat.untyped_storage().resize_(0)

@@ -1,12 +1,13 @@
-"""What a rank holds only for a while in a step of training, counted by going through the table that the run executes.
+"""What a rank holds only for a while in a step of training, counted by going through the table that
+the run executes.
 
 - whole weights of a unit, from GATHER to FREE (stage 3)
 - the whole gradient of a unit, from the backward of the first piece that uses it until its sum is done (stages 2 and 3)
 - rows of gradients that arrive from other ranks to be added up: as many buckets as are under way
 
-The store finishes its sums at places that follow from the table alone, so this is what it holds, byte for byte; where
-gradients are kept in fp32 a GPU adds them up on the wire, and may hold a bucket or two less.
-"""
+The store finishes its sums at places that follow from the table alone, so this is what it holds,
+byte for byte; where gradients are kept in fp32 a GPU adds them up on the wire, and may hold a
+bucket or two less."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.parallel.schedule import (
+from shardwise.parallel.pipeline.actions import (
     BUCKET_BYTES,
     IN_FLIGHT,
     Action,
@@ -44,7 +45,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """One unit, whole, as it is computed with: its weights, its gradient, and how the sum of that travels."""
+    """One unit, whole, as it is computed with: its weights, its gradient, and how the sum of that
+    travels."""
 
     weights: int
     gradients: int
@@ -53,22 +55,36 @@ class UnitBytes:
 
 
 def buffer_bytes(
-    config: ModelConfig, layout: Layout, stage: int, sizes: Mapping[str, int], weight_bytes: int, grad_bytes: int
+    config: ModelConfig,
+    layout: Layout,
+    stage: int,
+    sizes: Mapping[str, int],
+    weight_bytes: int,
+    grad_bytes: int,
 ) -> int:
-    """The most that is there for a while, where units have `sizes` elements. Two micro-batches show all that there is
-    between one and the next."""
+    """The most that is there for a while, where units have `sizes` elements. Two micro-batches show
+    all that there is between one and the next."""
     if layout.shard == "fsdp":
         return fsdp_bytes(layout, sizes, weight_bytes, grad_bytes)
     table = step_table(config, layout, stage, min(layout.microbatches, 2))
     pieces = rank_pieces(stage_pieces(config, layout), layout, stage)
-    return max(moment.total for moment in moments(table, pieces, layout, sizes, weight_bytes, grad_bytes))
+    return max(
+        moment.total for moment in moments(table, pieces, layout, sizes, weight_bytes, grad_bytes)
+    )
 
 
 def moments(
-    table: Sequence[Action], pieces: Sequence[Piece], layout: Layout, sizes: Mapping[str, int], weight_bytes: int,
-    grad_bytes: int, bucket_bytes: int = BUCKET_BYTES, overlap: bool = True,
-) -> Iterator[Moment]:  # fmt: skip
-    """Every moment of a step when something came, and one after each action. Sums in `finish`, if any, come last."""
+    table: Sequence[Action],
+    pieces: Sequence[Piece],
+    layout: Layout,
+    sizes: Mapping[str, int],
+    weight_bytes: int,
+    grad_bytes: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    overlap: bool = True,
+) -> Iterator[Moment]:
+    """Every moment of a step when something came, and one after each action. Sums in `finish`, if
+    any, come last."""
     units = {
         unit: UnitBytes(
             size * weight_bytes if layout.cuts("parameters") else 0,
@@ -82,31 +98,41 @@ def moments(
         for _ in replay.execute(action):
             yield replay.moment(at)
         yield replay.moment(at)
-    if layout.data_size > layout.shard_size and grad_bytes < SUM_BYTES:  # `finish` sums over groups, a bucket at a time
+    if (
+        layout.data_size > layout.shard_size and grad_bytes < SUM_BYTES
+    ):  # `finish` sums over groups, a bucket at a time
         at_most = bucket_elements(layout, grad_bytes, bucket_bytes)
         largest = max(min(size // layout.shard_size, at_most) for size in sizes.values())
         yield Moment(len(table), 0, 0, largest * grad_bytes)
 
 
-def bucket_sizes(layout: Layout, shard_elements: int, grad_bytes: int, bucket_bytes: int) -> tuple[int, ...]:
-    """Bytes that each bucket of a unit's sum holds while it is under way, beside the gradient itself: what arrives and,
-    where a bucket is not all of the unit, a copy of what is sent. Equal ones beyond what can be under way are left
-    out."""
+def bucket_sizes(
+    layout: Layout, shard_elements: int, grad_bytes: int, bucket_bytes: int
+) -> tuple[int, ...]:
+    """Bytes that each bucket of a unit's sum holds while it is under way, beside the gradient
+    itself: what arrives and, where a bucket is not all of the unit, a copy of what is sent. Equal
+    ones beyond what can be under way are left out."""
     at_most = bucket_elements(layout, grad_bytes, bucket_bytes)
     full, rest = divmod(shard_elements, at_most)
     elements = [at_most] * min(full, IN_FLIGHT + 1) + ([rest] if rest else [])
     if layout.shard_size > 1:
         copies = 1 + (len(elements) > 1)
     else:  # nothing to scatter: all is summed in place, in two halves if the sum has another dtype
-        copies = int(grad_bytes < SUM_BYTES and layout.data_size > 1 and not layout.cuts("gradients"))
+        copies = int(
+            grad_bytes < SUM_BYTES and layout.data_size > 1 and not layout.cuts("gradients")
+        )
     return tuple(each * layout.shard_size * grad_bytes * copies for each in elements)
 
 
 class Replay:
     """Does to sizes what the store of a run does to buffers."""
 
-    def __init__(self, units: Mapping[str, UnitBytes], uses: Mapping[str, tuple[str, ...]], overlap: bool) -> None:
-        self.units, self.uses, self.overlap = units, uses, overlap
+    def __init__(
+        self, units: Mapping[str, UnitBytes], uses: Mapping[str, tuple[str, ...]], overlap: bool
+    ) -> None:
+        self.units = units
+        self.uses = uses
+        self.overlap = overlap
         self.weights = self.gradients = self.arriving = 0
         self.begun: set[str] = set()
         """Units whose gradient has had a contribution that is not in a sum yet."""
@@ -156,10 +182,15 @@ class Replay:
 
 
 def fsdp_bytes(layout: Layout, sizes: Mapping[str, int], weight_bytes: int, grad_bytes: int) -> int:
-    """About what FSDP holds for a while, which PyTorch decides and no table says: at a block's backward the weights of
-    the root, of two blocks (of all with `keep`) and of one more as it arrives; the gradients of the root and of the
-    block; and that block's again as it is sent and as it arrives. Or at the end the same of the root alone."""
+    """About what FSDP holds for a while, which PyTorch decides and no table says: at a block's
+    backward the weights of the root, of two blocks (of all with `keep`) and of one more as it
+    arrives; the gradients of the root and of the block; and that block's again as it is sent and as
+    it arrives. Or at the end the same of the root alone."""
     blocks = [size for unit, size in sizes.items() if unit.startswith("blocks.")]
-    root, block = sum(sizes.values()) - sum(blocks), max(blocks)
+    root = sum(sizes.values()) - sum(blocks)
+    block = max(blocks)
     whole = root + (sum(blocks) if layout.keep else min(2, len(blocks)) * block) + block
-    return max(whole * weight_bytes + (root + 3 * block) * grad_bytes, root * (weight_bytes + 3 * grad_bytes))
+    return max(
+        whole * weight_bytes + (root + 3 * block) * grad_bytes,
+        root * (weight_bytes + 3 * grad_bytes),
+    )

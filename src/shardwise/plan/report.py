@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.params import model_specs, num_params
-from shardwise.plan.answer import Answer, Plan
-from shardwise.plan.memory import PRECISIONS, Ledger, Mode
+from shardwise.plan.ledger import PRECISIONS, Ledger, Mode
+from shardwise.plan.plan import Answer, Plan
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.traffic import stage_elements
 from shardwise.plan.why import count, gb, quantized_to, sequences
@@ -22,18 +22,27 @@ TITLES: dict[Mode, str] = {"train": "Training", "serve": "Serving"}
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    config, device = plan.model.config, plan.device
+    config = plan.model.config
+    device = plan.device
     params = count(num_params(model_specs(config)))
     console.print(
         f"[bold]{plan.model.name}[/bold]: {params} parameters, {config.num_layers} layers x {config.hidden_size}, "
         f"{config.num_heads} heads, {config.num_kv_heads} kv heads, vocabulary {config.vocab_size}",
         highlight=False,
     )
-    console.print(f"{plan.num_gpus} x {device.name}, {gb(device.memory_bytes)} each to use", highlight=False)
+    console.print(
+        f"{plan.num_gpus} x {device.name}, {gb(device.memory_bytes)} each to use", highlight=False
+    )
     for answer in plan.answers:
         console.print(answer_text(plan, answer))
-    left_out = "; ".join(f"in {TITLES[each.job.mode].lower()} {', '.join(each.uncounted)}" for each in plan.answers)
-    console.print(f"GB are 1e9 bytes, on the fullest GPU. Not counted yet: {left_out}.", style="dim", highlight=False)
+    left_out = "; ".join(
+        f"in {TITLES[each.job.mode].lower()} {', '.join(each.uncounted)}" for each in plan.answers
+    )
+    console.print(
+        f"GB are 1e9 bytes, on the fullest GPU. Not counted yet: {left_out}.",
+        style="dim",
+        highlight=False,
+    )
 
 
 def answer_text(plan: Plan, answer: Answer) -> RenderableType:
@@ -60,7 +69,11 @@ def sent_note(answer: Answer) -> Text:
 
 def sent_inside(candidate: Candidate) -> str:
     """What ranks of the other axes send each other."""
-    axes = [f"{gb(sent)} over {axis}" for axis in ("tp", "pp", "cp") if (sent := candidate.comm_bytes[axis])]
+    axes = [
+        f"{gb(sent)} over {axis}"
+        for axis in ("tp", "pp", "cp")
+        if (sent := candidate.comm_bytes[axis])
+    ]
     return f"{' and '.join(axes)} with {candidate.layout}" if axes else ""
 
 
@@ -73,9 +86,7 @@ def title(plan: Plan, answer: Answer) -> str:
         )
     held = f", matrices of the blocks {quantized_to(plan.quant)}" if plan.quant else ""
     kept = f", keys and values in {plan.kv_dtype}" if plan.kv_dtype != "auto" else ""
-    return (
-        f"{TITLES['serve']} in {plan.precision}{held}{kept}, one request of {plan.seq_tokens:,} tokens on each replica"
-    )
+    return f"{TITLES['serve']} in {plan.precision}{held}{kept}, one request of {plan.seq_tokens:,} tokens on each replica"
 
 
 def indented(sentence: str) -> Padding:
@@ -100,14 +111,17 @@ def table(answer: Answer) -> Table:
             sizes = [*(stage.rows[row] for row in rows), stage.total_bytes]
             numbers = [f"{size / 1e9:,.{decimals}f}" for size in sizes]
             before = [name, str(stage.stage)] if staged else [name]
-            after = [sent(answer.job, candidate) if name else ""] if answer.job.mode == "train" else []
+            after = (
+                [sent(answer.job, candidate) if name else ""] if answer.job.mode == "train" else []
+            )
             used = stage.total_bytes / candidate.limit_bytes
             found.add_row(*before, *numbers, bar(used), verdict(candidate, stage), *after)
     return found
 
 
 def sent(job: Job, candidate: Candidate) -> str:
-    """Elements that data ranks send each other in a step, as papers give them: in multiples of the parameters."""
+    """Elements that data ranks send each other in a step, as papers give them: in multiples of the
+    parameters."""
     weights = stage_elements(job.config, candidate.layout) * PRECISIONS[job.precision].parameters
     multiple = (candidate.comm_bytes["dp"] or 0) / weights
     return f"{multiple:,.0f}P" if multiple >= 1000 else f"{multiple:.3g}P"

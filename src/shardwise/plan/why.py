@@ -1,13 +1,14 @@
-"""Why a model does not fit on one GPU, and what is the least change that makes it fit, in sentences with figures."""
+"""Why a model does not fit on one GPU, and what is the least change that makes it fit, in sentences
+with figures."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.layout import Layout
 from shardwise.params import model_specs, num_params
-from shardwise.plan.memory import NOT_COUNTED, PRECISIONS
+from shardwise.plan.ledger import NOT_COUNTED, PRECISIONS
 from shardwise.plan.search import Candidate, Job
-from shardwise.quant.cache import vector_bytes
+from shardwise.quant.kv_dtype import vector_bytes
 from shardwise.quant.scheme import AS_STORED
 
 DOING = {"train": "In training", "serve": "In inference"}
@@ -20,7 +21,13 @@ def listed(names: Sequence[str]) -> str:
 def gb(num_bytes: float) -> str:
     """Bytes as GB (1e9) with the digits that matter: 141 GB, 17.6 GB, 0.269 GB."""
     size = num_bytes / 1e9
-    return f"{size:,.0f} GB" if size >= 99.95 else f"{size:.3g} GB" if size >= 0.001 else f"{size:.2g} GB"
+    return (
+        f"{size:,.0f} GB"
+        if size >= 99.95
+        else f"{size:.3g} GB"
+        if size >= 0.001
+        else f"{size:.2g} GB"
+    )
 
 
 def count(number: int) -> str:
@@ -35,9 +42,12 @@ def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
     one = job.on_one_gpu
     if one.fits:
         return ()
-    rows, limit, each = one.ledger[0].rows, one.limit_bytes, PRECISIONS[job.precision]
+    rows = one.ledger[0].rows
+    limit = one.limit_bytes
+    each = PRECISIONS[job.precision]
     weights = rows["parameters"]
-    number, held = count(num_params(model_specs(job.config))), f"in {job.precision} ({each.parameters} bytes each)"
+    number = count(num_params(model_specs(job.config)))
+    held = f"in {job.precision} ({each.parameters} bytes each)"
     if job.quant:
         held = f"with the matrices of its blocks {quantized_to(job.quant)} and the rest {held}"
     alone = "these alone exceed it" if weights > limit else "these alone would fit"
@@ -56,12 +66,17 @@ def quantized_to(quant: str) -> str:
 
 
 def training_rows(job: Job) -> list[str]:
-    ledger, each = job.on_one_gpu.ledger[0], PRECISIONS[job.precision]
+    ledger = job.on_one_gpu.ledger[0]
+    each = PRECISIONS[job.precision]
     rows = ledger.rows
     master = "an fp32 master copy of each weight and " if job.precision == "bf16" else ""
     parts = " + ".join(["4"] * (each.optimizer // 4))
     recompute = job.on_one_gpu.layout.recompute
-    some = {"none": "what it computes", "selective": "most of it", "full": "the input of each block"}[recompute]
+    some = {
+        "none": "what it computes",
+        "selective": "most of it",
+        "full": "the input of each block",
+    }[recompute]
     return [
         f"The backward pass adds a gradient for each: {gb(rows['gradients'])} ({each.gradients} bytes).",
         f"Adam keeps {master}two moments: {gb(rows['optimizer'])} ({parts} bytes). "
@@ -76,11 +91,14 @@ def sequences(job: Job) -> str:
 
 
 def serving_rows(job: Job) -> list[str]:
-    config, rows = job.config, job.on_one_gpu.ledger[0].rows
+    config = job.config
+    rows = job.on_one_gpu.ledger[0].rows
     vector = vector_bytes(job.kv_dtype, PRECISIONS[job.precision].parameters)
     scaled = f" in {job.kv_dtype}, each with a scale" if vector.scale else ""
     window = config.sliding_window if config.windowed_layers else None
-    within = f", of which a window of {window:,} stays" if window and window < job.seq_tokens else ""
+    within = (
+        f", of which a window of {window:,} stays" if window and window < job.seq_tokens else ""
+    )
     return [
         f"The KV cache of one request of {job.seq_tokens:,} tokens{within} adds {gb(rows['kv'])} "
         f"({config.kv_bytes_per_token(vector.element, vector.scale):,} bytes a token: keys and values of "
@@ -92,9 +110,14 @@ def smallest_change(job: Job, candidate: Candidate) -> str | None:
     """The least change to `candidate` that fits; None where it fits as it is."""
     if candidate.fits:
         return None
-    layout, found = candidate.layout, job.nearest_fit(candidate.layout)
+    layout = candidate.layout
+    found = job.nearest_fit(candidate.layout)
     shorter = job.longest_seq_tokens(layout) if job.mode == "serve" else 0
-    shortened = f"--seq {shorter} on {layout} as it is: that is the longest request that fits" if shorter else ""
+    shortened = (
+        f"--seq {shorter} on {layout} as it is: that is the longest request that fits"
+        if shorter
+        else ""
+    )
     if found is None:
         return f"{shortened}." if shortened else nothing_fits(job, layout)
     gpus = found.layout.world_size
@@ -102,8 +125,12 @@ def smallest_change(job: Job, candidate: Candidate) -> str | None:
     if gpus == layout.world_size:
         change = f"{found.layout} on the same {gpus} GPU{'s' * (gpus > 1)}: {uses}"
     else:
-        least = "at least " if job.mode == "serve" else ""  # training may do with fewer where tp or cp cut activations
-        change = f"{least}{gpus} GPUs of this kind, with {found.layout} ({fewest(job, layout)}): {uses}"
+        least = (
+            "at least " if job.mode == "serve" else ""
+        )  # training may do with fewer where tp or cp cut activations
+        change = (
+            f"{least}{gpus} GPUs of this kind, with {found.layout} ({fewest(job, layout)}): {uses}"
+        )
     left_out = listed(NOT_COUNTED[job.mode])
     left = f", which leaves {gb(found.limit_bytes - found.peak_bytes)} for {left_out}"
     return f"{change}{left}{'; or ' + shortened if shortened else ''}."
@@ -112,7 +139,9 @@ def smallest_change(job: Job, candidate: Candidate) -> str | None:
 def fewest(job: Job, layout: Layout) -> str:
     if job.mode == "serve":
         return "the fewest over which its heads can be cut"
-    kept = ".".join(f"{axis}{size}" for axis in ("tp", "pp", "cp") if (size := getattr(layout, axis)) > 1)
+    kept = ".".join(
+        f"{axis}{size}" for axis in ("tp", "pp", "cp") if (size := getattr(layout, axis)) > 1
+    )
     return f"the fewest{f' for {kept}' * bool(kept)} with all states cut over data ranks"
 
 

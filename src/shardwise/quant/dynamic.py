@@ -1,11 +1,13 @@
-"""Products of weights in small integers with activations in int8, found as they come: "dynamic" quantization of
-activations (W8A8 where weights have 8 bits), as llama.cpp does it too. What a kernel for it has to compute.
+"""Products of weights in small integers with activations in int8, found as they come: "dynamic"
+quantization of activations (W8A8 where weights have 8 bits), as llama.cpp does it too. What a
+kernel for it has to compute.
 
     x ~ sx qx,   qx = round(127 x / max|x|),   sx = max|x| / 127,   of every 32 neighbours of a row (a stretch)
     y = sum over stretches of  sx (s (q . qx) + m sum(qx))
 
-for weights s q + m (or s (q - z): m = -s z). LLM.int8() (Dettmers et al. 2022) and SmoothQuant (Xiao et al. 2022) have
-one scale a row, which a few large activations spoil; and a rank that holds part of a row would find another.
+for weights s q + m (or s (q - z): m = -s z). LLM.int8() (Dettmers et al. 2022) and SmoothQuant
+(Xiao et al. 2022) have one scale a row, which a few large activations spoil; and a rank that holds
+part of a row would find another.
 
 Shapes: N outputs, K inputs, G stretches of a row.
 """
@@ -24,8 +26,8 @@ LEAST = 2.0**-100
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] -> int8 codes [..., G, 32], filled up with zeros, and fp32 scales [..., G, 1]. What is no number makes
-    its whole scale none."""
+    """x [..., K] -> int8 codes [..., G, 32], filled up with zeros, and fp32 scales [..., G, 1].
+    What is no number makes its whole scale none."""
     stretches = F.pad(x.float(), (0, -x.shape[-1] % STRETCH)).unflatten(-1, (-1, STRETCH))
     largest = stretches.abs().amax(-1, keepdim=True)
     counts = ~(largest < LEAST)
@@ -35,7 +37,8 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dynamic_matmul(x: Tensor, quantized: Quantized) -> Tensor:
-    """x [..., K] -> [..., N] in the dtype of x: in fp64, rounded once. Groups of weights are whole stretches."""
+    """x [..., K] -> [..., N] in the dtype of x: in fp64, rounded once. Groups of weights are whole
+    stretches."""
     scheme = quantized.scheme
     assert scheme.kind == "int" and (scheme.group or STRETCH) % STRETCH == 0, scheme
     codes, scales = quantize_activations(x)
@@ -49,9 +52,11 @@ def dynamic_matmul(x: Tensor, quantized: Quantized) -> Tensor:
 
 def plain_in_fp64(quantized: Quantized) -> Tensor:
     """The weights [N, K] that it stands for."""
-    scheme, (num_rows, num_columns) = quantized.scheme, quantized.shape
+    scheme = quantized.scheme
+    num_rows, num_columns = quantized.shape
     shape = num_rows, scheme.num_groups(num_columns), -1
-    codes, scales = codes_of(quantized).double().view(shape), quantized.scales.double()[..., None]
+    codes = codes_of(quantized).double().view(shape)
+    scales = quantized.scales.double()[..., None]
     if quantized.zeros is None:
         plain = scales * codes
     elif quantized.zeros.dtype == torch.uint8:

@@ -1,4 +1,5 @@
-"""How weights are quantized, what that costs in bytes, and where it can be cut. Imports no torch: the planner asks."""
+"""How weights are quantized, what that costs in bytes, and where it can be cut. Imports no torch:
+the planner asks."""
 
 import math
 import re
@@ -6,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.gguf import BLOCKS
-from shardwise.hardware import nearest
 from shardwise.layout import Coord, Layout
 from shardwise.params import ParamSpec, block_of, boxes, cut_columns, local_shape
+from shardwise.quant.ggml import BLOCKS
+from shardwise.suggest import nearest
 
 NAME = re.compile(r"(?:int(?P<bits>[348])(?P<zero>z?)|fp8)(?:-g(?P<group>[1-9]\d*))?")
 COMMON = (
@@ -18,7 +19,8 @@ COMMON = (
 )  # fmt: skip
 """The names that are in use; others of the form work too."""
 GGUF_SCHEMES = {"Q8_0": "int8-g32", "Q4_0": "int4-g32", "Q4_1": "int4z-g32"}
-"""What kinds of GGUF are whose scales have no scales of their own; each has blocks of 32 columns."""
+"""What kinds of GGUF are whose scales have no scales of their own; each has blocks of 32
+columns."""
 AS_STORED = "as-stored"
 """Weights that are quantized already stay so."""
 COMMON_GROUPS = (32, 64, 128, 256)
@@ -30,9 +32,9 @@ ZERO_BYTES = 1
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the rows of a matrix are quantized: to integers, `bits` each, or to 8-bit floats (e4m3), with a scale for
-    each `group` of neighbouring columns of a row (None: one for the row, so for each output), and, with `zero`, an
-    offset beside each scale (asymmetric).
+    """How the rows of a matrix are quantized: to integers, `bits` each, or to 8-bit floats (e4m3),
+    with a scale for each `group` of neighbouring columns of a row (None: one for the row, so for
+    each output), and, with `zero`, an offset beside each scale (asymmetric).
 
     Its short form round-trips: int8, int4-g128, int4z-g64 (with offsets), int3-g32, fp8.
     """
@@ -43,13 +45,18 @@ class Scheme:
     zero: bool = False
 
     def __post_init__(self) -> None:
-        assert self.bits in ((8,) if self.kind == "fp8" else (3, 4, 8)) and not (self.zero and self.kind == "fp8"), self
+        assert self.bits in ((8,) if self.kind == "fp8" else (3, 4, 8)) and not (
+            self.zero and self.kind == "fp8"
+        ), self
         if self.group is not None and (self.group < 1 or self.group % GROUP_MULTIPLE):
-            raise ValueError(f"groups have a multiple of {GROUP_MULTIPLE} columns, not {self.group}; 32, 64 and 128 do")
+            raise ValueError(
+                f"groups have a multiple of {GROUP_MULTIPLE} columns, not {self.group}; 32, 64 and 128 do"
+            )
 
     @classmethod
     def parse(cls, name: str) -> "Scheme":
-        """The scheme of that short form. Raises ValueError for one that is not known, with the nearest that is."""
+        """The scheme of that short form. Raises ValueError for one that is not known, with the
+        nearest that is."""
         found = NAME.fullmatch(name)
         if not found:
             near = nearest(name, COMMON, most=1)
@@ -71,7 +78,8 @@ class Scheme:
 
     @property
     def middle(self) -> int:
-        """What is taken off a stored integer, where no offset says. Codes of 8 bits have a sign and need none."""
+        """What is taken off a stored integer, where no offset says. Codes of 8 bits have a sign and
+        need none."""
         return 0 if self.zero or self.bits == 8 else self.levels // 2
 
     def num_groups(self, num_columns: int) -> int:
@@ -93,21 +101,24 @@ class Scheme:
 
 
 def parse_quant(name: str) -> Scheme | None:
-    """What a user asks for: a scheme to round to, or None for what is stored quantized and is to stay so. Raises
-    ValueError for what is neither."""
+    """What a user asks for: a scheme to round to, or None for what is stored quantized and is to
+    stay so. Raises ValueError for what is neither."""
     if name == AS_STORED:
         return None
     try:
         return Scheme.parse(name)
     except ValueError as error:
-        raise ValueError(f"{error}; {AS_STORED} keeps a model that is stored quantized as it is") from None
+        raise ValueError(
+            f"{error}; {AS_STORED} keeps a model that is stored quantized as it is"
+        ) from None
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a matrix is held in memory: codes of `bits`, and `beside_bytes` of scales and offsets for each `group` of
-    columns of a row, or for the row. Of a kind of GGUF `bits` is what a block comes to for each weight, rounded
-    down, and the rest stands beside. The name is what people call it."""
+    """How a matrix is held in memory: codes of `bits`, and `beside_bytes` of scales and offsets for
+    each `group` of columns of a row, or for the row. Of a kind of GGUF `bits` is what a block comes
+    to for each weight, rounded down, and the rest stands beside. The name is what people call
+    it."""
 
     name: str
     bits: int
@@ -134,7 +145,8 @@ def gguf_form(kind: str) -> Form | None:
 
 
 def quantizable(spec: ParamSpec) -> bool:
-    """Matrices of the blocks. Embedding and head stay as they are: rows are looked up, and all logits depend on it."""
+    """Matrices of the blocks. Embedding and head stay as they are: rows are looked up, and all
+    logits depend on it."""
     return spec.unit.startswith("blocks.") and len(spec.shape) == 2
 
 
@@ -143,33 +155,55 @@ def keepable(spec: ParamSpec) -> bool:
     return quantizable(spec) or spec.name in ("embed", "head")
 
 
-def held_bytes(spec: ParamSpec, layout: Layout, coord: Coord, forms: Forms, element_bytes: int) -> int:
-    """Of a parameter on the rank at `coord`: of parts that have a form by it, of others by their elements."""
+def held_bytes(
+    spec: ParamSpec, layout: Layout, coord: Coord, forms: Forms, element_bytes: int
+) -> int:
+    """Of a parameter on the rank at `coord`: of parts that have a form by it, of others by their
+    elements."""
     held = boxes(spec, layout, coord)
     if not any((spec.name, box.part) in forms for box in held):
         return math.prod(local_shape(spec, layout, coord)) * element_bytes
     found = [(forms.get((spec.name, box.part)), box.shape) for box in held]
-    return sum(form.num_bytes(shape) if form else math.prod(shape) * element_bytes for form, shape in found)
+    return sum(
+        form.num_bytes(shape) if form else math.prod(shape) * element_bytes for form, shape in found
+    )
 
 
 def check_groups(specs: Iterable[ParamSpec], group: int | None, layout: Layout) -> None:
-    """Raise ValueError where groups of columns do not divide a row, or a rank's share of one, with those, or the tp,
-    that do. No `group`: shares end at whole bytes."""
+    """Raise ValueError where groups of columns do not divide a row, or a rank's share of one, with
+    those, or the tp, that do. No `group`: shares end at whole bytes."""
     matrices = [spec for spec in specs if quantizable(spec)]
     for spec in matrices:
         if group and spec.shape[1] % group:
-            works = [each for each in COMMON_GROUPS if all(every.shape[1] % each == 0 for every in matrices)]
-            hint = f"groups of {listed(works)} do" if works else "one scale a row does (int8, int4, fp8)"
-            raise ValueError(f"groups of {group} columns do not divide the {spec.shape[1]} of {spec.name}; {hint}")
+            works = [
+                each
+                for each in COMMON_GROUPS
+                if all(every.shape[1] % each == 0 for every in matrices)
+            ]
+            hint = (
+                f"groups of {listed(works)} do"
+                if works
+                else "one scale a row does (int8, int4, fp8)"
+            )
+            raise ValueError(
+                f"groups of {group} columns do not divide the {spec.shape[1]} of {spec.name}; {hint}"
+            )
     check_cuts(matrices, {spec.name: group for spec in matrices}, layout)
 
 
-def check_cuts(specs: Iterable[ParamSpec], groups: Mapping[str, int | None], layout: Layout) -> None:
-    """Raise ValueError where a rank's columns of a matrix in groups do not end with one, with the tp that work."""
+def check_cuts(
+    specs: Iterable[ParamSpec], groups: Mapping[str, int | None], layout: Layout
+) -> None:
+    """Raise ValueError where a rank's columns of a matrix in groups do not end with one, with the
+    tp that work."""
     units = [(spec, groups[spec.name] or GROUP_MULTIPLE) for spec in specs if spec.name in groups]
     for spec, unit in units:
         if not cuts_at(spec, unit, layout):
-            what = f"groups of {unit} columns" if groups[spec.name] else f"pieces of {unit} columns, which fill bytes,"
+            what = (
+                f"groups of {unit} columns"
+                if groups[spec.name]
+                else f"pieces of {unit} columns, which fill bytes,"
+            )
             works = [tp for tp in range(1, layout.tp) if all(divides(*each, tp) for each in units)]
             raise ValueError(
                 f"tp{layout.tp} cuts the {spec.shape[1]} columns of {spec.name} where {what} do not end; "
@@ -178,15 +212,25 @@ def check_cuts(specs: Iterable[ParamSpec], groups: Mapping[str, int | None], lay
 
 
 def cuts_at(spec: ParamSpec, unit: int, layout: Layout) -> bool:
-    """Whether every tensor rank's columns begin and end at multiples of `unit`, or where the row does."""
+    """Whether every tensor rank's columns begin and end at multiples of `unit`, or where the row
+    does."""
     ranks = (layout.coord(rank) for rank in range(layout.tp))
-    places = {place for coord in ranks for cut in cut_columns(spec, layout, coord) for place in (cut.start, cut.stop)}
+    places = {
+        place
+        for coord in ranks
+        for cut in cut_columns(spec, layout, coord)
+        for place in (cut.start, cut.stop)
+    }
     return all(place % unit == 0 or place == spec.shape[1] for place in places)
 
 
 def divides(spec: ParamSpec, unit: int, tp: int) -> bool:
     """Whether tp ranks can have the matrix, in whole heads and whole units of columns."""
-    whole = (spec.shape[1] // block_of(spec, spec.dims[1])) % tp == 0 if spec.dims[1] == "q_heads" else True
+    whole = (
+        (spec.shape[1] // block_of(spec, spec.dims[1])) % tp == 0
+        if spec.dims[1] == "q_heads"
+        else True
+    )
     return whole and cuts_at(spec, unit, Layout(tp=tp))
 
 

@@ -1,7 +1,8 @@
 """A weight that stays quantized: what `model.layers.linear` takes in the place of a matrix.
 
-It is frozen: gradients flow through it to what it is multiplied with, as a low-rank adapter beside it needs, and none
-to itself. Products are those of plain numbers, made from a strip of rows at a time.
+It is frozen: gradients flow through it to what it is multiplied with, as a low-rank adapter beside
+it needs, and none to itself. Products are those of plain numbers, made from a strip of rows at a
+time.
 
 Shapes: N rows (outputs), K columns (inputs).
 """
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.quant.blocks import Blocks
 from shardwise.quant.format import Quantized, as_pair, matmul, strip_rows
+from shardwise.quant.ggml_blocks import Blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,8 @@ Piece = Quantized | Blocks | Plain
 
 
 class Recomputed(Protocol):
-    """What is cheap to make and so made again in the backward (`model.layers.Light`): x = make(*inputs)."""
+    """What is cheap to make and so made again in the backward (`model.layers.Light`): x =
+    make(*inputs)."""
 
     @property
     def make(self) -> Callable[..., Tensor]: ...
@@ -74,8 +76,8 @@ class QuantizedWeight:
         return sum(piece.num_bytes for piece in self.pieces)
 
     def integers(self, columns: int) -> Quantized | None:
-        """What it is held as, if that is one piece of integers of 8 or 4 bits, whose groups are whole runs of so many
-        columns: what products of integers take."""
+        """What it is held as, if that is one piece of integers of 8 or 4 bits, whose groups are
+        whole runs of so many columns: what products of integers take."""
         held = self.pieces[0]
         if len(self.pieces) > 1 or not isinstance(held, Quantized):
             return None
@@ -85,7 +87,9 @@ class QuantizedWeight:
 
     def apply(self, x: Tensor | Recomputed) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""
-        if not isinstance(x, Tensor):  # the product itself needs no x in its backward, so only what makes x is kept
+        if not isinstance(
+            x, Tensor
+        ):  # the product itself needs no x in its backward, so only what makes x is kept
             x = checkpoint(x.make, *x.inputs, use_reentrant=False, preserve_rng_state=False)
         y: Tensor = FrozenProduct.apply(x, self)
         return y
@@ -103,13 +107,17 @@ class QuantizedWeight:
         return torch.cat(list(self.strips(dtype)))
 
     def like(self, weight: Tensor) -> "QuantizedWeight":
-        """Plain numbers in the same strips, so that a product with them adds up in the same order."""
-        return QuantizedWeight(tuple(Plain(rows) for rows in weight.split([piece.shape[0] for piece in self.pieces])))
+        """Plain numbers in the same strips, so that a product with them adds up in the same
+        order."""
+        return QuantizedWeight(
+            tuple(Plain(rows) for rows in weight.split([piece.shape[0] for piece in self.pieces]))
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTable(QuantizedWeight):
-    """A quantized embedding [V, D], whose rows are looked up in `dtype`. Where it is tied it makes logits too."""
+    """A quantized embedding [V, D], whose rows are looked up in `dtype`. Where it is tied it makes
+    logits too."""
 
     dtype: torch.dtype
 
@@ -130,7 +138,8 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Added up in fp32 and rounded once, as one product is."""
-        (dy,), start = grads, 0
+        (dy,) = grads
+        start = 0
         dx = dy.new_zeros(*dy.shape[:-1], ctx.weight.shape[1], dtype=torch.float32)
         for strip in ctx.weight.strips(dy.dtype):
             dx += dy[..., start : start + len(strip)] @ strip

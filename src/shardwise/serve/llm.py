@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwise.catalogue import find_model, model_path
+from shardwise.formats.catalogue import find_model, model_path
 from shardwise.parallel.launch import Place, device_of
+from shardwise.serve.engine.worker import lead, start
 from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams
 from shardwise.serve.settings import EngineSettings
-from shardwise.serve.worker import lead, start
 
 Prompt = str | Sequence[int]
 Message = dict[str, str]
@@ -32,12 +32,14 @@ class CompletionOutput:
         self.text += piece.text
         self.token_ids += piece.tokens
         self.logprobs += piece.logprobs
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stopped_by
+        self.finish_reason = piece.finish_reason
+        self.stop_reason = piece.stopped_by
 
 
 @dataclass
 class RequestOutput:
-    """A prompt and answers. `prompt` is None where ids were given; `prompt_logprobs` begin with its second token."""
+    """A prompt and answers. `prompt` is None where ids were given; `prompt_logprobs` begin with its
+    second token."""
 
     request_id: int
     prompt: str | None
@@ -58,9 +60,9 @@ class RequestOutput:
 
 
 class LLM:
-    """A model in this process: a folder, a .gguf file, a run or a hub id. `settings` are those of `EngineSettings`:
-    dtype, quant, kv_dtype, kv_bytes, max_len, max_batch_tokens, max_running. Raises ValueError for what does not fit,
-    with what does."""
+    """A model in this process: a folder, a .gguf file, a run or a hub id. `settings` are those of
+    `EngineSettings`: dtype, quant, kv_dtype, kv_bytes, max_len, max_batch_tokens, max_running.
+    Raises ValueError for what does not fit, with what does."""
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.settings = EngineSettings(model_path(find_model(model)), **settings)
@@ -70,13 +72,20 @@ class LLM:
         self.next_name = 0
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[RequestOutput]:  # fmt: skip
-        """Answer all prompts, batched as memory allows; in their order. `use_tqdm` shows progress on a terminal."""
+    ) -> list[RequestOutput]:
+        """Answer all prompts, batched as memory allows; in their order. `use_tqdm` shows progress
+        on a terminal."""
         asked = as_list(prompts)
         with Progress(
-            TextColumn("[bold]generate"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), disable=not use_tqdm
+            TextColumn("[bold]generate"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            disable=not use_tqdm,
         ) as progress:
             task = progress.add_task("generate", total=len(asked))
             outputs: dict[int, RequestOutput] = {}
@@ -87,9 +96,11 @@ class LLM:
         return [outputs[name] for name in sorted(outputs)]
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True,
-    ) -> list[RequestOutput]:  # fmt: skip
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
         """Answer one conversation or several, in the template of the model."""
         several = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.engine.tokenizer
@@ -97,14 +108,24 @@ class LLM:
         return self.generate(prompts, params, use_tqdm)
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[tuple[RequestOutput, Piece]]:
-        """Each piece as it comes, with what its prompt has got so far. Who stops early ends what is under way."""
-        engine, outputs = self.engine, dict[int, RequestOutput]()
+        """Each piece as it comes, with what its prompt has got so far. Who stops early ends what is
+        under way."""
+        engine = self.engine
+        outputs = dict[int, RequestOutput]()
         if engine.has_work or engine.compiling:
-            raise ValueError("another stream of this LLM is under way; it must end, or be closed, before the next")
+            raise ValueError(
+                "another stream of this LLM is under way; it must end, or be closed, before the next"
+            )
         asked = as_list(prompts)
-        each_params = [params or SamplingParams()] * len(asked) if not isinstance(params, Sequence) else params
+        each_params = (
+            [params or SamplingParams()] * len(asked)
+            if not isinstance(params, Sequence)
+            else params
+        )
         if len(each_params) != len(asked):
             raise ValueError(
                 f"{len(each_params)} parameters for {len(asked)} prompts; give one for each, or one for all"
@@ -117,7 +138,8 @@ class LLM:
             while waiting or engine.has_work or engine.compiling:
                 while waiting and self.num_waiting < self.settings.max_queued:
                     ask, text = waiting.pop()
-                    name, self.next_name = self.next_name, self.next_name + 1
+                    name = self.next_name
+                    self.next_name = self.next_name + 1
                     answers = [CompletionOutput(index) for index in range(ask.params.n)]
                     outputs[name] = RequestOutput(name, text, list(ask.tokens), answers)
                     engine.add(name, ask)
@@ -134,17 +156,25 @@ class LLM:
         return len(self.engine.scheduler.waiting) + len(self.engine.compiling)
 
     def begin_compiled(self) -> None:
-        """Queue those whose structure has been compiled, if all have room; wait for one if nothing else is to do."""
+        """Queue those whose structure has been compiled, if all have room; wait for one if nothing
+        else is to do."""
         engine = self.engine
         if not engine.has_work:
-            wait([structure for _, structure in engine.compiling.values()], return_when=FIRST_COMPLETED)
+            wait(
+                [structure for _, structure in engine.compiling.values()],
+                return_when=FIRST_COMPLETED,
+            )
         if self.num_waiting <= self.settings.max_queued:
             for _, error in engine.begin_compiled():
                 raise error
 
     def ask(self, prompt: Prompt, params: SamplingParams) -> tuple[Ask, str | None]:
         text = prompt if isinstance(prompt, str) else None
-        tokens = self.engine.tokenizer.encode(prompt, special_tokens=True) if isinstance(prompt, str) else prompt
+        tokens = (
+            self.engine.tokenizer.encode(prompt, special_tokens=True)
+            if isinstance(prompt, str)
+            else prompt
+        )
         return Ask(tuple(tokens), params), text
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from shardwise.config import ModelConfig
+from shardwise.formats.storage import quantized_forms
 from shardwise.layout import Layout
-from shardwise.model.forms import quantized_forms
-from shardwise.quant.cache import KvDtype, check_kv_dtype
+from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype
 from shardwise.quant.scheme import parse_quant
-from shardwise.serve.scheduler import Limits
+from shardwise.serve.engine.scheduler import Limits
 
 Dtype = Literal["bf16", "fp32"]
 BLOCK_TOKENS = 128
@@ -18,10 +18,10 @@ BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """kv_bytes: of keys and values on each rank; None: what memory leaves. max_len: tokens of a prompt and its answer;
-    None: the model's positions. quant: what the matrices of blocks are rounded to, as `int4-g64`, or `as-stored`; None:
-    plain numbers. kv_dtype: what keys and values are kept in; auto: dtype. The rest are the limits of a step and of the
-    queue."""
+    """kv_bytes: of keys and values on each rank; None: what memory leaves. max_len: tokens of a
+    prompt and its answer; None: the model's positions. quant: what the matrices of blocks are
+    rounded to, as `int4-g64`, or `as-stored`; None: plain numbers. kv_dtype: what keys and values
+    are kept in; auto: dtype. The rest are the limits of a step and of the queue."""
 
     model: Path
     layout: Layout = field(default_factory=Layout)
@@ -38,14 +38,20 @@ class EngineSettings:
     def __post_init__(self) -> None:
         layout = self.layout
         if layout != Layout(tp=layout.tp):
-            raise ValueError(f"serving cuts a model over tensor ranks alone, not as {layout}; tp{layout.tp} works")
+            raise ValueError(
+                f"serving cuts a model over tensor ranks alone, not as {layout}; tp{layout.tp} works"
+            )
         if self.dtype not in get_args(Dtype):
-            raise ValueError(f"dtype is {self.dtype}, but a model is served in {' or '.join(get_args(Dtype))}")
+            raise ValueError(
+                f"dtype is {self.dtype}, but a model is served in {' or '.join(get_args(Dtype))}"
+            )
         if self.quant is not None:
             parse_quant(self.quant)
         check_kv_dtype(self.kv_dtype)
         if self.page_tokens < 1 or BLOCK_TOKENS % self.page_tokens:
-            raise ValueError(f"page_tokens is {self.page_tokens}, but it must divide {BLOCK_TOKENS}; 16 works")
+            raise ValueError(
+                f"page_tokens is {self.page_tokens}, but it must divide {BLOCK_TOKENS}; 16 works"
+            )
         _ = self.limits
         for name, least in (("max_len", 2), ("kv_bytes", 1)):
             value = getattr(self, name)
@@ -70,4 +76,6 @@ def check_shape(settings: EngineSettings, config: ModelConfig) -> None:
     for problem in settings.layout.problems(config):
         raise ValueError(f"layout {settings.layout}: {problem}")
     if settings.max_len is not None and settings.max_len > config.max_positions:
-        raise ValueError(f"max_len {settings.max_len} is more than the model's {config.max_positions} positions")
+        raise ValueError(
+            f"max_len {settings.max_len} is more than the model's {config.max_positions} positions"
+        )

@@ -1,4 +1,5 @@
-"""Text for methods that quantize by looking at how a model works: token ids, in sequences of one length."""
+"""Text for methods that quantize by looking at how a model works: token ids, in sequences of one
+length."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.model.tokenizer import Tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.train.data import TokenFile
 from shardwise.train.documents import read_file, source_files
 
@@ -19,13 +20,18 @@ READ_TIMES = 8
 """More is read than is used, so that sequences can be taken from all over it."""
 
 
-def calibration_text(source: Path, tokenizer: Tokenizer, max_positions: int, num_tokens: int = USUAL_TOKENS) -> Tensor:
-    """About `num_tokens` ids [sequences, tokens] of a text file, a folder of them, or a data set, evenly spread.
+def calibration_text(
+    source: Path, tokenizer: Tokenizer, max_positions: int, num_tokens: int = USUAL_TOKENS
+) -> Tensor:
+    """About `num_tokens` ids [sequences, tokens] of a text file, a folder of them, or a data set,
+    evenly spread.
 
-    Raises ValueError for a source that is missing, has too little text, or is a data set of another tokenizer.
-    """
+    Raises ValueError for a source that is missing, has too little text, or is a data set of another
+    tokenizer."""
     if num_tokens < FEWEST_TOKENS:
-        raise ValueError(f"{num_tokens} tokens are too few to calibrate with; at least {FEWEST_TOKENS:,} work")
+        raise ValueError(
+            f"{num_tokens} tokens are too few to calibrate with; at least {FEWEST_TOKENS:,} work"
+        )
     if (source / "data.json").is_file():
         tokens = np.asarray(data_set(source, tokenizer).tokens)
     else:
@@ -36,7 +42,8 @@ def calibration_text(source: Path, tokenizer: Tokenizer, max_positions: int, num
             f"{USUAL_TOKENS:,} are usual"
         )
     length = min(SEQUENCE_TOKENS, max_positions)
-    num_there, num_taken = len(tokens) // length, max(1, min(num_tokens, len(tokens)) // length)
+    num_there = len(tokens) // length
+    num_taken = max(1, min(num_tokens, len(tokens)) // length)
     chosen = np.arange(num_taken) * num_there // num_taken
     sequences = tokens[: num_there * length].reshape(num_there, length)[chosen]
     return torch.from_numpy(sequences.astype(np.int64))

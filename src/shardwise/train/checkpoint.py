@@ -1,4 +1,5 @@
-"""Writing checkpoints and resuming from them; `model/checkpoint.py` says what one holds and reads it."""
+"""Writing checkpoints and resuming from them; `model/checkpoint.py` says what one holds and reads
+it."""
 
 import errno
 import json
@@ -10,15 +11,26 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.model.checkpoint import FORMAT_VERSION, STATES, Checkpoint, Entry, State, checksum, list_checkpoints
-from shardwise.model.safetensors import write_safetensors
+from shardwise.formats.run_checkpoint import (
+    FORMAT_VERSION,
+    STATES,
+    Checkpoint,
+    Entry,
+    State,
+    checksum,
+    list_checkpoints,
+)
+from shardwise.formats.safetensors import write_safetensors
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.zero import States
 from shardwise.params import Box, ParamSpec, is_first_holder
 
 
-def save_checkpoint(target: Path, store: States, mesh: Mesh, specs: Iterable[ParamSpec], step: int) -> None:
-    """Write the state after `step` steps to the folder `target`. Every rank calls it; replicas write nothing.
+def save_checkpoint(
+    target: Path, store: States, mesh: Mesh, specs: Iterable[ParamSpec], step: int
+) -> None:
+    """Write the state after `step` steps to the folder `target`. Every rank calls it; replicas
+    write nothing.
 
     Raises OSError, on every rank, when a rank cannot write: the checkpoint before stays as it was.
     """
@@ -48,7 +60,8 @@ def make_empty(folder: Path) -> None:
 def write_rank(folder: Path, store: States, mesh: Mesh) -> None:
     """What this rank owns, as a stream, and beside it its entries with the checksum."""
     name = f"rank-{mesh.rank:05d}.safetensors"
-    shapes, entries = {}, []
+    shapes = {}
+    entries = []
     for state, spec, box, view in owned(store, mesh):
         key = f"{state}/{spec.name}/{box.part}/{','.join(map(str, box.start))}"
         shapes[key] = view.dtype, box.shape
@@ -60,7 +73,8 @@ def write_rank(folder: Path, store: States, mesh: Mesh) -> None:
 
 
 def owned(store: States, mesh: Mesh) -> Iterator[tuple[State, ParamSpec, Box, Tensor]]:
-    """All that this rank is the first to hold. A view that is left behind may go back to the disk."""
+    """All that this rank is the first to hold. A view that is left behind may go back to the
+    disk."""
     for state in STATES:
         for spec, box, view in store.owned(state):
             if is_first_holder(spec, spec.part(box.part), mesh.layout, mesh.coord):
@@ -69,15 +83,25 @@ def owned(store: States, mesh: Mesh) -> Iterator[tuple[State, ParamSpec, Box, Te
 
 def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], step: int) -> None:
     """Join the ranks' records into one index and give the checkpoint its name."""
-    files, entries = {}, []
+    files = {}
+    entries = []
     for path in sorted(aside.glob("rank-*.safetensors.json")):
         record = json.loads(path.read_text())
-        files[path.name.removesuffix(".json")] = {"bytes": record["bytes"], "sha256": record["sha256"]}
+        files[path.name.removesuffix(".json")] = {
+            "bytes": record["bytes"],
+            "sha256": record["sha256"],
+        }
         entries += record["entries"]
         path.unlink()
     shapes = {spec.name: spec.shape for spec in specs if spec.tied_to is None}
-    index = {"format_version": FORMAT_VERSION, "step": step, "layout": layout, "shapes": shapes, "files": files,
-             "entries": entries}  # fmt: skip
+    index = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "layout": layout,
+        "shapes": shapes,
+        "files": files,
+        "entries": entries,
+    }
     (aside / "index.json").write_text(json.dumps(index))
     (aside / "index.sha256").write_text(checksum(aside / "index.json"))
     for path in (aside / "index.json", aside / "index.sha256", aside):
@@ -89,7 +113,8 @@ def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], 
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk: what is older may be removed then."""
+    """Wait until a file, or the names in a folder, are on the disk: what is older may be removed
+    then."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -113,15 +138,19 @@ def raise_together(mesh: Mesh, error: OSError | None) -> None:
     for rank, number in enumerate(failed):
         if number:
             why = os.strerror(int(number))
-            raise OSError(int(number), f"rank {rank} could not write its part of the checkpoint: {why}")
+            raise OSError(
+                int(number), f"rank {rank} could not write its part of the checkpoint: {why}"
+            )
 
 
 def remove_old(latest: Path, keep: int) -> None:
     """Remove all but the last `keep` checkpoints up to `latest`.
 
-    Later ones, which the run could not go on from, push out none and are left to whoever can mend them.
-    """
-    for path in [path for path in list_checkpoints(latest.parent) if path.name <= latest.name][:-keep]:
+    Later ones, which the run could not go on from, push out none and are left to whoever can mend
+    them."""
+    for path in [path for path in list_checkpoints(latest.parent) if path.name <= latest.name][
+        :-keep
+    ]:
         shutil.rmtree(path, ignore_errors=True)
 
 

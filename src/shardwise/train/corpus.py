@@ -7,9 +7,8 @@ A data set is a folder:
     data.json                 counts, dtype, vocabulary size, end-of-text token, source files
     tokenizer files           what `tokenizer.save` writes, so that the data set is self-contained
 
-Every document ends with the end-of-text token. Memory stays bounded whatever the size of the source: long
-documents are tokenized in pieces.
-"""
+Every document ends with the end-of-text token. Memory stays bounded whatever the size of the
+source: long documents are tokenized in pieces."""
 
 import fcntl
 import hashlib
@@ -27,7 +26,8 @@ import numpy as np
 from shardwise.train.documents import Piece, read_file, source_files
 
 FORMAT_VERSION = 1
-TRAIN, HELD_OUT = "train", "held_out"
+TRAIN = "train"
+HELD_OUT = "held_out"
 START_DTYPE = np.dtype("<i8")
 
 BATCH_CHARACTERS = 1 << 22
@@ -61,7 +61,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a data set holds: the content of its `data.json`. `files` are the source files, in reading order."""
+    """What a data set holds: the content of its `data.json`. `files` are the source files, in
+    reading order."""
 
     dtype: str
     vocab_size: int
@@ -86,21 +87,26 @@ def build(
     progress: Progress | None = None,
     field: str = "text",
 ) -> Corpus:
-    """Tokenize text once, so that training reads tokens at the speed of memory and any layout reads the same ones.
+    """Tokenize text once, so that training reads tokens at the speed of memory and any layout reads
+    the same ones.
 
-    `source` is a file, a folder (walked in sorted order, without hidden files, `__pycache__` and what is no text) or
-    a list of files. A `.jsonl` file holds a document a line and a `.parquet` file one a row, under `field`; any other
-    file is one document of UTF-8 text. Empty documents are left out. `held_out` is the share of documents put into
-    the held-out split, chosen by a hash of the document's number; each split gets at least one, and a last
-    document that is most of the text is cut in two.
+    `source` is a file, a folder (walked in sorted order, without hidden files, `__pycache__` and
+    what is no text) or a list of files. A `.jsonl` file holds a document a line and a `.parquet`
+    file one a row, under `field`; any other file is one document of UTF-8 text. Empty documents are
+    left out. `held_out` is the share of documents put into the held-out split, chosen by a hash of
+    the document's number; each split gets at least one, and a last document that is most of the
+    text is cut in two.
 
-    The folder appears under its name only when complete. Raises ValueError for a destination in use, a source
-    without text, and a file that cannot be read (with its line or row).
-    """
+    The folder appears under its name only when complete. Raises ValueError for a destination in
+    use, a source without text, and a file that cannot be read (with its line or row)."""
     if not 0 <= held_out < 1:
-        raise ValueError(f"held_out is a share of the documents, at least 0 and below 1, not {held_out}.")
+        raise ValueError(
+            f"held_out is a share of the documents, at least 0 and below 1, not {held_out}."
+        )
     if not tokenizer.eos_ids:
-        raise ValueError("The tokenizer names no end-of-text token, so documents could not be told apart; name one.")
+        raise ValueError(
+            "The tokenizer names no end-of-text token, so documents could not be told apart; name one."
+        )
     destination = destination.resolve()
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     try:
@@ -110,23 +116,33 @@ def build(
             splits = write_splits(files, folder, tokenizer, dtype, held_out, progress, field)
             tokenizer.save(folder)
             corpus = Corpus(
-                dtype.name, tokenizer.vocab_size, min(tokenizer.eos_ids), splits, tuple(str(file) for file in files)
+                dtype.name,
+                tokenizer.vocab_size,
+                min(tokenizer.eos_ids),
+                splits,
+                tuple(str(file) for file in files),
             )
             write_corpus(corpus, folder)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise ValueError(f"Building {destination} failed: {error.strerror or error}{where}.") from error
+        raise ValueError(
+            f"Building {destination} failed: {error.strerror or error}{where}."
+        ) from error
     return corpus
 
 
-# -- the data set -------------------------------------------------------------------------------------------
+# -- the data set
+# -------------------------------------------------------------------------------------------
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """What the data set in `folder` holds; ValueError if there is none or this version cannot read it."""
+    """What the data set in `folder` holds; ValueError if there is none or this version cannot read
+    it."""
     path = folder / "data.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a data set: it has no data.json (`shardwise data build` makes one).")
+        raise ValueError(
+            f"{folder} is not a data set: it has no data.json (`shardwise data build` makes one)."
+        )
     try:
         record = json.loads(path.read_bytes())
         if record["format_version"] != FORMAT_VERSION:
@@ -137,9 +153,17 @@ def read_corpus(folder: Path) -> Corpus:
         if record["dtype"] not in ("uint16", "uint32") or type(record["vocab_size"]) is not int:
             raise TypeError(record["dtype"])
         splits = {name: Split(**counts) for name, counts in record["splits"].items()}
-        return Corpus(record["dtype"], record["vocab_size"], record["end_of_text"], splits, tuple(record["files"]))
+        return Corpus(
+            record["dtype"],
+            record["vocab_size"],
+            record["end_of_text"],
+            splits,
+            tuple(record["files"]),
+        )
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not describe a data set; build it again with `shardwise data build`.") from error
+        raise ValueError(
+            f"{path} does not describe a data set; build it again with `shardwise data build`."
+        ) from error
 
 
 def write_corpus(corpus: Corpus, folder: Path) -> None:
@@ -159,14 +183,17 @@ def write_corpus(corpus: Corpus, folder: Path) -> None:
 
 def refuse_used(destination: Path) -> None:
     if (destination / "data.json").is_file():
-        raise ValueError(f"{destination} already holds a data set; remove it first or name another folder.")
+        raise ValueError(
+            f"{destination} already holds a data set; remove it first or name another folder."
+        )
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists and is not an empty folder; name another folder.")
 
 
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
-    """A folder to write in, renamed to `destination` when the block ends well and removed when it does not.
+    """A folder to write in, renamed to `destination` when the block ends well and removed when it
+    does not.
 
     What a killed build left behind is cleared by the next one; a lock keeps two at a time apart.
     """
@@ -177,7 +204,9 @@ def staged(destination: Path) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"Another process is building {destination}; name another folder, or wait.") from None
+            raise ValueError(
+                f"Another process is building {destination}; name another folder, or wait."
+            ) from None
         except OSError:
             pass  # a file system without locks
         try:
@@ -198,7 +227,9 @@ def staged(destination: Path) -> Iterator[Path]:
 class SplitWriter:
     """One split being written: its tokens and the starts of its documents."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, vocab_size: int, files: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, name: str, dtype: np.dtype, vocab_size: int, files: ExitStack
+    ) -> None:
         self.tokens_file = files.enter_context((folder / f"{name}.bin").open("w+b"))
         self.starts_file = files.enter_context((folder / f"{name}.idx").open("w+b"))
         self.dtype = dtype
@@ -241,7 +272,8 @@ class SplitWriter:
         return int(np.frombuffer(self.starts_file.read(START_DTYPE.itemsize), START_DTYPE)[0])
 
     def move_tail(self, start: int, empty: "SplitWriter") -> None:
-        """Move the tokens from `start` on, the last document or its end, into an empty split as its one document."""
+        """Move the tokens from `start` on, the last document or its end, into an empty split as its
+        one document."""
         if start == self.last_start():
             self.num_documents -= 1
             self.starts_file.truncate(self.num_documents * START_DTYPE.itemsize)
@@ -267,16 +299,22 @@ def write_splits(
     done_bytes = number = 0
     with ExitStack() as stack:
         names = [TRAIN, HELD_OUT] if held_out else [TRAIN]
-        writers = {name: SplitWriter(folder, name, dtype, tokenizer.vocab_size, stack) for name in names}
+        writers = {
+            name: SplitWriter(folder, name, dtype, tokenizer.vocab_size, stack) for name in names
+        }
         for batch in batched(piece for file in files for piece in read_file(file, field)):
-            for piece, tokens in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
+            for piece, tokens in zip(
+                batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True
+            ):
                 writer = writers[HELD_OUT if held_out and is_held_out(number, held_out) else TRAIN]
                 writer.append(tokens)
                 if piece.ends_document and writer.end_document(end_of_text):
                     number += 1
                 done_bytes += piece.source_bytes
             if progress:
-                progress(done_bytes, total_bytes, sum(writer.num_tokens for writer in writers.values()))
+                progress(
+                    done_bytes, total_bytes, sum(writer.num_tokens for writer in writers.values())
+                )
         if not number:
             raise ValueError("The source holds no text: every document in it is empty.")
         if held_out and not writers[HELD_OUT].num_documents:
@@ -291,10 +329,13 @@ def is_held_out(number: int, share: float) -> bool:
 
 
 def hold_out_last(train: SplitWriter, held_out: SplitWriter, share: float) -> None:
-    """Hold out the last document where the hash chose none; where it is most of the text, its last tokens alone."""
+    """Hold out the last document where the hash chose none; where it is most of the text, its last
+    tokens alone."""
     start = train.last_start()
     if 2 * (train.num_tokens - start) > train.num_tokens:
-        start = train.num_tokens - min(train.num_tokens - start - 1, max(1, round(share * train.num_tokens)))
+        start = train.num_tokens - min(
+            train.num_tokens - start - 1, max(1, round(share * train.num_tokens))
+        )
     train.move_tail(start, held_out)
 
 
@@ -307,6 +348,7 @@ def batched(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         num_characters += len(piece.text)
         if num_characters >= BATCH_CHARACTERS or len(batch) == BATCH_PIECES:
             yield batch
-            batch, num_characters = [], 0
+            batch = []
+            num_characters = 0
     if batch:
         yield batch

@@ -1,11 +1,12 @@
-"""What a training step reads: packed samples of a token file, in an order given by one seed and one number.
+"""What a training step reads: packed samples of a token file, in an order given by one seed and one
+number.
 
-Sample i is the window [i T, i T + T + 1) of the concatenated documents: T inputs, and the same shifted by one as
-targets. Step s of a run takes the samples `order[s G] .. order[s G + G - 1]`, whatever the layout, so the whole
-state of the loader is the number of the step.
+Sample i is the window [i T, i T + T + 1) of the concatenated documents: T inputs, and the same
+shifted by one as targets. Step s of a run takes the samples `order[s G] .. order[s G + G - 1]`,
+whatever the layout, so the whole state of the loader is the number of the step.
 
-B sequences of a micro-batch on one data rank, T tokens, G sequences of a global batch, M micro-batches, D data ranks.
-"""
+B sequences of a micro-batch on one data rank, T tokens, G sequences of a global batch, M
+micro-batches, D data ranks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,21 +25,26 @@ NUM_ROUNDS = 8  # four suffice for many samples; eight also shuffle a handful ev
 
 
 class TokenFile:
-    """One split of a data set, mapped into memory: ranks of a machine share its pages and read only what they use.
+    """One split of a data set, mapped into memory: ranks of a machine share its pages and read only
+    what they use.
 
-    `split` is "train" or "held_out". Raises ValueError if the folder is no data set, lacks the split or is damaged.
-    """
+    `split` is "train" or "held_out". Raises ValueError if the folder is no data set, lacks the
+    split or is damaged."""
 
     def __init__(self, folder: Path, split: str = "train") -> None:
         corpus = read_corpus(folder)
         if split not in corpus.splits:
-            raise ValueError(f"{folder} has no {split} split, only {', '.join(corpus.splits)}; build it with one.")
+            raise ValueError(
+                f"{folder} has no {split} split, only {', '.join(corpus.splits)}; build it with one."
+            )
         self.name = f"The {split} split of {folder}"
         self.vocab_size = corpus.vocab_size
         self.end_of_text = corpus.end_of_text
         self.num_tokens = corpus.splits[split].tokens
         self.num_documents = corpus.splits[split].documents
-        self.tokens = mapped(folder / f"{split}.bin", np.dtype(corpus.dtype).newbyteorder("<"), self.num_tokens)
+        self.tokens = mapped(
+            folder / f"{split}.bin", np.dtype(corpus.dtype).newbyteorder("<"), self.num_tokens
+        )
         self.starts = mapped(folder / f"{split}.idx", START_DTYPE, self.num_documents)
 
     def num_samples(self, seq_len: int) -> int:
@@ -47,7 +53,9 @@ class TokenFile:
             raise ValueError(f"A sequence has at least 1 token, not {seq_len}.")
         num_samples = (self.num_tokens - 1) // seq_len
         if num_samples < 1:
-            longest = f"at most {self.num_tokens - 1} work" if self.num_tokens > 1 else "no sequence fits"
+            longest = (
+                f"at most {self.num_tokens - 1} work" if self.num_tokens > 1 else "no sequence fits"
+            )
             raise ValueError(
                 f"{self.name} holds {self.num_tokens} tokens, too few for a sequence of {seq_len} "
                 f"and its last target; {longest}."
@@ -77,20 +85,20 @@ def mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r", shape=(length,))
 
 
-# -- order --------------------------------------------------------------------------------------------------
+# -- order
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Order:
     """A shuffled order of samples without end, a function of (seed, index) in constant memory.
 
-    `order[index]` for index 0, 1, 2, ... goes through all samples once an epoch, each epoch differently. Within
-    an epoch the place is encrypted by a small block cipher, which is a permutation by construction: a Feistel
-    network with a hash as round function (Luby and Rackoff, 1988) over the smallest 2^(2h) places that hold all
-    samples. A place that lands beyond the last sample is encrypted again until it does not; this
-    "cycle walking" (Black and Rogaway, 2002) keeps it a permutation of the samples, and takes at most four turns
-    on average.
-    """
+    `order[index]` for index 0, 1, 2, ... goes through all samples once an epoch, each epoch
+    differently. Within an epoch the place is encrypted by a small block cipher, which is a
+    permutation by construction: a Feistel network with a hash as round function (Luby and Rackoff,
+    1988) over the smallest 2^(2h) places that hold all samples. A place that lands beyond the last
+    sample is encrypted again until it does not; this "cycle walking" (Black and Rogaway, 2002)
+    keeps it a permutation of the samples, and takes at most four turns on average."""
 
     num_samples: int
     seed: int
@@ -117,7 +125,8 @@ def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def feistel(place: int, half_bits: int, keys: tuple[int, ...]) -> int:
     """A keyed permutation of the numbers of 2 x `half_bits` bits."""
     mask = (1 << half_bits) - 1
-    left, right = place >> half_bits, place & mask
+    left = place >> half_bits
+    right = place & mask
     for key in keys:
         left, right = right, left ^ (mix(right ^ key) & mask)
     return left << half_bits | right
@@ -131,12 +140,14 @@ def mix(number: int) -> int:
     return word ^ word >> 31
 
 
-# -- batches ------------------------------------------------------------------------------------------------
+# -- batches
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One data rank's part of a global batch, with the count of its targets (those that are not -100)."""
+    """One data rank's part of a global batch, with the count of its targets (those that are not
+    -100)."""
 
     microbatches: tuple[MicroBatch, ...]
     num_targets: int
@@ -144,14 +155,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """One data rank's training batches, each a function of its step alone: resuming needs the step and nothing else.
+    """One data rank's training batches, each a function of its step alone: resuming needs the step
+    and nothing else.
 
-    Row j of the global batch of step s is sample `order[s G + j]`. With B = G / (M D), micro-batch m of data rank
-    d holds the rows (m D + d) B + b for b < B: the ranks side by side, one micro-batch after another. Ranks that
-    share sequences (tensor, pipeline and context parallel) ask with the same `data_rank` and get the same.
+    Row j of the global batch of step s is sample `order[s G + j]`. With B = G / (M D), micro-batch
+    m of data rank d holds the rows (m D + d) B + b for b < B: the ranks side by side, one
+    micro-batch after another. Ranks that share sequences (tensor, pipeline and context parallel)
+    ask with the same `data_rank` and get the same.
 
-    `separate_documents`: positions restart where a document does (and at the window's start), `documents` are
-    given, and a document's last token has no target. Otherwise positions are 0 .. T - 1.
+    `separate_documents`: positions restart where a document does (and at the window's start),
+    `documents` are given, and a document's last token has no target. Otherwise positions are 0 .. T
+    - 1.
 
     Raises ValueError if G does not divide by M D, or the split is shorter than one sample.
     """
@@ -184,7 +198,10 @@ class Batches:
         return collate(
             self.token_file,
             [
-                [order[first + (m * self.data_size + self.data_rank) * num_rows + b] for b in range(num_rows)]
+                [
+                    order[first + (m * self.data_size + self.data_rank) * num_rows + b]
+                    for b in range(num_rows)
+                ]
                 for m in range(self.microbatches)
             ],
             self.seq_len,
@@ -201,12 +218,13 @@ def held_out_batches(
     limit: int | None = None,
     separate_documents: bool = False,
 ) -> Iterator[Batch]:
-    """One data rank's part of the samples in their own order, for an evaluation that is the same in every layout.
+    """One data rank's part of the samples in their own order, for an evaluation that is the same in
+    every layout.
 
-    At most `limit` samples over all ranks (None: all of them). Each batch has one micro-batch of `batch` sequences;
-    rank d takes the samples (k D + d) B + b of batch k. Every rank gets the same number of batches, since a
-    collective may follow each: rows beyond the last sample have only -100 as targets.
-    """
+    At most `limit` samples over all ranks (None: all of them). Each batch has one micro-batch of
+    `batch` sequences; rank d takes the samples (k D + d) B + b of batch k. Every rank gets the same
+    number of batches, since a collective may follow each: rows beyond the last sample have only
+    -100 as targets."""
     assert batch >= 1 and 0 <= data_rank < data_size
     num_samples = token_file.num_samples(seq_len)
     if limit is not None:
@@ -214,28 +232,37 @@ def held_out_batches(
             raise ValueError(f"An evaluation takes at least 1 sequence, not {limit}.")
         num_samples = min(limit, num_samples)
     firsts = range(data_rank * batch, data_rank * batch + num_samples, data_size * batch)
-    rows = ([first + b if first + b < num_samples else None for b in range(batch)] for first in firsts)
+    rows = (
+        [first + b if first + b < num_samples else None for b in range(batch)] for first in firsts
+    )
     return (collate(token_file, [samples], seq_len, separate_documents) for samples in rows)
 
 
 def collate(
-    token_file: TokenFile, samples: Sequence[Sequence[int | None]], seq_len: int, separate_documents: bool
+    token_file: TokenFile,
+    samples: Sequence[Sequence[int | None]],
+    seq_len: int,
+    separate_documents: bool,
 ) -> Batch:
     """The named samples, a list for each micro-batch, as tensors; None is a row without targets."""
     microbatches = tuple(stack(token_file, rows, seq_len, separate_documents) for rows in samples)
     return Batch(microbatches, sum(int((each.targets != NO_TARGET).sum()) for each in microbatches))
 
 
-def stack(token_file: TokenFile, samples: Sequence[int | None], seq_len: int, separate_documents: bool) -> MicroBatch:
+def stack(
+    token_file: TokenFile, samples: Sequence[int | None], seq_len: int, separate_documents: bool
+) -> MicroBatch:
     shape = (len(samples), seq_len)
-    tokens, targets = np.zeros(shape, dtype=np.int64), np.full(shape, NO_TARGET, dtype=np.int64)
+    tokens = np.zeros(shape, dtype=np.int64)
+    targets = np.full(shape, NO_TARGET, dtype=np.int64)
     positions = np.tile(np.arange(seq_len, dtype=np.int64), (len(samples), 1))
     documents = np.zeros(shape, dtype=np.int64)
     for row, sample in enumerate(samples):
         if sample is None:
             continue
         window = token_file.window(sample * seq_len, seq_len + 1)
-        tokens[row], targets[row] = window[:-1], window[1:]
+        tokens[row] = window[:-1]
+        targets[row] = window[1:]
         if separate_documents:
             numbers = token_file.documents(sample * seq_len, seq_len + 1)
             goes_on = numbers[1:] == numbers[:-1]

@@ -1,7 +1,8 @@
-"""Documents of text read from files: plain text, JSON lines, Parquet, and the text that every machine has.
+"""Documents of text read from files: plain text, JSON lines, Parquet, and the text that every
+machine has.
 
-They come in pieces of about a million characters, so that memory stays bounded however long a document is.
-"""
+They come in pieces of about a million characters, so that memory stays bounded however long a
+document is."""
 
 import codecs
 import json
@@ -48,7 +49,8 @@ def text_files(root: Path) -> list[Path]:
 
 
 def is_binary(path: Path) -> bool:
-    """Whether a file is of none of the known formats and, like any that is no text, has a zero byte near its start."""
+    """Whether a file is of none of the known formats and, like any that is no text, has a zero byte
+    near its start."""
     if path.suffix.lower() in (".jsonl", ".parquet"):
         return False
     with path.open("rb") as file:
@@ -56,7 +58,8 @@ def is_binary(path: Path) -> bool:
 
 
 def walk(root: Path, left_out: frozenset[str] = COMPILED) -> list[Path]:
-    """The files under `root`, sorted by the parts of their paths, without hidden ones and the folders left out."""
+    """The files under `root`, sorted by the parts of their paths, without hidden ones and the
+    folders left out."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}.")
@@ -108,7 +111,9 @@ def read_jsonl(path: Path, field: str) -> Iterator[Piece]:
             try:
                 line_text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise ValueError(f"{where} is not UTF-8 text; convert the file or take the line out.") from error
+                raise ValueError(
+                    f"{where} is not UTF-8 text; convert the file or take the line out."
+                ) from error
             if not line_text.strip():
                 continue
             try:
@@ -116,7 +121,9 @@ def read_jsonl(path: Path, field: str) -> Iterator[Piece]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {error}.") from error
             if not isinstance(record, dict):
-                raise ValueError(f'{where} is not a JSON object; each line is to look like {{"{field}": "..."}}.')
+                raise ValueError(
+                    f'{where} is not a JSON object; each line is to look like {{"{field}": "..."}}.'
+                )
             if field not in record:
                 raise ValueError(f'{where} has no field "{field}", only {names_of(record)}.')
             yield from pieces_of(record[field], len(line), f'The field "{field}" of {where}')
@@ -127,7 +134,9 @@ def read_parquet(path: Path, field: str) -> Iterator[Piece]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"Reading {path} needs pyarrow: pip install 'shardwise[parquet]'.") from error
+        raise ValueError(
+            f"Reading {path} needs pyarrow: pip install 'shardwise[parquet]'."
+        ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
@@ -137,7 +146,9 @@ def read_parquet(path: Path, field: str) -> Iterator[Piece]:
             row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 for text in batch.column(0).to_pylist():
-                    yield from pieces_of(text, row_bytes, f'The column "{field}" of {path}, row {row},')
+                    yield from pieces_of(
+                        text, row_bytes, f'The column "{field}" of {path}, row {row},'
+                    )
                     row += 1
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}.") from error
@@ -155,7 +166,9 @@ def pieces_of(text: object, source_bytes: int, where: str) -> Iterator[Piece]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{where} holds half of a surrogate pair, which is no text.") from error
+            raise ValueError(
+                f"{where} holds half of a surrogate pair, which is no text."
+            ) from error
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         cut = border(text, start, start + PIECE_CHARACTERS)
@@ -165,16 +178,22 @@ def pieces_of(text: object, source_bytes: int, where: str) -> Iterator[Piece]:
 
 
 def border(text: str, start: int, stop: int) -> int:
-    """Where to cut a long text so that few tokens notice: after the last line break, else space, in [start, stop)."""
+    """Where to cut a long text so that few tokens notice: after the last line break, else space, in
+    [start, stop)."""
     return (text.rfind("\n", start, stop) + 1) or (text.rfind(" ", start, stop) + 1) or stop
 
 
 def python_source_files() -> list[Path]:
-    """The source of Python's own standard library, in a fixed order: real text to train on when there is no other."""
+    """The source of Python's own standard library, in a fixed order: real text to train on when
+    there is no other."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
-        file for file in walk(root, NOT_LIBRARY) if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
+        file
+        for file in walk(root, NOT_LIBRARY)
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     ]
     if not files:
-        raise ValueError(f"This Python has no source files in {root}; name a folder of text instead.")
+        raise ValueError(
+            f"This Python has no source files in {root}; name a folder of text instead."
+        )
     return files

@@ -1,4 +1,5 @@
-"""What a run tells: a line of JSON a step, a progress bar, and TensorBoard for those who look there."""
+"""What a run tells: a line of JSON a step, a progress bar, and TensorBoard for those who look
+there."""
 
 import json
 import sys
@@ -13,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.hardware import device_for
-from shardwise.parallel.memory import peak_memory_bytes
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.peak_memory import peak_memory_bytes
 
 MATRIX_SIZE = 1024
 SECONDS_BETWEEN_LINES = 10.0
@@ -23,8 +24,9 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step over all ranks. `mfu` is the share of the devices' peak that model operations used (recompute not
-    counted); `peak_bytes` is each rank's, `comm_bytes` what rank 0 sent, by the axis that caused it."""
+    """One step over all ranks. `mfu` is the share of the devices' peak that model operations used
+    (recompute not counted); `peak_bytes` is each rank's, `comm_bytes` what rank 0 sent, by the axis
+    that caused it."""
 
     step: int
     loss: float
@@ -38,8 +40,13 @@ class StepMetrics:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of this rank's device: published for a known GPU, else measured on a matrix product."""
-    if device.type == "cuda" and dtype == torch.bfloat16 and (known := device_for(torch.cuda.get_device_name(device))):
+    """Operations per second of this rank's device: published for a known GPU, else measured on a
+    matrix product."""
+    if (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and (known := device_for(torch.cuda.get_device_name(device)))
+    ):
         return known.bf16_flops
     x = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device).to(dtype)
     best_s = float("inf")
@@ -52,27 +59,44 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Meter:
-    """Turns the time of a step into what is told of it. Every rank makes one and reads it at every step."""
+    """Turns the time of a step into what is told of it. Every rank makes one and reads it at every
+    step."""
 
     def __init__(self, mesh: Mesh, tokens: int, flops_per_token: int, dtype: torch.dtype) -> None:
-        self.mesh, self.tokens, self.flops_per_token = mesh, tokens, flops_per_token
+        self.mesh = mesh
+        self.tokens = tokens
+        self.flops_per_token = flops_per_token
         self.peak_flops = mesh.world.sum(peak_flops(mesh.device, dtype))[0]
 
-    def read(self, step: int, loss: float, grad_norm: float, lr: float, seconds: float) -> StepMetrics:
+    def read(
+        self, step: int, loss: float, grad_norm: float, lr: float, seconds: float
+    ) -> StepMetrics:
         rate = self.tokens / seconds
         return StepMetrics(
-            step, loss, grad_norm, lr, step * self.tokens, rate, rate * self.flops_per_token / self.peak_flops,
-            [int(num_bytes) for num_bytes in self.mesh.world.gather(peak_memory_bytes(self.mesh.device))],
+            step,
+            loss,
+            grad_norm,
+            lr,
+            step * self.tokens,
+            rate,
+            rate * self.flops_per_token / self.peak_flops,
+            [
+                int(num_bytes)
+                for num_bytes in self.mesh.world.gather(peak_memory_bytes(self.mesh.device))
+            ],
             self.mesh.bytes_sent(),
-        )  # fmt: skip
+        )
 
 
 class LastingStream:
-    """A stream that may go away, as a closed terminal does: the run that writes to it goes on, and can be saved."""
+    """A stream that may go away, as a closed terminal does: the run that writes to it goes on, and
+    can be saved."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.encoding, self.isatty, self.fileno = stream.encoding, stream.isatty, stream.fileno
+        self.encoding = stream.encoding
+        self.isatty = stream.isatty
+        self.fileno = stream.fileno
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -85,12 +109,15 @@ class LastingStream:
 
 
 class Metrics:
-    """Writes `metrics.jsonl` in the run's folder and shows progress on stderr: on rank 0 only, elsewhere silent.
+    """Writes `metrics.jsonl` in the run's folder and shows progress on stderr: on rank 0 only,
+    elsewhere silent.
 
-    Lines after `resumed_step` are of a run that was cut off and are dropped; at 0 all are, since it starts anew.
-    """
+    Lines after `resumed_step` are of a run that was cut off and are dropped; at 0 all are, since it
+    starts anew."""
 
-    def __init__(self, folder: Path, steps: int, resumed_step: int, tensorboard: bool, active: bool) -> None:
+    def __init__(
+        self, folder: Path, steps: int, resumed_step: int, tensorboard: bool, active: bool
+    ) -> None:
         self.active = active
         if not active:
             return
@@ -102,9 +129,14 @@ class Metrics:
         self._board = open_tensorboard(folder) if tensorboard else None
         self._console = Console(file=cast(TextIO, LastingStream(sys.stderr)))
         self._progress = Progress(
-            TextColumn("[bold]train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[told]}"),
-            TimeRemainingColumn(), console=self._console, disable=not self._console.is_terminal,
-        )  # fmt: skip
+            TextColumn("[bold]train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
         self._task = self._progress.add_task("train", total=steps, completed=resumed_step, told="")
         self._told_at = 0.0
         self._progress.start()
@@ -118,7 +150,10 @@ class Metrics:
             f"{max(metrics.peak_bytes) / 1e9:.2f} GB"
         )
         self._progress.update(self._task, completed=metrics.step, told=told)
-        if not self._console.is_terminal and time.monotonic() - self._told_at >= SECONDS_BETWEEN_LINES:
+        if (
+            not self._console.is_terminal
+            and time.monotonic() - self._told_at >= SECONDS_BETWEEN_LINES
+        ):
             self._told_at = time.monotonic()
             self.say(f"step {metrics.step:>6}  {told}")
 
@@ -145,7 +180,9 @@ class Metrics:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:  # a full disk is no reason to lose the run
             if self._is_written:
-                self.say(f"{self._file.name} cannot be written: {error.strerror}; the run goes on without")
+                self.say(
+                    f"{self._file.name} cannot be written: {error.strerror}; the run goes on without"
+                )
             self._is_written = False
         if self._board is not None:
             for name, value in row.items():
@@ -173,5 +210,7 @@ def open_tensorboard(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError("run.tensorboard needs the extra: pip install 'shardwise[tensorboard]'") from None
+        raise ValueError(
+            "run.tensorboard needs the extra: pip install 'shardwise[tensorboard]'"
+        ) from None
     return SummaryWriter(str(folder / "tensorboard"))

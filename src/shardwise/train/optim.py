@@ -13,7 +13,8 @@ Schedule = Literal["cosine", "wsd", "constant"]
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019), on fp32 tensors in place. Weight decay shrinks what is `decayed`."""
+    """AdamW (Loshchilov & Hutter 2019), on fp32 tensors in place. Weight decay shrinks what is
+    `decayed`."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -21,33 +22,60 @@ class AdamW:
     weight_decay: float = 0.1
 
     def update(
-        self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, lr: float, decayed: bool
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        step: int,
+        lr: float,
+        decayed: bool,
     ) -> None:
         """One step, `step` counting from 1, through torch's fused kernel."""
         steps_before = torch.tensor(float(step - 1), device=master.device)
         adamw(
-            [master.detach()], [grad], [exp_avg], [exp_avg_sq], [], [steps_before], fused=True, amsgrad=False,
-            beta1=self.beta1, beta2=self.beta2, lr=lr, weight_decay=self.weight_decay if decayed else 0.0, eps=self.eps,
+            [master.detach()],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [steps_before],
+            fused=True,
+            amsgrad=False,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            lr=lr,
+            weight_decay=self.weight_decay if decayed else 0.0,
+            eps=self.eps,
             maximize=False,
-        )  # fmt: skip
+        )
 
 
 def adamw_naive(
-    optimizer: AdamW, weight: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, lr: float, decayed: bool
+    optimizer: AdamW,
+    weight: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: int,
+    lr: float,
+    decayed: bool,
 ) -> None:
     """The definition, to read and to test the fused one against."""
     if decayed:
         weight.mul_(1 - lr * optimizer.weight_decay)
     m.mul_(optimizer.beta1).add_(grad, alpha=1 - optimizer.beta1)
     v.mul_(optimizer.beta2).addcmul_(grad, grad, value=1 - optimizer.beta2)
-    m_hat, v_hat = m / (1 - optimizer.beta1**step), v / (1 - optimizer.beta2**step)
+    m_hat = m / (1 - optimizer.beta1**step)
+    v_hat = v / (1 - optimizer.beta2**step)
     weight.sub_(lr * m_hat / (v_hat.sqrt() + optimizer.eps))
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A pure function of the step. All warm up linearly over `warmup_steps`; then `cosine` falls to `final` x peak at
-    `steps`, `wsd` (warm-up, stable, decay) stays and falls linearly over the last `decay_steps`, `constant` stays."""
+    """A pure function of the step. All warm up linearly over `warmup_steps`; then `cosine` falls to
+    `final` x peak at `steps`, `wsd` (warm-up, stable, decay) stays and falls linearly over the last
+    `decay_steps`, `constant` stays."""
 
     peak: float
     steps: int

@@ -1,0 +1,246 @@
+"""Weights of one rank, from whatever holds a model: each source is a small reader, chosen by its
+path.
+
+Tensors arrive one after the other, in strips of a few megabytes, so that a rank needs no more
+memory than for what it holds itself."""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelConfig
+from shardwise.formats.families import GGUF_NAMES, check_stored, sources
+from shardwise.formats.gguf.gguf_config import from_gguf
+from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
+from shardwise.formats.huggingface.folder import DTYPES, FolderReader
+from shardwise.formats.huggingface.hf_config import read_folder_config
+from shardwise.formats.run_checkpoint import newest
+from shardwise.formats.storage import gguf_forms
+from shardwise.layout import Coord, Layout
+from shardwise.params import Box, ParamSpec, block_of, boxes, local_shape, model_specs
+from shardwise.quant.format import Quantized
+from shardwise.quant.ggml import BLOCKS
+from shardwise.quant.ggml_blocks import Blocks, from_blocks
+from shardwise.quant.ggml_decode import dequantize, read_tensor
+from shardwise.quant.scheme import Forms
+
+STRIP_ELEMENTS = 1 << 20
+
+
+class Reader(Protocol):
+    """An open source of weights. `dtype` is what it stores most elements in, or bf16 where that is
+    no plain number; `forms` are those of the matrices that it stores quantized."""
+
+    dtype: torch.dtype
+    forms: Forms
+
+    def read(self, spec: ParamSpec, box: Box) -> Tensor:
+        """A box of a parameter on the CPU, in any floating dtype, perhaps read-only."""
+        ...
+
+    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized | Blocks:
+        """A box of a part that is stored quantized, as it is stored."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_weights(path: str | Path, config: ModelConfig) -> Reader:
+    """The reader for what is at `path`. Raises ValueError if it is not the model of `config`."""
+    path = Path(path)
+    readers: dict[str, type[FolderReader] | type[GgufReader] | type[RunReader]]
+    readers = {"folder": FolderReader, "gguf": GgufReader, "run": RunReader}
+    return readers[kind_of(path)](path, config)
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The config of the model at `path`."""
+    path = Path(path)
+    kind = kind_of(path)
+    if kind == "gguf":
+        return from_gguf(read_gguf(path), str(path))
+    return read_folder_config(path / "model" if kind == "run" else path)
+
+
+def kind_of(path: Path) -> Literal["folder", "gguf", "run"]:
+    """What a path with weights is: a Hugging Face folder, a `.gguf` file, or the folder of a
+    training run."""
+    if path.is_dir():
+        return "run" if (path / "model" / "config.json").is_file() else "folder"
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist; a model is a Hugging Face folder, a .gguf file or a run"
+        )
+    if path.suffix != ".gguf":
+        raise ValueError(
+            f"{path} is not a model; a model is a Hugging Face folder, a .gguf file or a run"
+        )
+    return "gguf"
+
+
+def load_weights(
+    path: str | Path,
+    config: ModelConfig,
+    specs: Iterable[ParamSpec],
+    layout: Layout,
+    coord: Coord,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """The local tensors, by name, of the parameters `specs` on the rank at `coord`; a tied one has
+    no entry.
+
+    Reads only what that rank holds; padding is zero. `specs` may be part of the model, as on a
+    pipeline stage. Raises ValueError for a file that does not hold exactly the model of `config`.
+    """
+    with closing(open_weights(path, config)) as reader:
+        held = (spec for spec in specs if spec.tied_to is None)
+        return {spec.name: read_param(reader, spec, layout, coord, dtype, device) for spec in held}
+
+
+def read_param(
+    reader: Reader,
+    spec: ParamSpec,
+    layout: Layout,
+    coord: Coord,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """One parameter as the rank at `coord` holds it."""
+    shape = local_shape(spec, layout, coord)
+    held = boxes(spec, layout, coord)
+    padded = sum(math.prod(box.shape) for box in held) < math.prod(shape)
+    local = (torch.zeros if padded else torch.empty)(shape, dtype=dtype, device=device)
+    for box in held:
+        read_box(reader, spec, box, local[box.local_slices])
+    return local
+
+
+def read_box(reader: Reader, spec: ParamSpec, box: Box, out: Tensor) -> None:
+    """Read a box of a parameter into `out`, which has its shape."""
+    start = box.start[0]
+    stop = box.start[0] + box.shape[0]
+    head = max(block_of(spec, part.dim) for part in spec.rows)
+    first = start // head * head
+    last = min(-(-stop // head) * head, spec.shape[0])  # some files permute within heads
+    whole = replace(box, start=(first, *box.start[1:]), shape=(last - first, *box.shape[1:]))
+    for strip in strips(whole, head):
+        values = reader.read(spec, strip)
+        a = max(strip.start[0], start)
+        b = min(strip.start[0] + strip.shape[0], stop)
+        out[a - start : b - start].copy_(values[a - strip.start[0] : b - strip.start[0]])
+
+
+def strips(box: Box, block: int) -> Iterator[Box]:
+    """A box in pieces of about STRIP_ELEMENTS, each of whole rows and whole blocks of `block`
+    rows."""
+    num_rows, *columns = box.shape
+    row_elements = math.prod(columns)
+    step = max(1, STRIP_ELEMENTS // max(1, row_elements) // block) * block
+    for row in range(0, num_rows if row_elements else 0, step):
+        yield replace(
+            box,
+            start=(box.start[0] + row, *box.start[1:]),
+            local=(box.local[0] + row, *box.local[1:]),
+            shape=(min(step, num_rows - row), *columns),
+        )
+
+
+class RunReader:
+    """The weights of a training run: the fp32 masters of its newest whole checkpoint."""
+
+    def __init__(self, path: str | Path, config: ModelConfig) -> None:
+        self._checkpoint = newest(Path(path), warnings.warn)
+        self._checkpoint.check_model(model_specs(config))
+        self.dtype = torch.float32
+        self.forms: Forms = {}
+
+    def read(self, spec: ParamSpec, box: Box) -> Tensor:
+        return self._checkpoint.read(spec, "master", box)
+
+    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized:
+        raise AssertionError("masters are fp32")
+
+    def close(self) -> None:
+        """Nothing to do: the maps close with the reader."""
+
+
+class GgufReader:
+    """The weights of a GGUF file, decoded as far as they are asked for."""
+
+    def __init__(self, path: str | Path, config: ModelConfig) -> None:
+        self._gguf = read_gguf(path)
+        self._names = GGUF_NAMES[config.family]
+        shapes = {name: tensor.shape for name, tensor in self._gguf.tensors.items()}
+        check_stored(shapes, model_specs(config), self._names, path)
+        self.dtype = common_dtype(self._gguf)
+        self.forms = gguf_forms(self._gguf, config)
+
+    def read(self, spec: ParamSpec, box: Box) -> Tensor:
+        """A box of a parameter in fp32; of a parameter cut over heads, of whole heads."""
+        source = sources(spec, self._names)[box.part]
+        rows, *columns = source.slices(box)
+        if columns and columns[0] != slice(0, source.shape[1]):
+            tensor = read_columns(self._gguf, source.name, rows, columns[0])
+        else:
+            tensor = read_tensor(self._gguf, source.name, rows.start, rows.stop)
+        return halves_apart(tensor, spec.head_dim) if source.interleaved else tensor
+
+    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized | Blocks:
+        """A box of a part that is stored in blocks, as it is stored. Rows move whole, and blocks
+        lie along rows."""
+        source = sources(spec, self._names)[box.part]
+        rows, columns = source.slices(box)
+        raw = torch.from_numpy(self._gguf.raw_rows(source.name, rows.start, rows.stop).copy()).view(
+            box.shape[0], -1
+        )
+        raw = halves_apart(raw, spec.head_dim) if source.interleaved else raw
+        piece = from_blocks(
+            raw, self._gguf.tensor(source.name).kind, (box.shape[0], source.shape[1])
+        )
+        return (
+            piece if box.shape[1] == source.shape[1] else piece.columns(columns.start, columns.stop)
+        )
+
+    def close(self) -> None:
+        """Nothing to do: the map closes with its last view."""
+
+
+def common_dtype(gguf: Gguf) -> torch.dtype:
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in gguf.tensors.values():
+        elements[DTYPES.get(tensor.kind, torch.bfloat16)] += math.prod(tensor.shape)
+    return elements.most_common(1)[0][0]
+
+
+def read_columns(gguf: Gguf, name: str, rows: slice, columns: slice) -> Tensor:
+    """A rectangle of a stored matrix, decoding only the blocks that it touches."""
+    kind = gguf.tensor(name).kind
+    block = BLOCKS[kind]
+    first = columns.start // block.num_elements
+    last = -(-columns.stop // block.num_elements)
+    num_rows = rows.stop - rows.start
+    raw = gguf.raw_rows(name, rows.start, rows.stop).reshape(num_rows, -1, block.num_bytes)[
+        :, first:last
+    ]
+    decoded = dequantize(
+        torch.from_numpy(raw.copy()), kind, (num_rows, (last - first) * block.num_elements)
+    )
+    return decoded[
+        :, columns.start - first * block.num_elements : columns.stop - first * block.num_elements
+    ]
+
+
+def halves_apart(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo the order in which llama.cpp keeps the rows of q and k: the two that rotate together, i
+    and i + C/2 of a head here, side by side there. [heads C, ...] -> [heads C, ...]
+    (LlamaModel.permute in convert_hf_to_gguf.py)."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

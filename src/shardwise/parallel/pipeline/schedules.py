@@ -1,0 +1,134 @@
+"""The schedules: in which order each rank of a pipeline takes forwards and backwards. Pure
+functions of sizes and costs, which docs/schedules.md describes with pictures. Imports no torch.
+
+p ranks, m micro-batches, v chunks; virtual stage s is on rank s % p, so that each rank has v of
+them."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import get_args
+
+from shardwise.layout import Layout, Schedule, nearest_multiple
+from shardwise.parallel.pipeline.actions import Action, accumulate
+from shardwise.parallel.pipeline.table import EQUAL, NO_LIMIT, Costs, Memory, Table
+from shardwise.parallel.pipeline.zero_bubble import zb_auto, zb_h1, zb_h2
+
+MOST_ACTIONS = 4_000_000
+DEFAULT_LIMIT = 1.0
+
+
+def pipeline_table(
+    name: Schedule,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    costs: Costs = EQUAL,
+    memory: Memory = NO_LIMIT,
+) -> Table:
+    """The table of a schedule, which a run executes, the planner prices and `shardwise schedule`
+    draws. `costs` and `memory` decide the order of zb-auto alone, whose limit is what 1f1b needs
+    where none is given. Raises ValueError for sizes that the schedule cannot do."""
+    check_request(name, stages, microbatches, chunks)
+    p = stages
+    m = microbatches
+    v = chunks
+    if name == "zb-auto":
+        ranks = zb_auto(p, m, costs, (memory.limit or DEFAULT_LIMIT) * p, memory.mem_w)
+    elif name == "zb-h2":
+        ranks = [zb_h2(rank, p, m) for rank in range(p)]
+    elif name == "zb-h1":
+        ranks = [zb_h1(rank, p, m) for rank in range(p)]
+    elif name == "interleaved":
+        ranks = [interleaved(rank, p, m, v) for rank in range(p)]
+    else:
+        ranks = [
+            gpipe(rank, m) if name == "gpipe" else one_f_one_b(rank, p, m) for rank in range(p)
+        ]
+    return Table(tuple(map(tuple, ranks)), tuple(stage % p for stage in range(p * v)), m)
+
+
+def rank_actions(layout: Layout, rank: int) -> tuple[Action, ...]:
+    """What a pipeline rank does in a step, by the schedule of a layout; of a single stage, one
+    micro-batch after another."""
+    if layout.schedule is None:
+        return tuple(accumulate(layout.microbatches))
+    return layout_table(
+        layout.schedule, layout.pp, layout.microbatches, layout.chunks, layout.memory_limit
+    ).ranks[rank]
+
+
+@lru_cache(maxsize=8)
+def layout_table(
+    name: Schedule, stages: int, microbatches: int, chunks: int, memory_limit: float | None
+) -> Table:
+    """Kept, since every rank of a plan asks and zb-auto searches."""
+    return pipeline_table(name, stages, microbatches, chunks, memory=Memory(memory_limit))
+
+
+def check_request(name: str, p: int, m: int, v: int) -> None:
+    if name not in get_args(Schedule):
+        raise ValueError(
+            f"there is no schedule {name!r}; there are {', '.join(get_args(Schedule))}"
+        )
+    for what, number in (("stages", p), ("micro-batches", m), ("chunks", v)):
+        if number < 1:
+            raise ValueError(f"{what} must be at least 1, not {number}")
+    if (num_actions := p * m * v * (3 if name.startswith("zb") else 2)) > MOST_ACTIONS:
+        raise ValueError(
+            f"{num_actions:,} actions are too many; up to {MOST_ACTIONS:,} work, so fewer micro-batches"
+        )
+    if (v > 1) != (name == "interleaved"):
+        other = "1f1b has one chunk" if name == "interleaved" else "interleaved takes chunks"
+        works = "2 or more" if name == "interleaved" else "1"
+        raise ValueError(
+            f"{name} cannot have {v} chunk{'s' * (v > 1)} a rank; {works} works, and {other}"
+        )
+    if name == "interleaved" and m % p:
+        multiple = nearest_multiple(m, p)
+        raise ValueError(
+            f"interleaved needs micro-batches divisible by its {p} stages, not {m}; {multiple} works"
+        )
+    if name == "zb-h2" and m < 2 * p - 1:
+        raise ValueError(
+            f"zb-h2 needs at least 2p - 1 micro-batches, not {m}; {2 * p - 1} works, or zb-h1"
+        )
+
+
+def gpipe(stage: int, m: int) -> list[Action]:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965)."""
+    forwards = forwards_of(stage, m)
+    backwards = backwards_of(stage, m)
+    return [*forwards, *backwards]
+
+
+def one_f_one_b(stage: int, p: int, m: int) -> list[Action]:
+    """As many forwards as reach the last stage, then one backward after each forward (Narayanan et
+    al. 2019, arXiv 1806.03377; without flushes between steps it was PipeDream's)."""
+    return in_turns(forwards_of(stage, m), backwards_of(stage, m), warmup=p - 1 - stage)
+
+
+def interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """1F1B over v chunks a rank: p micro-batches go through a chunk before the next is taken,
+    backwards through the chunks in the opposite order (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2.2, in Megatron's order)."""
+    turns = [(chunk, first + i) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
+    forwards = [Action("F", chunk * p + rank, microbatch) for chunk, microbatch in turns]
+    backwards = [Action("B", (v - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in turns]
+    return in_turns(forwards, backwards, warmup=2 * (p - 1 - rank) + (v - 1) * p)
+
+
+def in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then a forward and a backward in turns, then the backwards that are
+    left."""
+    warmup = min(warmup, len(forwards))
+    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
+
+
+def forwards_of(stage: int, m: int) -> list[Action]:
+    return [Action("F", stage, microbatch) for microbatch in range(m)]
+
+
+def backwards_of(stage: int, m: int) -> list[Action]:
+    return [Action("B", stage, microbatch) for microbatch in range(m)]

@@ -1,0 +1,216 @@
+"""What one rank holds, row by row, counted from the same parameter table that the run allocates
+from.
+
+Training holds, for each element, a weight, a gradient and the optimizer's share: in bf16 2 + 2
+bytes and 12 for an fp32 master weight and Adam's two moments; in fp32 4 + 4 and 8, since the weight
+is its own master. ZeRO cuts them over the data ranks: stage 1 the optimizer, stage 2 the gradients
+too, stage 3 the weights too (Rajbhandari et al., arXiv 1910.02054, figure 1). Each unit of state is
+flat, padded to a multiple of the data ranks, and cut on its own; FSDP cuts each parameter by rows
+instead. These rows are what is held between steps. On top within one comes the most of what a
+micro-batch leaves for its backward (`activations` and `logits`, see `activations.py`) and of what
+the states need for a while (`buffers`, see `buffers.py`).
+
+Serving holds weights and, for each token of each request, keys and values.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from shardwise.config import ModelConfig
+from shardwise.layout import Coord, Layout
+from shardwise.params import local_shape, model_specs, stage_units, units
+from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits_bytes
+from shardwise.plan.buffers import buffer_bytes
+from shardwise.quant.kv_dtype import KvDtype, vector_bytes
+from shardwise.quant.scheme import Forms, held_bytes
+
+Precision = Literal["bf16", "fp32"]
+Mode = Literal["train", "serve"]
+Gradients = Literal["same", "fp32"]
+"""What gradients are kept in: what the weights are in, or fp32."""
+
+NOT_QUANTIZED: Forms = {}
+
+STATES = ("parameters", "gradients", "optimizer")
+NOT_COUNTED: dict[Mode, tuple[str, ...]] = {
+    "train": ("slack",),
+    "serve": ("activations", "logits", "slack"),
+}
+"""Rows that no ledger has yet. Slack is what operations work with for a moment, and what an
+allocator wastes."""
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes that one element of a parameter costs in each row; its weight is also what a cached key
+    or value costs, unless quantized."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+PRECISIONS: dict[Precision, ElementBytes] = {
+    "bf16": ElementBytes(2, 2, 12),
+    "fp32": ElementBytes(4, 4, 8),
+}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Rows of bytes on the fullest rank of one pipeline stage."""
+
+    stage: int
+    rows: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.rows.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """What training holds from step to step."""
+        return sum(self.rows[row] for row in STATES)
+
+
+def element_bytes(
+    layout: Layout, precision: Precision, gradients: Gradients = "same"
+) -> ElementBytes:
+    """What training holds of an element. FSDP gives gradients in the dtype of what it cuts, so for
+    fp32 gradients of bf16 weights it cuts the masters."""
+    each = PRECISIONS[precision]
+    if gradients == "same":
+        return each
+    return PRECISIONS["fp32"] if layout.shard == "fsdp" else replace(each, gradients=4)
+
+
+def computed_bytes(precision: Precision) -> int:
+    """Of a weight as it is gathered and computed with."""
+    return PRECISIONS[precision].parameters
+
+
+@lru_cache(maxsize=16)
+def unit_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The shapes of each unit's parameters after the tensor-parallel cut, vocabulary padding
+    included.
+
+    Those of tensor rank 0, which is the fullest: what does not divide goes to the first ranks.
+    """
+    layout = Layout(tp=tp)
+    first = Coord(dp=0, tp=0, pp=0, cp=0)
+    return {
+        unit: tuple(local_shape(spec, layout, first) for spec in specs)
+        for unit, specs in units(model_specs(config)).items()
+    }
+
+
+def unit_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Elements of each unit of state after the tensor-parallel cut."""
+    return {
+        unit: sum(map(math.prod, shapes)) for unit, shapes in unit_shapes(config, layout.tp).items()
+    }
+
+
+def shard_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Elements of each unit on one of the `shard` ranks that it is cut over, padding included; of
+    FSDP on the first."""
+    n = layout.shard_size
+    if layout.shard != "fsdp":
+        return {unit: layout.padded(size) // n for unit, size in unit_sizes(config, layout).items()}
+    shapes = unit_shapes(config, layout.tp)
+    return {
+        unit: sum(math.ceil(rows / n) * math.prod(columns) for rows, *columns in of_unit)
+        for unit, of_unit in shapes.items()
+    }
+
+
+def training_ledgers(
+    config: ModelConfig,
+    layout: Layout,
+    precision: Precision = "bf16",
+    gradients: Gradients = "same",
+    microbatch: MicroBatchShape | None = None,
+) -> tuple[Ledger, ...]:
+    """The states of training with AdamW and what comes on top within a step, a ledger for each
+    pipeline stage. Without a `microbatch` there are no rows of what its size decides."""
+    each = element_bytes(layout, precision, gradients)
+    n = layout.shard_size
+    shards = shard_sizes(config, layout)
+    computed = computed_bytes(precision)
+    ledgers = []
+    for stage in range(layout.pp):
+        held = {
+            unit: size
+            for unit, size in shards.items()
+            if unit in stage_units(config, layout, stage)
+        }
+        elements = sum(held.values())
+        rows = {
+            row: elements * (1 if layout.cuts(row) else n) * getattr(each, row) for row in STATES
+        }
+        if microbatch is not None:
+            rows["activations"] = activation_bytes(config, layout, stage, microbatch, computed)
+            rows["logits"] = logits_bytes(config, layout, stage, microbatch, computed)
+        whole = {unit: size * n for unit, size in held.items()}
+        rows["buffers"] = buffer_bytes(config, layout, stage, whole, computed, each.gradients)
+        ledgers.append(Ledger(stage, rows | {"kv": 0}))
+    return tuple(ledgers)
+
+
+def serving_ledgers(
+    config: ModelConfig,
+    layout: Layout,
+    seq_tokens: int,
+    precision: Precision = "bf16",
+    num_requests: int = 1,
+    forms: Forms = NOT_QUANTIZED,
+    kv_dtype: KvDtype = "auto",
+) -> tuple[Ledger, ...]:
+    """Weights, and the keys and values of `num_requests` requests of `seq_tokens` tokens; data
+    ranks are replicas. What has one of `forms` is quantized."""
+    each = PRECISIONS[precision].parameters
+    sizes = unit_bytes(config, layout.tp, each, forms)
+    vector = vector_bytes(kv_dtype, each).of(config.head_dim)
+    ledgers = []
+    for stage in range(layout.pp):
+        held = sizes.keys() & stage_units(config, layout, stage)
+        weights = sum(sizes[unit] for unit in held)
+        blocks = [int(unit.split(".")[1]) for unit in held if unit.startswith("blocks.")]
+        cached = (
+            sum(kv_vectors(config, layout, block, seq_tokens) for block in blocks) * num_requests
+        )
+        rows = {
+            "parameters": weights,
+            "gradients": 0,
+            "optimizer": 0,
+            "buffers": 0,
+            "kv": cached * vector,
+        }
+        ledgers.append(Ledger(stage, rows))
+    return tuple(ledgers)
+
+
+def unit_bytes(config: ModelConfig, tp: int, element_bytes: int, forms: Forms) -> dict[str, int]:
+    """Of the weights of each unit on tensor rank 0, the fullest."""
+    layout = Layout(tp=tp)
+    first = Coord(dp=0, tp=0, pp=0, cp=0)
+    if not forms:
+        return {unit: size * element_bytes for unit, size in unit_sizes(config, layout).items()}
+    return {
+        unit: sum(held_bytes(spec, layout, first, forms, element_bytes) for spec in specs)
+        for unit, specs in units(model_specs(config)).items()
+    }
+
+
+def kv_vectors(config: ModelConfig, layout: Layout, block: int, seq_tokens: int) -> int:
+    """Keys and values, a vector each, that one block caches for one sequence: a window bounds its
+    tokens, and fewer kv heads than tensor ranks are replicated."""
+    tokens = min(seq_tokens, config.window(block) or seq_tokens)
+    heads = math.ceil(config.num_kv_heads / layout.tp)
+    return 2 * heads * tokens

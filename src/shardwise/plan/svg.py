@@ -1,0 +1,171 @@
+"""A timeline as SVG, drawn in plain Python: readable in light and dark pages, wherever the picture
+is shown."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
+from xml.sax.saxutils import escape
+
+from shardwise.parallel.pipeline.table import Table
+from shardwise.plan.simulate import Timeline
+
+RGB = tuple[int, int, int]
+COLOURS: dict[str, RGB] = {
+    "F": (108, 166, 240),
+    "B": (240, 138, 93),
+    "I": (246, 189, 80),
+    "W": (112, 193, 140),
+}
+MEANINGS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradient of the input",
+    "W": "gradient of the weights",
+}
+WIDTH = 1200
+LEFT = 62
+RIGHT = 18
+TOP = 86
+BETWEEN = 34
+BOTTOM = 52
+ROOM = WIDTH - LEFT - RIGHT
+STYLE = """
+.paper { fill: #ffffff; } .idle { fill: #eef0f3; } .line { stroke: #afb8c1; }
+text { font: 12px system-ui, sans-serif; fill: #1f2328; } .title { font-size: 16px; font-weight: 600; }
+@media (prefers-color-scheme: dark) {
+.paper { fill: #0d1117; } .idle { fill: #22272e; } .line { stroke: #545d68; } text { fill: #e6edf3; }
+}
+.number { fill: #14171a; font-size: inherit; text-anchor: middle; }
+"""
+
+
+def chunk_of(table: Table) -> list[int]:
+    """For each virtual stage, which of its rank's it is."""
+    counts: defaultdict[int, Iterator[int]] = defaultdict(count)
+    return [next(counts[rank]) for rank in table.placement]
+
+
+def shade(kind: str, chunk: int, chunks: int) -> RGB:
+    """The colour of a kind, paler for earlier chunks."""
+    pale = 0.55 * (chunks - 1 - chunk) / max(1, chunks - 1)
+    red, green, blue = (round(part + (255 - part) * pale) for part in COLOURS[kind])
+    return red, green, blue
+
+
+def draw_timelines(title: str, panels: Sequence[tuple[str, Timeline]], unit: str) -> str:
+    """A row a rank, time from left to right, each action as wide as it is long, with its
+    micro-batch where it fits. Panels have a line of text each and lie below one another, on one
+    scale."""
+    timelines = [timeline for _, timeline in panels]
+    row = min(28.0, max(5.0, 480 / len(timelines[0].starts)))
+    tops = [TOP + at * (row * len(timelines[0].starts) + BETWEEN) for at in range(len(panels))]
+    bottom = tops[-1] + row * len(timelines[0].starts)
+    height = round(bottom + BOTTOM)
+    end = max(timeline.makespan for timeline in timelines)
+    chunk = chunk_of(timelines[0].table)
+    kinds = {action.kind for actions in timelines[0].table.ranks for action in actions}
+    size = f'width="{WIDTH}" height="{height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {size}>',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}{''.join(fills(max(chunk) + 1))}</style>",
+        f'<rect class="paper" {size} rx="6"/>',
+        words(LEFT, 28, title, kind="title"),
+        *legend([kind for kind in COLOURS if kind in kinds], max(chunk) + 1),
+    ]
+    for (caption, timeline), top in zip(panels, tops, strict=True):
+        parts += [
+            words(LEFT, 48 if top == TOP else top - 8, caption),
+            *rows(timeline, top, row, chunk, ROOM / end),
+        ]
+    return "\n".join([*parts, *axis(end, height - BOTTOM + 3, unit), "</svg>", ""])
+
+
+def summarized(timeline: Timeline) -> str:
+    return (
+        f"bubble {timeline.bubble_fraction:.2%} of the total, {timeline.bubble_over_ideal:.2%} over the ideal; "
+        f"makespan {timeline.makespan:.6g}; at most {max(timeline.peak_in_flight)} forwards in flight"
+    )
+
+
+def words(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
+    attributes = f' text-anchor="{anchor}"' * (anchor != "start") + f' class="{kind}"' * bool(kind)
+    return f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{escape(text)}</text>'
+
+
+def fills(chunks: int) -> Iterator[str]:
+    for kind in COLOURS:
+        for chunk in range(chunks):
+            yield f".{kind}{chunk} {{ fill: #{''.join(f'{part:02x}' for part in shade(kind, chunk, chunks))}; }}\n"
+
+
+def legend(kinds: list[str], chunks: int) -> Iterator[str]:
+    x = LEFT
+    for kind, meaning in [
+        *((kind, f"{kind} {MEANINGS[kind]}") for kind in kinds),
+        ("idle", "idle"),
+    ]:
+        colour = "idle" if kind == "idle" else f"{kind}{chunks - 1}"
+        yield f'<rect x="{x}" y="60" width="12" height="12" class="{colour}"/>'
+        yield words(x + 17, 70, meaning)
+        x += 42 + 6 * len(meaning)
+    if chunks > 1:
+        yield words(x, 70, f"paler: the earlier of a rank's {chunks} chunks")
+
+
+def rows(
+    timeline: Timeline, top: float, row: float, chunk: list[int], scale: float
+) -> Iterator[str]:
+    every = math.ceil(11 / row)  # names where there is room
+    for rank in range(len(timeline.starts)):
+        y = top + rank * row
+        if rank % every == 0:
+            yield words(LEFT - 8, y + row / 2 + 4, f"rank {rank}", "end")
+        yield from bars(timeline, rank, y, row, chunk, scale)
+
+
+def bars(
+    timeline: Timeline, rank: int, y: float, row: float, chunk: list[int], scale: float
+) -> Iterator[str]:
+    """One rank. What has one colour is one path, so that the file of a large picture stays
+    small."""
+    height = row - (2 if row > 12 else 1)
+    font = min(11.0, 0.5 * row)
+    paths: defaultdict[str, list[str]] = defaultdict(list)
+    numbers = []
+    for action, start, end in zip(
+        timeline.table.ranks[rank], timeline.starts[rank], timeline.ends[rank], strict=True
+    ):
+        x = LEFT + start * scale
+        width = (end - start) * scale
+        width = max(width - 0.8, 0.75 * width)  # a seam to the next one
+        paths[f"{action.kind}{chunk[action.stage]}"].append(
+            f"M{x:.1f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z"
+        )
+        number = str(action.microbatch)
+        if font >= 6 and 0.6 * font * len(number) + 1 <= width:
+            numbers.append(
+                words(x + width / 2, y + height / 2 + 0.35 * font, number, kind="number")
+            )
+    yield f'<rect class="idle" x="{LEFT}" y="{y:.1f}" width="{ROOM}" height="{height:.1f}"/>'
+    for kind, path in paths.items():
+        yield f'<path class="{kind}" d="{"".join(path)}"/>'
+    yield f'<g style="font-size: {font:.1f}px">{"".join(numbers)}</g>'
+
+
+def axis(makespan: float, y: float, unit: str) -> Iterator[str]:
+    """Ticks at round times."""
+    yield f'<line class="line" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    for tick in round_ticks(makespan):
+        x = LEFT + ROOM * tick / makespan
+        yield f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y + 5:.1f}"/>'
+        yield words(x, y + 19, f"{tick:.10g}", "middle")
+    yield words(WIDTH - RIGHT, y + 37, f"time, in {unit}", "end")
+
+
+def round_ticks(end: float, most: int = 12) -> list[float]:
+    """Round numbers from 0 up to `end` in even steps, at most that many."""
+    power = 10.0 ** math.floor(math.log10(end / most))
+    step = next(power * nice for nice in (1, 2, 2.5, 5, 10, 20) if power * nice * (most - 1) >= end)
+    return [step * number for number in range(math.floor(end / step + 1e-9) + 1)]

@@ -1,0 +1,198 @@
+"""A model written quantized, for other engines and for this one; then proven, by reading it back
+and comparing.
+
+While the parameters go by on their way to the file, a prompt runs through them as they will be: the
+logits that it ends with are those that the file has to give."""
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelConfig
+from shardwise.formats.convert import (
+    Converted,
+    Progress,
+    StreamedWeights,
+    agreed,
+    drawn_prompt,
+    find_tokenizer,
+    prompt_logits,
+)
+from shardwise.formats.gguf.gguf_file import read_gguf
+from shardwise.formats.gguf.gguf_vocabulary import vocabulary_metadata
+from shardwise.formats.gguf.write_gguf import model_keys, package, write_gguf
+from shardwise.formats.huggingface.folder import check_vacant, write_folder
+from shardwise.formats.huggingface.hf_config import read_config_json
+from shardwise.formats.huggingface.quantized_tensors import folder_format
+from shardwise.formats.load import kind_of, open_weights, read_config
+from shardwise.formats.tokenizers.tokenizer import check_vocabulary
+from shardwise.kernels.reference.bundle import TORCH
+from shardwise.model.layers import Causal
+from shardwise.model.transformer import BlockWeights, Transformer
+from shardwise.params import model_specs, num_params, units
+from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.ggml import BLOCKS
+from shardwise.quantize.quantizer import Quantizer
+from shardwise.quantize.recipe import Recipe
+
+
+def export(
+    source: Path,
+    destination: Path,
+    recipe: Recipe,
+    text: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Converted:
+    """Write the model at `source` with the matrices of its blocks quantized, as a folder or a GGUF
+    file.
+
+    `text` are token ids [sequences, tokens] for a calibrated method; `dtype` is that of all that is
+    not quantized (None: the source's). Ends by loading what was written and comparing logits in
+    fp32 with those of the quantized model. Raises ValueError for a source that cannot be read or is
+    quantized already, groups that do not divide, a destination that is in use, and logits that
+    differ by more than 1e-4 of the largest; then nothing is left behind."""
+    report = progress or (lambda what, done: None)
+    check_plain(source)
+    config = read_config(source)
+    check_destination(destination, recipe, config)
+    with closing(open_weights(source, config)) as reader:
+        dtype = dtype or reader.dtype
+        passed = Passed(config, dtype)
+        quantizer = Quantizer(config, recipe, dtype, device)
+        weights = StreamedWeights(reader, model_specs(config), dtype)
+        tensors = passed.on(quantizer.parameters(weights, text, report))
+        files = write(source, destination, config, recipe, tensors, dtype)
+    report("checking", 0.5)
+    try:
+        logits = prompt_logits(destination, read_config(destination), dtype)
+        difference = agreed(logits, passed.logits(), source, destination)
+    except ValueError:
+        destination.unlink() if recipe.gguf else shutil.rmtree(destination)
+        raise
+    report("checking", 1.0)
+    return Converted(files, num_params(model_specs(config)), difference)
+
+
+def check_plain(source: Path) -> None:
+    """Raise ValueError for a model that is stored quantized."""
+    kinds: set[str] = set()
+    if kind_of(source) == "gguf":
+        kinds = {
+            tensor.kind
+            for tensor in read_gguf(source).tensors.values()
+            if BLOCKS[tensor.kind].num_elements > 1
+        }
+    elif (source / "config.json").is_file():
+        format = folder_format(read_config_json(source), str(source / "config.json"))
+        kinds = {format.method} if format else set()
+    if kinds:
+        raise ValueError(
+            f"{source} is quantized already ({', '.join(sorted(kinds))}), and errors of two roundings add up: take the "
+            "original, or, to do it all the same, convert it without --quant first"
+        )
+
+
+def check_destination(destination: Path, recipe: Recipe, config: ModelConfig) -> None:
+    if recipe.gguf:
+        package()
+        if destination.suffix != ".gguf":
+            raise ValueError(f"{destination} should end in .gguf, since it becomes one file")
+        if destination.exists():
+            raise ValueError(f"{destination} is there already; name a new file")
+        model_keys(config)
+        return
+    check_vacant(destination)
+    if destination.suffix == ".gguf":
+        raise ValueError(
+            f"{destination} becomes a folder; for a GGUF file ask for --quant gguf:q4_0, q4_1 or q8_0"
+        )
+    if config.family == "gpt2":
+        raise ValueError(
+            "folders have no form for GPT-2's matrices quantized; a GGUF file has: --quant gguf:q8_0"
+        )
+
+
+def write(
+    source: Path,
+    destination: Path,
+    config: ModelConfig,
+    recipe: Recipe,
+    tensors: Iterable[tuple[str, Tensor | Quantized]],
+    dtype: torch.dtype,
+) -> tuple[str, ...]:
+    """The names of the files."""
+    tokenizer, files = find_tokenizer(source)
+    if recipe.gguf is None:
+        specs = model_specs(config)
+        return write_folder(
+            destination, config, specs, tensors, dtype, tokenizer, files, scheme=recipe.scheme
+        )
+    if kind_of(source) == "gguf":
+        metadata = {
+            key: each
+            for key, each in read_gguf(source).metadata.items()
+            if key.startswith("tokenizer.")
+        }
+    else:
+        if tokenizer is not None:
+            check_vocabulary(tokenizer, config.vocab_size)
+        metadata = vocabulary_metadata(tokenizer, config.vocab_size)
+    write_gguf(destination, config, tensors, recipe.gguf, dtype, metadata)
+    return (destination.name,)
+
+
+class Passed:
+    """Hands a model's parameters on, and runs the drawn prompt through them, a block at a time."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self.dtype = dtype
+        self._decoder = Transformer(config, TORCH)
+        self._tokens = drawn_prompt(config)
+        self._positions = torch.arange(self._tokens.shape[1])[None]
+        self._held: dict[str, Tensor | Quantized] = {}
+        self._x: Tensor | None = None
+
+    def on(
+        self, tensors: Iterable[tuple[str, Tensor | Quantized]]
+    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        unit_ends = {
+            specs[-1].name: unit for unit, specs in units(model_specs(self.config)).items()
+        }
+        for name, tensor in tensors:
+            self._held[name] = tensor if isinstance(tensor, Quantized) else tensor.to(self.dtype)
+            if (unit := unit_ends.get(name, "")).startswith("blocks."):
+                self._run(int(unit.removeprefix("blocks.")))
+            yield name, tensor
+
+    @torch.no_grad()
+    def _run(self, layer: int) -> None:
+        prefix = f"blocks.{layer}."
+        block = {name: self._held.pop(name) for name in list(self._held) if name.startswith(prefix)}
+        weights = BlockWeights.of(self._plain(block), layer)
+        turned = self._decoder.rotation(self._positions, torch.float32)
+        self._x = self._decoder.block(self._embedded(), layer, weights, turned, Causal(self.config))
+
+    def _embedded(self) -> Tensor:
+        if self._x is not None:
+            return self._x
+        return self._decoder.embed(self._plain(self._held), self._tokens, self._positions)
+
+    def _plain(self, weights: dict[str, Tensor | Quantized]) -> dict[str, Tensor]:
+        """As they are read back: in `dtype`, then in fp32."""
+        return {
+            name: (dequantize(each, self.dtype) if isinstance(each, Quantized) else each).float()
+            for name, each in weights.items()
+        }
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """[1, T, V] in fp32, once all have passed."""
+        weights = self._plain(self._held)
+        return self._decoder.logits(weights, self._decoder.final(weights, self._embedded()))

@@ -1,0 +1,142 @@
+"""Token ids to text while they are being generated: shows each piece as soon as no later token can
+change it.
+
+Three things make a token's text wait. A token may end inside a UTF-8 character. In SentencePiece
+vocabularies characters without a piece are runs of byte tokens, and one wrong byte makes the whole
+run unreadable. And the text may be the beginning of a stop string. What is kept is only what waits,
+so a token costs the same at any length."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one generation, piece by piece.
+
+    The pieces that `add` returns and the last one from `flush` together are `tokenizer.decode` of
+    all ids, up to the first stop string to be completed; where one token completes several, the
+    first in the text counts."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True
+    ) -> None:
+        assert all(stop), "an empty stop string would stop at once"
+        self.stopped_by: str | None = None
+        self._text: _Text = (
+            _ByteText(tokenizer) if tokenizer.is_byte_level else _PieceText(tokenizer)
+        )
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._stop = tuple(stop)
+        self._waiting = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed: `stopped_by`."""
+        return self.stopped_by is not None
+
+    def add(self, token_id: int, may_stop: bool = True) -> str:
+        """Take the next id; returns the text that may be shown now, often one token's, sometimes
+        none.
+
+        Without `may_stop` a stop string that is complete now is text like any other.
+        """
+        if self.stopped or token_id in self._skipped:
+            return ""
+        return self._show(self._text.add(token_id), may_stop, hold=True)
+
+    def flush(self, may_stop: bool = True) -> str:
+        """The rest, when no more ids come: what still waited, with U+FFFD for a character that was
+        cut in half."""
+        return "" if self.stopped else self._show(self._text.flush(), may_stop, hold=False)
+
+    def _show(self, new: str, may_stop: bool, hold: bool) -> str:
+        text = self._waiting + new
+        if may_stop and (cut := _first_stop(text, self._stop, len(self._waiting))):
+            start, end = cut
+            self.stopped_by = text[start:end]
+            self._waiting = ""
+            return text[:start]
+        num_held = _num_held(text, self._stop) if hold else 0
+        self._waiting = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+
+def _first_stop(text: str, stop: Sequence[str], num_old: int) -> tuple[int, int] | None:
+    """Where the stop string that is completed first begins and ends; of two that end together, the
+    longer.
+
+    It ends after the `num_old` characters that were looked at before.
+    """
+    found = [
+        (start + len(each), start)
+        for each in stop
+        if (start := text.find(each, max(0, num_old - len(each) + 1))) >= 0
+    ]
+    if not found:
+        return None
+    end, start = min(found)
+    return start, end
+
+
+def _num_held(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of `text` could be the beginning of a stop string."""
+    longest = max((len(each) for each in stop), default=1) - 1
+    for num_held in range(min(longest, len(text)), 0, -1):
+        if any(each.startswith(text[len(text) - num_held :]) for each in stop):
+            return num_held
+    return 0
+
+
+class _Text(Protocol):
+    """Ids in, the text that no later id can change out."""
+
+    def add(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteText:
+    """Byte-level vocabularies: the text is the tokens' bytes, one after another, as UTF-8."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _PieceText:
+    """Other vocabularies: decode what waits behind one token that was shown, so that it is not
+    taken for the start.
+
+    (The start of a text is special: SentencePiece drops the space that encoding put there.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []
+        self._waiting: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        token = self._tokenizer.backend.id_to_token(token_id)
+        if token is None:
+            return ""
+        self._waiting.append(token_id)
+        is_byte = len(token) == 6 and token.startswith("<0x")
+        return "" if is_byte else self.flush()
+
+    def flush(self) -> str:
+        if not self._waiting:
+            return ""
+        shown = self._tokenizer.decode(self._shown, skip_special=False)
+        text = self._tokenizer.decode(self._shown + self._waiting, skip_special=False)[len(shown) :]
+        self._shown = self._waiting[-1:]
+        self._waiting = []
+        return text
