@@ -8,7 +8,7 @@ from rich.text import Text
 
 from shardwise.params import model_specs, num_params
 from shardwise.plan.ledger import PRECISIONS, Ledger, Mode
-from shardwise.plan.plan import Answer, Plan
+from shardwise.plan.planner import Answer, Plan
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.traffic import stage_elements
 from shardwise.plan.why import count, gb, quantized_to, sequences

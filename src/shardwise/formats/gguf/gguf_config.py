@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config import ModelConfig, RopeScaling, check_positive, check_size
+from shardwise.formats.config_errors import reading
 from shardwise.formats.gguf.gguf_file import Gguf
-from shardwise.formats.huggingface.hf_config import ARCHITECTURES, reading
+from shardwise.formats.huggingface.hf_config import ARCHITECTURES
 
 
 def from_gguf(file: Gguf, source: str) -> ModelConfig:

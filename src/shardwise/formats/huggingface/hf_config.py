@@ -1,8 +1,6 @@
 """Model configs of the Hugging Face format: config.json to ModelConfig and back."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from shardwise.config import (
     check_positive,
     check_size,
 )
+from shardwise.formats.config_errors import reading
 
 ARCHITECTURES = {  # model_type in config.json -> architecture that transformers names for it
     "llama": "LlamaForCausalLM",
@@ -31,22 +30,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-
-
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Whatever is wrong with the values of a config, say it in a sentence that begins with the
-    file."""
-    try:
-        yield
-    except KeyError as missing:
-        raise ValueError(
-            f"{source}: {missing.args[0]} is missing, so the model's shape is unknown"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-    except (TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"{source} is malformed: {error}") from None
 
 
 def from_hugging_face(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:

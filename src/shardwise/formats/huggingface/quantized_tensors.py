@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
 
-from shardwise.config import reading
+from shardwise.formats.config_errors import reading
 from shardwise.formats.huggingface.hf_config import table
 from shardwise.quant.scheme import Form, Scheme
 
