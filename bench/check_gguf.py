@@ -6,7 +6,8 @@ gguf:...` writes.
 
 Both tokenize the same text and say what they expect after each token. llama.cpp rounds activations
 to 8 bits for its products, so distributions agree to a small KL divergence, not to the last bit.
-Ends with 1 where they do not."""
+Ends with 1 where they do not.
+"""
 
 import argparse
 import json

@@ -4,7 +4,8 @@ In torch 2.13 it knows the attention operations of GPUs alone and stops at that 
 aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy
 registered"). What is missing is which operation to call: its ring, forward and backward, its
 balanced halves and its merge take any. So this puts the CPU's into its table; all else is
-PyTorch's."""
+PyTorch's.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any

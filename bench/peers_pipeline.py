@@ -3,7 +3,8 @@ stages built by hand as torchtitan has them, and the schedules that it comes wit
 
 Two things it leaves to its user. A tied embedding is on two ranks, so its gradient is summed over
 the first and the last. And weights are bf16 with fp32 masters kept here, since under autocast every
-micro-batch casts weights and their gradients again, and fp32 is sent."""
+micro-batch casts weights and their gradients again, and fp32 is sent.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -2,7 +2,8 @@
 
 A step has the parts that its design has: the scheduler, the model and in it products, attention and
 head, the choice of tokens, the answers, the message to the server. Each is timed by something that
-stands in its place and calls it, so the times add up, but for what the clock itself takes."""
+stands in its place and calls it, so the times add up, but for what the clock itself takes.
+"""
 
 import time
 from collections import defaultdict

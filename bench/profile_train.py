@@ -81,7 +81,8 @@ class Breakdown:
     `products` are matrix products outside attention, the head's too; `logits` the passes over the
     logits between them; `rest` norms, activations, rotations, the embedding, sums of gradients, and
     Python. What gloo does beside the step takes its time from all of them. `step_s` is a step
-    without the profiler, which itself slows the profiled one."""
+    without the profiler, which itself slows the profiled one.
+    """
 
     layout: str
     step_s: float

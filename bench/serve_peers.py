@@ -5,7 +5,8 @@ of JSON.
 
 Runs in an environment of its own with torch and transformers, without Shardwise. SEQUENCES prompts
 of the same length are one batch (padding on the left would have nothing to do), greedy, and run to
-their full length. The cache that grows and the one of fixed size take turns; the faster counts."""
+their full length. The cache that grows and the one of fixed size take turns; the faster counts.
+"""
 
 import json
 import sys

@@ -4,7 +4,8 @@ are killed: does its memory stay flat, do its pages come back?
     python bench/soak.py [--minutes 10] [--requests N] [--model MODEL] [--json]
 
 Exit 0 if memory was flat after the first third, all answers were whole, and at the end no page was
-in use, no request left behind, and the server gone after a SIGTERM."""
+in use, no request left behind, and the server gone after a SIGTERM.
+"""
 
 import argparse
 import asyncio

@@ -5,7 +5,8 @@ line of JSON.
 
 Runs in an environment of its own with torch, transformers, accelerate and deepspeed, without
 Shardwise. WORK is JSON that `bench/train.py` writes, and what `shardwise bench train` does too: the
-same shape, tokens, optimizer and clipping, bf16 over fp32 master weights."""
+same shape, tokens, optimizer and clipping, bf16 over fp32 master weights.
+"""
 
 import contextlib
 import json

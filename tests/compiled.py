@@ -5,7 +5,8 @@ came of each.
 
 A line of JSON for each: its name, the GPU's compute capability, the bytes that a program has in
 shared memory and those that its registers did not hold, the fused multiplications in its code, and
-whether it uses tensor cores."""
+whether it uses tensor cores.
+"""
 
 import json
 import re

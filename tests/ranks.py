@@ -7,7 +7,8 @@ bytes, never as shared memory.
 
 A rank stays in its group until every rank has answered, since leaving early breaks a peer's last
 collective. Once one has failed the others are told to leave as they answer, which wakes those that
-wait for it."""
+wait for it.
+"""
 
 import contextlib
 import gc
@@ -113,7 +114,8 @@ class Ranks:
         by rank.
 
         `function` must be importable, so of module level. `timeout_s` limits each collective and
-        the whole call. Raises `RankFailed` with the traceback of the rank that failed first."""
+        the whole call. Raises `RankFailed` with the traceback of the rank that failed first.
+        """
         assert 1 <= world_size <= MAX_RANKS, (
             f"the pool has 1 to {MAX_RANKS} ranks, not {world_size}"
         )

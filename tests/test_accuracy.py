@@ -4,7 +4,8 @@ worse than smaller ones.
 
 What is compared is KL to the unquantized model on text that neither training nor calibration has
 seen. It is worked out from whole distributions, so it tells ways apart whose perplexities differ by
-chance. Tolerances are for that chance."""
+chance. Tolerances are for that chance.
+"""
 
 import math
 import sys

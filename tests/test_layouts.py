@@ -106,7 +106,8 @@ def batch_of(case: Case, step: int) -> MicroBatch:
 
     The first sequence is one document of ids that differ from their neighbours, and has all
     targets: if all that each token saw were alike, gradients of queries and keys would be zero, and
-    what is compared would be rounding."""
+    what is compared would be rounding.
+    """
     random = generator_of(case.trial.seed, "sequences", step)
     vocab = case.trial.config.vocab_size
     num_sequences = case.trial.layout.dp * case.trial.layout.microbatches * case.rows

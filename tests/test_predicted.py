@@ -863,7 +863,8 @@ def test_zero_volumes(model: str, n: int) -> None:
 
     Two differences: units are padded to n ranks, by less than n elements each; and the weights that
     only the embedding or only the head uses are gathered once, not twice, since the head's backward
-    follows its forward, and a backward that looks rows up reads no weights."""
+    follows its forward, and a backward that looks rows up reads no weights.
+    """
     config = CATALOGUE[model]
     sizes = unit_sizes(config, Layout())
     params = sum(sizes.values())

@@ -3,7 +3,8 @@ compiled for GPUs.
 
 The interpreter computes as a CPU does. That rows have the same bits in any company is shown here
 for how the kernels are put together; for the products of a GPU it is found out when a model is
-loaded."""
+loaded.
+"""
 
 import json
 import os

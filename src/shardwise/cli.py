@@ -4,7 +4,8 @@ sentence.
 Exit codes: 0 done; 1 ran, and the answer is no; 2 the request cannot be understood or satisfied;
 130 interrupted. Each command lives in `shardwise.commands` as `add_X(subparsers)`, which declares
 its flags and sets `run`, and `run_X(args) -> int`, which imports what it needs: neither help nor
-planning may wait for torch."""
+planning may wait for torch.
+"""
 
 import argparse
 import io

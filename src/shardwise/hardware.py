@@ -5,7 +5,8 @@ against.
 that is as near. An "80 GB" H100 reports 81559 MiB, which are 85.5 GB; the difference to 80 GB is
 left to the CUDA context, libraries and fragmentation, which no plan can spend. Peaks are those of
 the vendors' data sheets: dense 16-bit matrix products with fp32 sums (bf16; fp16 on V100 and T4,
-which have no bf16)."""
+which have no bf16).
+"""
 
 from dataclasses import dataclass
 

@@ -2,7 +2,8 @@
 tested and served.
 
 Ranks are numbered with tensor parallel fastest, then context, data, and pipeline parallel slowest,
-so that the ranks that talk most sit on the fastest links."""
+so that the ranks that talk most sit on the fastest links.
+"""
 
 import math
 import re
@@ -66,7 +67,8 @@ class Layout:
     (None: one group of all). `memory_limit` belongs to `zb-auto` and counts forwards per stage.
     `keep` lets stage 3 hold what it gathered until the backward. Raises ValueError for a value that
     no model could use; what depends on the model, and what fits no other part of the layout, is
-    told by `problems`."""
+    told by `problems`.
+    """
 
     dp: int = 1
     tp: int = 1

@@ -3,7 +3,8 @@ derived.
 
 From a `ParamSpec`, a `Layout` and a coordinate follow the local shape, the bytes to read from a
 file, the checkpoint boxes, the axes over which a gradient is a partial sum, and the planner's
-bytes."""
+bytes.
+"""
 
 import math
 from collections.abc import Iterator

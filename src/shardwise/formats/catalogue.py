@@ -190,7 +190,8 @@ def find_model(
 
     Of a hub model only `config.json` is fetched, and what the hub's local cache holds is used as it
     is. `cache_dir` and `local_files_only` are those of huggingface_hub. Raises ValueError with one
-    sentence for what cannot be found or read."""
+    sentence for what cannot be found or read.
+    """
     path = Path(text).expanduser()
     if text and path.exists():
         return found_on_disk(text, path)

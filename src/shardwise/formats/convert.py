@@ -53,7 +53,8 @@ def convert(
     `dtype` of None keeps the source's; quantized weights become bf16. The tokenizer comes along.
     Ends by loading both and comparing logits in fp32. Raises ValueError for a source that cannot be
     read, a destination that is in use, or logits that differ by more than 1e-4 of the largest; then
-    the destination is removed again."""
+    the destination is removed again.
+    """
     source = Path(source)
     destination = Path(destination)
     report = progress or (lambda what, done: None)

@@ -3,7 +3,8 @@ data.
 
 Ours are [out, in] and fuse q|k|v and gate|up; files split them, or store them [in, out] (GPT-2), or
 put the rows of each head in another order (GGUF files of the llama architecture). GGUF names follow
-gguf-py/gguf/tensor_mapping.py of https://github.com/ggml-org/llama.cpp."""
+gguf-py/gguf/tensor_mapping.py of https://github.com/ggml-org/llama.cpp.
+"""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +23,8 @@ class Names:
 
     `stems` leads from our name in a block (`qkv`, or `qkv.q` for a part with a tensor of its own)
     to the stored one, less `.weight` or `.bias`; `{}` stands for the layer. A file saved without
-    its head may lack `prefix` throughout."""
+    its head may lack `prefix` throughout.
+    """
 
     stems: Mapping[str, str]
     prefix: str = ""

@@ -2,7 +2,8 @@
 downloaded.
 
 huggingface_hub is imported by the functions that need it, so that a word that names no hub model
-does not wait for it."""
+does not wait for it.
+"""
 
 import json
 import socket

@@ -2,7 +2,8 @@
 path.
 
 Tensors arrive one after the other, in strips of a few megabytes, so that a rank needs no more
-memory than for what it holds itself."""
+memory than for what it holds itself.
+"""
 
 import math
 import warnings

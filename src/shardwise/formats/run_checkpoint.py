@@ -8,7 +8,8 @@ layout reads any.
 
 A checkpoint is written aside, with the size and SHA-256 of every file in its index, and renamed
 when whole: a kill leaves the one before. A damaged one is noticed when it is opened, and the one
-before is taken."""
+before is taken.
+"""
 
 import hashlib
 import json
@@ -61,7 +62,8 @@ class Checkpoint:
 
     Raises Damaged if a file is missing, of the wrong size, or does not match its checksum;
     ValueError for a format that is not known and OSError for what cannot be read, neither of which
-    says that anything is wrong with it."""
+    says that anything is wrong with it.
+    """
 
     def __init__(self, path: Path, verify: bool = True) -> None:
         try:

@@ -3,7 +3,8 @@ time.
 
 The file is the length of its header in 8 bytes, the header in JSON (dtype, shape and place of every
 tensor), then the bytes of the tensors one after the other. Format:
-https://huggingface.co/docs/safetensors"""
+https://huggingface.co/docs/safetensors
+"""
 
 import hashlib
 import json
@@ -27,7 +28,8 @@ def write_safetensors(path: Path, shapes: Shapes, tensors: Iterable[Tensor]) -> 
     the file.
 
     The next tensor is asked for when the one before is written, and all is on the disk at the end.
-    Raises OSError, and then leaves a part of the file."""
+    Raises OSError, and then leaves a part of the file.
+    """
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for piece in pieces(shapes, tensors):

@@ -162,7 +162,8 @@ class Kernels(ModelKernels):
     products, and takes them out of the dict. head(weight [V, D], dtype): the output projection, and
     the embedding lookup if they are tied. blocks(config, weights, attention, pages): all blocks of
     a decoder at once, or None where they run one by one. On a CPU: choose(rows, draws) samples a
-    token a row, log_probabilities(rows, tokens, num_top)."""
+    token a row, log_probabilities(rows, tokens, num_top).
+    """
 
     attention: Callable[[Heads], Attention]
     weights: Callable[[dict[str, Tensor | QuantizedWeight]], Any]

@@ -2,7 +2,8 @@
 URL.
 
 Of HTTP it needs little, and its own work shares the cores with what is measured, so it speaks just
-that: one request a connection, the answer as a stream of server-sent events."""
+that: one request a connection, the answer as a stream of server-sent events.
+"""
 
 import asyncio
 import json

@@ -2,7 +2,8 @@
 requests.
 
 The rows that engines are compared by: a prompt of 512 tokens; sequences with 128 tokens before
-them, one token each a step; and prompts of 128 tokens with answers of 128, begun together."""
+them, one token each a step; and prompts of 128 tokens with answers of 128, begun together.
+"""
 
 import time
 from collections.abc import Callable, Sequence

@@ -5,7 +5,8 @@ The ranks of the layout train a few steps; rank 0 beside them trains the same mo
 whole of every batch at once. After each step the loss, every gradient and the gradient's norm are
 compared, after the last one every parameter; and the weights that each rank would compute with next
 must be, bit for bit, the values of their owners. Nothing here knows how a layout cuts: what a rank
-holds of a parameter are the boxes that its store names."""
+holds of a parameter are the boxes that its store names.
+"""
 
 import hashlib
 import math

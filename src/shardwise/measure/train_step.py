@@ -66,7 +66,8 @@ def bench_layout(layout: Layout, steps: int, workload: Workload) -> Measured:
     steps after a warm-up.
 
     Raises ValueError, before anything starts, for a layout that cannot train this or does not fit
-    in memory; RankFailed or Stopped as `run_ranks` does."""
+    in memory; RankFailed or Stopped as `run_ranks` does.
+    """
     check_bench(layout, workload)
     measured: Measured = run_ranks(measure, layout.world_size, layout, steps, workload)
     return measured

@@ -11,7 +11,8 @@ class MicroBatch:
     is none.
 
     `documents` numbers the document of each token, so that attention can stay inside it; None:
-    attend to all before."""
+    attend to all before.
+    """
 
     tokens: Tensor
     targets: Tensor

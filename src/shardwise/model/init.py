@@ -3,7 +3,8 @@ parameter's name.
 
 So any cut of any layout starts from one model, and no rank draws a whole tensor at once: of a
 matrix cut by rows it draws what it holds and little more, of one cut by columns every block, one
-after the other."""
+after the other.
+"""
 
 import hashlib
 

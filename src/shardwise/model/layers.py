@@ -175,7 +175,8 @@ class Causal:
     document and window.
 
     Called with q [B, T, H, C] and k, v [B, T, K, C]. `documents` [B, T] numbers the document of
-    each token, so that packed ones do not see each other."""
+    each token, so that packed ones do not see each other.
+    """
 
     config: ModelConfig
     documents: Tensor | None = None

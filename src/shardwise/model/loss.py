@@ -48,7 +48,8 @@ def cross_entropy(
 
     With `seams` the weight is this rank's block of the vocabulary, of `vocab_size` rows in all,
     beyond which there is padding. Logits are never gathered: ranks tell each other two numbers a
-    token, the softmax's maximum apart."""
+    token, the softmax's maximum apart.
+    """
     x = seams.enter(x)
     if (
         not torch.is_grad_enabled()

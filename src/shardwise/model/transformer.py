@@ -2,7 +2,8 @@
 
 How it is cut, quantized, paged or pipelined stands outside: cuts enter through `Seams`, other
 weights through `linear`, the cache through `attend`. The weights are an argument, by the names of
-`params.model_specs`."""
+`params.model_specs`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields

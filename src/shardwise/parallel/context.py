@@ -9,7 +9,8 @@ ways:
 
 Tokens see only what came before them, so the last chunk of a sequence is the most work. In the ring
 each rank takes one chunk from either end (zig-zag): of 2c chunks rank r has r and 2c - 1 - r, and
-at every hop all have as much to do."""
+at every hop all have as much to do.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

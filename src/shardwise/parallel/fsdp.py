@@ -70,7 +70,8 @@ def make_fsdp(
     The model computes in `dtype`. FSDP gives a gradient in the dtype of the parameter that it cuts;
     so where `dtype` is bf16 and `grad_dtype` fp32, what it cuts are the fp32 masters, which it
     casts as it gathers, and no shard in bf16 is held: 16 bytes an element where the stages of ZeRO
-    hold 18."""
+    hold 18.
+    """
     assert grad_dtype in (dtype, torch.float32)
     stored = tuple(spec for spec in specs if spec.tied_to is None)
     module = FsdpModel(model, kernels, stored, mesh, grad_dtype)
@@ -88,7 +89,8 @@ class FsdpBlock(nn.Module):
     """One block: its parameters, by the fields of `BlockWeights`.
 
     What to run comes as a function, since FSDP takes dataclasses among a module's arguments apart
-    and builds them anew."""
+    and builds them anew.
+    """
 
     def __init__(self, specs: Sequence[ParamSpec], mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
@@ -333,7 +335,8 @@ class FsdpStore:
     state ours.
 
     A step updates the fp32 masters of the owned rows and writes them back. Gradients are sums over
-    micro-batches and ranks, and stay as they are until the next step begins."""
+    micro-batches and ranks, and stay as they are until the next step begins.
+    """
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 that reads the environment for it.
 
 `shardwise train` starts the ranks of its layout through torch's elastic launcher; under `torchrun`
-it joins what was started. Either way each rank ends in `function(place, *args)`."""
+it joins what was started. Either way each rank ends in `function(place, *args)`.
+"""
 
 import logging
 import multiprocessing
@@ -119,7 +120,8 @@ def relayed_signals(num_ranks: int) -> Iterator[None]:
 
     The main thread holds the signals back, which the ranks it starts inherit: none dies of one
     before it can save. A second thread takes them from the system, and Python runs the handler in
-    the main thread."""
+    the main thread.
+    """
     others = multiprocessing.active_children()
     early: list[int] = []
     interrupts = 0

@@ -4,7 +4,8 @@ through one.
 An axis of one rank is the identity, so no caller asks whether it is cut. An axis counts the bytes
 that this rank sends as a ring moves them: of S bytes among n ranks, 2S(n-1)/n for an all-reduce,
 S(n-1)/n for its halves, reduce-scatter and all-gather, and for an all-to-all; S for one hop around
-the ring."""
+the ring.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,8 @@ class Axis:
         """Start reducing `x` in place over the axis.
 
         With a `dtype` wider than that of x, the sum runs in it and is rounded once; it is done in
-        its two halves, so x must be flat and divide among the ranks."""
+        its two halves, so x must be flat and divide among the ranks.
+        """
         if self.size == 1:
             return Pending(self)
         if dtype not in (None, x.dtype):
@@ -112,7 +114,8 @@ class Axis:
         With a `dtype` wider than that of x, rows travel as they are and are added in it on arrival,
         in the order of the ranks, and rounded once: what a ring in that dtype would compute, for
         half the bytes. `out` may be this rank's row of x; the rest of x must stay as it is until
-        the wait."""
+        the wait.
+        """
         if self.size == 1:
             return Pending(self, then=lambda: add_rows(x, out, dtype or x.dtype, accumulate))
         self.bytes_sent += ring_bytes(x.nbytes, self.size)

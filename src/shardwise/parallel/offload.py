@@ -5,7 +5,8 @@ A step reads and writes the 12 bytes of every parameter's fp32 master weight and
 order; forward and backward need none of them. So they can lie where there is more room, and pass
 through memory slice by slice in the step (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840;
 Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857). The update then runs on the CPU, in
-place: a slice of the gradient comes over, a slice of new weights goes back."""
+place: a slice of the gradient comes over, a slice of new weights goes back.
+"""
 
 import mmap
 import os
@@ -52,7 +53,8 @@ class MappedFiles:
     They have no names and are gone with the process, however that ends. All blocks are reserved
     when a file is made, so that a full disk is an error there and then (ValueError) and no SIGBUS
     in the middle of a step. What is released leaves the process's memory at once; the system writes
-    it to the disk when it wants its own copy's memory back."""
+    it to the disk when it wants its own copy's memory back.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

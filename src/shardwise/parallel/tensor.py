@@ -8,7 +8,8 @@ cut over the vocabulary: each rank looks up, and scores, the ids that it holds.
 
 Sequence parallel (Korthikanti et al. 2022) cuts what is left, norms and residuals, along the
 sequence. The sum splits in two: `leave` sums and scatters the sequence, `enter` gathers it. As many
-bytes, 1/t of the activations in between."""
+bytes, 1/t of the activations in between.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

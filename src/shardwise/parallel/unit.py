@@ -4,7 +4,8 @@ collective moves all of it.
 A unit is padded to a multiple of the data ranks and cut into equal, contiguous shards, one for each
 `shard` rank. What a stage of ZeRO leaves whole is one buffer, of which the shard is a view. What it
 cuts is a buffer of the shard's size, and one of the whole unit whose storage is there only while it
-is needed (`fill`, `empty`); views into that stay valid."""
+is needed (`fill`, `empty`); views into that stay valid.
+"""
 
 import math
 from collections.abc import Iterator

@@ -11,7 +11,8 @@ the weights too. The store owns them all, unit by unit, and a stage is only what
 
 With nothing cut a shard is the whole unit, and its gradient is summed over `replicate`, which then
 is all data ranks: plain data parallel (`data.py` is that alone, to read first). In between lies
-hybrid sharding, cut in groups and summed over them."""
+hybrid sharding, cut in groups and summed over them.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -63,7 +64,8 @@ class Store:
     With bf16 the optimizer works on fp32 master weights, with fp32 on the weights themselves.
     Gradients are sums over micro-batches and ranks, never means: the loss was scaled. They travel
     in buckets of at most `bucket_bytes`; without `overlap` each sum is waited for where it is
-    started."""
+    started.
+    """
 
     def __init__(
         self,

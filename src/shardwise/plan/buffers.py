@@ -7,7 +7,8 @@ the run executes.
 
 The store finishes its sums at places that follow from the table alone, so this is what it holds,
 byte for byte; where gradients are kept in fp32 a GPU adds them up on the wire, and may hold a
-bucket or two less."""
+bucket or two less.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence

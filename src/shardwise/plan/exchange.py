@@ -19,7 +19,8 @@ the maximum of one. `selective` gathers the two inputs of a block again, `full` 
 
 (Liu et al. 2023; Jacobs et al. 2023). Besides, once for each REDUCE, gradients of which every
 tensor rank has one term are summed in fp32: under sp of all that is not cut (norms, biases after
-the reduction, learned positions), of q and k norms, and over replicas of kv heads."""
+the reduction, learned positions), of q and k norms, and over replicas of kv heads.
+"""
 
 import math
 from collections import Counter

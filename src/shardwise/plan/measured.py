@@ -2,7 +2,8 @@
 the same actions.
 
 The file is Chrome's trace format, which Perfetto and chrome://tracing show: a process is a rank, an
-event is an action of its table, and in it, or between, what it waited for."""
+event is an action of its table, and in it, or between, what it waited for.
+"""
 
 import json
 import math

@@ -123,7 +123,8 @@ def plan(
     in serving; by default 8192, or the model's positions where they are fewer. `micro_batch` counts
     the sequences that a data rank trains on at a time (1), and `recompute` is that of every layout
     of training; `quant` is how serving holds weights, and `kv_dtype` what it keeps keys and values
-    in. Raises ValueError for what is not known and for a layout that cannot work."""
+    in. Raises ValueError for what is not known and for a layout that cannot work.
+    """
     found = as_model(model)
     device = find_device(gpu) if isinstance(gpu, str) else gpu
     wanted = Layout.parse(layout) if isinstance(layout, str) else layout

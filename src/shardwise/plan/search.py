@@ -2,7 +2,8 @@
 
 One `Job` says what is to run on which GPU; `Job.candidate` prices a layout of it. So far priced are
 memory (states, activations and buffers of training, weights and KV cache of serving) and what data,
-tensor and context ranks send each other."""
+tensor and context ranks send each other.
+"""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace

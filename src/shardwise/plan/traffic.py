@@ -11,7 +11,8 @@ cut into shards of S bytes over n ranks, and repeated in g groups of them:
 Without ZeRO a shard is the whole unit (n = 1), and its sum over all data ranks is the last line. So
 with P parameters a plain sum and ZeRO-1 send almost 2P elements a step, ZeRO-2 2P and ZeRO-3 3P
 with one micro-batch (Rajbhandari et al. 2020, section 7); every micro-batch more adds P in stage 2
-and 3P in stage 3."""
+and 3P in stage 3.
+"""
 
 import math
 from collections import Counter

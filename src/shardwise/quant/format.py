@@ -45,7 +45,8 @@ class Quantized:
 
     codes: [N, bytes of a row]; uint8, or with 8 bits one a byte, int8 if symmetric and
     float8_e4m3fn for fp8. Symmetric codes of 4 and 3 bits are stored as q + 8 and q + 4. scales:
-    [N, G] in bf16, fp16 or fp32. zeros: [N, G], uint8 zero points or floating-point minima."""
+    [N, G] in bf16, fp16 or fp32. zeros: [N, G], uint8 zero points or floating-point minima.
+    """
 
     scheme: Scheme
     shape: tuple[int, int]

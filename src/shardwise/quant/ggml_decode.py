@@ -17,7 +17,8 @@ bytes at once, and another the high halves.
 
 Shape letters: N blocks. Each decoder takes the uint8 bytes of whole blocks (N, bytes of a block)
 and returns float32 weights (N, weights of a block), with the operations in the order of the
-format's reference, so that results are equal bit for bit."""
+format's reference, so that results are equal bit for bit.
+"""
 
 from collections.abc import Callable, Iterator
 from math import prod
@@ -45,7 +46,8 @@ def read_tensor(
 
     Returns (stop - start, *shape[1:]) in `dtype`, whatever the kind in the file. Touches no other
     row; temporaries are bounded. Raises ValueError for an unknown name and for rows that are not
-    there."""
+    there.
+    """
     tensor = gguf.tensor(name)
     stop = tensor.shape[0] if stop is None else stop
     raw = gguf.raw_rows(name, start, stop)
@@ -62,7 +64,8 @@ def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
 
     `raw` is uint8 of any shape, `kind` a key of `shardwise.gguf.BLOCKS`. Temporaries are bounded.
     Raises ValueError for a kind that is not known and for a number of bytes that does not fit the
-    shape."""
+    shape.
+    """
     if kind not in BLOCKS:
         raise ValueError(
             f"{kind} is not a kind of GGUF block that is known; known are {', '.join(BLOCKS)}"
@@ -177,7 +180,8 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
     Scale byte i holds s in its low half and t in its high half, for weights 16i to 16i+15. The
     weights come in two halves of 128 with 32 bytes of q each: byte j of a half holds its weights j,
-    j+32, j+64 and j+96, two bits each."""
+    j+32, j+64 and j+96, two bits each.
+    """
     scales = _fields(blocks[:, :16], 4).float()
     scale = scales[:, 0] * _float(blocks, 80)
     minimum = scales[:, 1] * _float(blocks, 82)
@@ -192,7 +196,8 @@ def _q3_k(blocks: Tensor) -> Tensor:
     The low two bits lie as in Q2_K. Bit g of third-bit byte j belongs to weight 32g + j; q is
     stored as q + 4. The 16 scales have six bits, stored as s + 32: the low four in the halves of
     bytes 0-7 (scale i low in byte i, scale i+8 high), the top two in bytes 8-11 (byte 8+i holds
-    those of scales i, i+4, i+8 and i+12)."""
+    those of scales i, i+4, i+8 and i+12).
+    """
     low = _fields(blocks[:, 96:104], 4).view(-1, 16)
     top = _fields(blocks[:, 104:108], 2).view(-1, 16)
     scale = (low | (top << 4)).float().sub_(32).mul_(_float(blocks, 108))
@@ -206,7 +211,8 @@ def _q4_k(blocks: Tensor) -> Tensor:
     32 weights.
 
     Each 32 bytes of q hold 64 weights: byte j weight j in its low half, weight j+32 in its high
-    half."""
+    half.
+    """
     scale, minimum = _scales_and_minima(blocks)
     q = _fields(blocks[:, 16:].view(-1, 4, 32), 4).view(-1, 8, 32)
     return q.float().mul_(scale).sub_(minimum).view(-1, 256)
@@ -243,7 +249,8 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
     The weights come in two halves of 128. Of a half's 64 bytes of low halves, byte j holds weight j
     low and weight j+64 high; of its 32 bytes of top bits, byte j holds those of weights j, j+32,
-    j+64 and j+96. Stored as q + 32."""
+    j+64 and j+96. Stored as q + 32.
+    """
     scale = blocks[:, 192:208].view(torch.int8).float().mul_(_float(blocks, 208))
     low = _fields(blocks[:, :128].view(-1, 2, 64), 4).view(-1, 16, 16)
     top = _fields(blocks[:, 128:192].view(-1, 2, 32), 2).view(-1, 16, 16)

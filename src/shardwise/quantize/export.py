@@ -2,7 +2,8 @@
 and comparing.
 
 While the parameters go by on their way to the file, a prompt runs through them as they will be: the
-logits that it ends with are those that the file has to give."""
+logits that it ends with are those that the file has to give.
+"""
 
 import shutil
 from collections.abc import Iterable, Iterator
@@ -56,7 +57,8 @@ def export(
     not quantized (None: the source's). Ends by loading what was written and comparing logits in
     fp32 with those of the quantized model. Raises ValueError for a source that cannot be read or is
     quantized already, groups that do not divide, a destination that is in use, and logits that
-    differ by more than 1e-4 of the largest; then nothing is left behind."""
+    differ by more than 1e-4 of the largest; then nothing is left behind.
+    """
     report = progress or (lambda what, done: None)
     check_plain(source)
     config = read_config(source)

@@ -4,7 +4,8 @@ computes.
 The inputs of qkv and gate_up come out of a norm, whose weights take the scales in. Those of out are
 weighted means of v, so the rows of v do; a key-value head that several heads read has one scale for
 all of them. Those of down are, in gated MLPs, activation(gate) up, which is linear in up. A plain
-MLP has an activation in between, and then no scales."""
+MLP has an activation in between, and then no scales.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,7 +6,8 @@ proportions in which they are most like it on the calibration text: with C the s
 inputs and U the upper Cholesky factor of C^-1, w_k -= e / U_jj U_jk. Columns go in blocks, within
 which every column is updated at once and behind which all the rest are, with one product. Scales
 and zero points of a group are chosen when its first column comes up, from the weights as they are
-by then. Columns keep their order (no act-order)."""
+by then. Columns keep their order (no act-order).
+"""
 
 from dataclasses import replace
 

@@ -2,7 +2,8 @@
 one block, that block as plain numbers, and the statistics of its matrices.
 
 With a calibrated method the text runs through the blocks as they will be: each is first watched at
-work, then quantized, then run again, so that the next one sees the errors of those before it."""
+work, then quantized, then run again, so that the next one sees the errors of those before it.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -19,7 +19,8 @@ class InputStatistics:
     [K], in fp32.
 
     The first says what a change E of the matrix does to its outputs: on average |E x|^2 = sum(E C *
-    E)."""
+    E).
+    """
 
     second_moment: Tensor
     magnitude: Tensor

@@ -3,7 +3,8 @@ the front.
 
 A token's keys and values never change once computed, since attention looks back only. So each step
 computes them for the new tokens alone and reads the rest: a step costs one token's work where
-recomputing would cost the whole sequence."""
+recomputing would cost the whole sequence.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ class Cache:
     run.
 
     Call the model with it as `attend` on the next T tokens, at positions `length` and on, then
-    `advance(T)`."""
+    `advance(T)`.
+    """
 
     def __init__(
         self, config: ModelConfig, max_tokens: int, dtype: torch.dtype, device: torch.device

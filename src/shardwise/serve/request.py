@@ -30,7 +30,8 @@ class SamplingParams:
     others. logprobs: how many of the most probable tokens are told beside the chosen one, with
     their log-probabilities under the logits as they came; None: none, not even that of the chosen.
     prompt_logprobs: the same of the prompt's tokens. structure: what all of the answer must follow:
-    a JSON schema or a regex, as text, or any JSON object ("json", "")."""
+    a JSON schema or a regex, as text, or any JSON object ("json", "").
+    """
 
     temperature: float = 1.0
     top_k: int = 0

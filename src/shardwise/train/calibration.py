@@ -27,7 +27,8 @@ def calibration_text(
     evenly spread.
 
     Raises ValueError for a source that is missing, has too little text, or is a data set of another
-    tokenizer."""
+    tokenizer.
+    """
     if num_tokens < FEWEST_TOKENS:
         raise ValueError(
             f"{num_tokens} tokens are too few to calibrate with; at least {FEWEST_TOKENS:,} work"

@@ -147,7 +147,8 @@ def remove_old(latest: Path, keep: int) -> None:
     """Remove all but the last `keep` checkpoints up to `latest`.
 
     Later ones, which the run could not go on from, push out none and are left to whoever can mend
-    them."""
+    them.
+    """
     for path in [path for path in list_checkpoints(latest.parent) if path.name <= latest.name][
         :-keep
     ]:

@@ -8,7 +8,8 @@ A data set is a folder:
     tokenizer files           what `tokenizer.save` writes, so that the data set is self-contained
 
 Every document ends with the end-of-text token. Memory stays bounded whatever the size of the
-source: long documents are tokenized in pieces."""
+source: long documents are tokenized in pieces.
+"""
 
 import fcntl
 import hashlib
@@ -98,7 +99,8 @@ def build(
     text is cut in two.
 
     The folder appears under its name only when complete. Raises ValueError for a destination in
-    use, a source without text, and a file that cannot be read (with its line or row)."""
+    use, a source without text, and a file that cannot be read (with its line or row).
+    """
     if not 0 <= held_out < 1:
         raise ValueError(
             f"held_out is a share of the documents, at least 0 and below 1, not {held_out}."

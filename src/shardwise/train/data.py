@@ -6,7 +6,8 @@ shifted by one as targets. Step s of a run takes the samples `order[s G] .. orde
 whatever the layout, so the whole state of the loader is the number of the step.
 
 B sequences of a micro-batch on one data rank, T tokens, G sequences of a global batch, M
-micro-batches, D data ranks."""
+micro-batches, D data ranks.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class TokenFile:
     what they use.
 
     `split` is "train" or "held_out". Raises ValueError if the folder is no data set, lacks the
-    split or is damaged."""
+    split or is damaged.
+    """
 
     def __init__(self, folder: Path, split: str = "train") -> None:
         corpus = read_corpus(folder)
@@ -98,7 +100,8 @@ class Order:
     permutation by construction: a Feistel network with a hash as round function (Luby and Rackoff,
     1988) over the smallest 2^(2h) places that hold all samples. A place that lands beyond the last
     sample is encrypted again until it does not; this "cycle walking" (Black and Rogaway, 2002)
-    keeps it a permutation of the samples, and takes at most four turns on average."""
+    keeps it a permutation of the samples, and takes at most four turns on average.
+    """
 
     num_samples: int
     seed: int
@@ -224,7 +227,8 @@ def held_out_batches(
     At most `limit` samples over all ranks (None: all of them). Each batch has one micro-batch of
     `batch` sequences; rank d takes the samples (k D + d) B + b of batch k. Every rank gets the same
     number of batches, since a collective may follow each: rows beyond the last sample have only
-    -100 as targets."""
+    -100 as targets.
+    """
     assert batch >= 1 and 0 <= data_rank < data_size
     num_samples = token_file.num_samples(seq_len)
     if limit is not None:

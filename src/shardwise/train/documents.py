@@ -2,7 +2,8 @@
 machine has.
 
 They come in pieces of about a million characters, so that memory stays bounded however long a
-document is."""
+document is.
+"""
 
 import codecs
 import json

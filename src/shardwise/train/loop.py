@@ -49,7 +49,8 @@ def train(
     at the end.
 
     `weights` is what to start from, None for weights drawn from the seed. With `resumed` above 0 it
-    goes on from the checkpoint of that step in the run's folder."""
+    goes on from the checkpoint of that step in the run's folder.
+    """
     run = settings.run
     folder = Path(settings.run.folder)
     mesh = make_mesh(Layout.parse(run.layout), place.rank, place.device, config.num_kv_heads)

@@ -113,7 +113,8 @@ class Metrics:
     elsewhere silent.
 
     Lines after `resumed_step` are of a run that was cut off and are dropped; at 0 all are, since it
-    starts anew."""
+    starts anew.
+    """
 
     def __init__(
         self, folder: Path, steps: int, resumed_step: int, tensorboard: bool, active: bool

@@ -41,7 +41,8 @@ def start_run(
     or started.
 
     `resume` goes on from the newest whole checkpoint; `warn` is told of damaged ones. `begin` is
-    called when nothing is left to refuse."""
+    called when nothing is left to refuse.
+    """
     run = check_run(settings)
     layout = Layout.parse(settings.run.layout)
     with locked(Path(settings.run.folder)) if is_first_rank() else nullcontext():

@@ -1,7 +1,8 @@
 """The settings of a run: one TOML file, every field of which `--set section.key=value` can set too.
 
 The dataclasses below are the only list of them: the reader, the errors and the commented template
-come from it."""
+come from it.
+"""
 
 import difflib
 import json

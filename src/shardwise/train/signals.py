@@ -14,7 +14,8 @@ class StopRequest:
     A context manager. `patient` ranks, which a launcher also signals, never interrupt, since
     terminal and launcher each tell them; signals held back while they started come now, and those
     that come after the block are ignored, since such a rank is ending anyway. Elsewhere, and after
-    an error, the former handlers are put back."""
+    an error, the former handlers are put back.
+    """
 
     def __init__(self, patient: bool) -> None:
         self.patient = patient

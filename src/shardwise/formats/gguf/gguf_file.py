@@ -15,7 +15,8 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 The file is mapped, not read: opening one touches its header only, however large the tensors are.
 Nothing in a header is trusted, since a download may be cut short or the file may be something else
-altogether."""
+altogether.
+"""
 
 import mmap
 import struct
@@ -74,7 +75,8 @@ class GgufTensor:
     """Where one tensor lies.
 
     `shape` is in torch order, outermost first; `kind` is a key of BLOCKS; `offset` counts bytes
-    from the start of the file; `part` is the number, from 0, of the file that holds it."""
+    from the start of the file; `part` is the number, from 0, of the file that holds it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -109,7 +111,8 @@ class Gguf:
         The result is flat, read-only and shares memory with the mapped file. Blocks lie along the
         last dim and never cross a row, so rows of a matrix can be cut anywhere; a tensor of one dim
         only at whole blocks. Raises ValueError for rows that the tensor does not have or that would
-        cut a block."""
+        cut a block.
+        """
         tensor = self.tensor(name)
         if not 0 <= start <= stop <= tensor.shape[0]:
             raise ValueError(
@@ -134,7 +137,8 @@ def read_gguf(path: str | Path) -> Gguf:
     it.
 
     Raises ValueError, with one sentence that names the file and the reason, for anything that is
-    not a whole GGUF file with tensors of the kinds in BLOCKS."""
+    not a whole GGUF file with tensors of the kinds in BLOCKS.
+    """
     path = Path(path)
     cursor = _Cursor(path)
     metadata, tensors = _read_part(cursor, part=0)

@@ -3,7 +3,8 @@ of them.
 
 Matrices of blocks are quantized, norms and biases fp32, as llama.cpp wants them; embedding and head
 keep their dtype. Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; names:
-gguf-py/gguf/constants.py of llama.cpp."""
+gguf-py/gguf/constants.py of llama.cpp.
+"""
 
 import math
 import os
@@ -42,7 +43,8 @@ def write_gguf(
 
     `tensors` come in the order of `model_specs`, one in memory at a time; `tokenizer` are metadata,
     by their keys. It is written aside and renamed when complete. Raises ValueError where the
-    package gguf is missing and for what GGUF has no place for."""
+    package gguf is missing and for what GGUF has no place for.
+    """
     gguf = package()
     arch = architecture(config)
     keys = model_keys(config)

@@ -6,7 +6,8 @@
 
 Weights alone are quantized, whose integers engines read packed, those of 8 bits too. Format:
 https://github.com/vllm-project/compressed-tensors (3 bits are packed without gaps, as its version
-0.20 does)"""
+0.20 does)
+"""
 
 import math
 from collections.abc import Sequence

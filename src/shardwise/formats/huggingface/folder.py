@@ -46,7 +46,8 @@ class FolderReader:
     """The weights of a Hugging Face folder, of which only the slices asked for are read.
 
     Opening reads headers alone and raises ValueError unless the folder holds exactly the parameters
-    of `config`."""
+    of `config`.
+    """
 
     def __init__(self, path: str | Path, config: ModelConfig) -> None:
         specs = model_specs(config)
@@ -117,7 +118,8 @@ def write_folder(
     not written again. `tokenizer` is saved too, or `tokenizer_files` copied in its place. All is
     written aside and renamed when complete. Raises ValueError for a destination that is not new or
     empty, that cannot be written, for a tokenizer with more ids than the vocabulary, and for
-    tensors that are not those of `specs`."""
+    tensors that are not those of `specs`.
+    """
     path = Path(path)
     check_vacant(path)
     if tokenizer is not None:

@@ -13,7 +13,8 @@ A matrix [N, K] of b bits with G groups a row is stored, in int32 words filled f
 
 Formats: https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ,
 https://github.com/vllm-project/compressed-tensors,
-https://huggingface.co/docs/transformers/quantization/finegrained_fp8"""
+https://huggingface.co/docs/transformers/quantization/finegrained_fp8
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

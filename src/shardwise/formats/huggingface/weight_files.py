@@ -2,7 +2,8 @@
 Imports no torch.
 
 A folder holds either model.safetensors or several files with model.safetensors.index.json, which
-says in which of them each tensor is. Format: https://huggingface.co/docs/safetensors"""
+says in which of them each tensor is. Format: https://huggingface.co/docs/safetensors
+"""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -2,7 +2,8 @@
 
 A template is a Jinja program that comes with the model, so it is untrusted code and runs in a
 sandbox. What it may use is fixed by custom:
-https://huggingface.co/docs/transformers/chat_templating"""
+https://huggingface.co/docs/transformers/chat_templating
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,8 @@ def render_chat(
 
     With `add_generation_prompt` the text ends where the assistant begins to speak. Raises
     ValueError with the template's own complaint (a role it does not know, roles that do not
-    alternate)."""
+    alternate).
+    """
     try:
         return template.render(
             messages=messages,

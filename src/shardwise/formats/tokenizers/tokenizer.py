@@ -3,7 +3,8 @@ saved again.
 
 The work is done by the `tokenizers` package; what is here is knowing where models keep what it
 needs, and the chat template. File formats:
-https://huggingface.co/docs/transformers/main_classes/tokenizer"""
+https://huggingface.co/docs/transformers/main_classes/tokenizer
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,7 +154,8 @@ class Tokenizer:
         """Write what `transformers.AutoTokenizer` and `load_tokenizer` read back with the same ids.
 
         The files are tokenizer.json, tokenizer_config.json, chat_template.jinja if there is a
-        template, and the end tokens in generation_config.json, whose other entries are kept."""
+        template, and the end tokens in generation_config.json, whose other entries are kept.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
@@ -495,7 +497,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     same vocabulary.
 
     Fewer tokens come out if the texts have no more pairs to merge. Raises ValueError below 257:
-    bytes and text end."""
+    bytes and text end.
+    """
     smallest = len(BYTE_TO_CHAR) + 1
     if vocab_size < smallest:
         raise ValueError(

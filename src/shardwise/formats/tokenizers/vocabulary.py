@@ -9,7 +9,8 @@ and the pair whose union scores highest is joined first; a character without a p
 its bytes, `<0xE2>`.
 
 Papers: Sennrich et al. 2016 (BPE), Radford et al. 2019 (bytes), Kudo and Richardson 2018
-(SentencePiece). GGUF keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+(SentencePiece). GGUF keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -112,7 +113,8 @@ def sentencepiece_bpe(
     their scores.
 
     With `space_prefix` every text begins with a space, as if it came after a word (not shown again
-    in decoding)."""
+    in decoding).
+    """
     try:
         bpe = models.BPE(
             dict(vocab), _merges_by_score(pieces), unk_token=unk, fuse_unk=True, byte_fallback=True

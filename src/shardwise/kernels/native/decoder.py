@@ -2,7 +2,8 @@
 
 With a single token a step's products take as long as Python takes to call them one by one. These
 are the same kernels in the order in which `model/transformer.py` has them, so the bits are the same
-too."""
+too.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,7 +6,8 @@ from the first to the last (`csrc/tile.h`). Nothing is to be found out about the
 `rows.py`.
 
 Shapes: M rows, K in, N out; N tokens of a step, H query heads, K kv heads, C head dim, P tokens of
-a page."""
+a page.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

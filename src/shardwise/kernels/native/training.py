@@ -3,7 +3,8 @@
 torch's operations.
 
 Their results do not depend on the number of threads. Shapes: N tokens, H query heads, K kv heads, C
-head dim."""
+head dim.
+"""
 
 from typing import Any
 

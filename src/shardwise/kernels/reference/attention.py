@@ -12,7 +12,8 @@ flash operation.
 
 Where keys come in parts, as they do around a ring, each part is a rectangle of scores with a
 softmax of its own; the logarithms of their sums (log-sum-exp) say afterwards how much each part
-counts."""
+counts.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,7 +35,8 @@ def causal_attention(
     before it.
 
     With `window` only the last `window` tokens, itself included; with `documents` [B, T] only those
-    of its document. Scores are scaled by C^-0.5 and summed in fp32."""
+    of its document. Scores are scaled by C^-0.5 and summed in fp32.
+    """
     if q.device.type == "cpu":
         out: Tensor = RowBlocks.apply(q, k, v, window, documents)
         return out
@@ -133,7 +135,8 @@ def attend(
     R, C].
 
     `sums` [B, K, G, R, 1], if given, takes the log-sum-exp of each row. Of a row that sees nothing
-    here it is the lowest finite number, and what is returned of it means nothing."""
+    here it is the lowest finite number, and what is returned of it means nothing.
+    """
     wide_keys = keys.to(wide(keys))
     out = torch.empty_like(groups)
     for at in blocks(groups, keys.shape[2], sight):
@@ -163,7 +166,8 @@ def attend_backward(
     v^T, the gradient of the scores is p (dp - sum of dy y).
 
     `totals` are those sums of dy y, `sums` the log-sum-exp over all rectangles of a row if there
-    are others."""
+    are others.
+    """
     wide_keys = keys.to(wide(keys))
     scale = groups.shape[-1] ** -0.5
     for at in blocks(groups, keys.shape[2], sight):
@@ -218,7 +222,8 @@ def scores_of(groups: Tensor, wide_keys: Tensor, at: Block, sight: Sight) -> Ten
     number.
 
     They are fp32 throughout: rounded to bf16, one of 16 would be off by 0.06, its probability by 6
-    %."""
+    %.
+    """
     rows = at.rows_of(groups).to(wide_keys.dtype) * groups.shape[-1] ** -0.5
     scores = torch.bmm(rows, at.columns_of(wide_keys).transpose(1, 2))
     num_rows = at.rows.stop - at.rows.start

@@ -41,7 +41,8 @@ def most_probable(logits: Tensor, k: int) -> list[list[int]]:
     lowest id first.
 
     topk says nothing about ties, so one more than k are asked for: if that one ties, all that do
-    are looked at."""
+    are looked at.
+    """
     values, ids = (part.tolist() for part in logits.topk(min(k + 1, logits.shape[-1])))
     found: list[list[int]] = []
     for row, (largest, their_ids) in enumerate(zip(values, ids, strict=True)):

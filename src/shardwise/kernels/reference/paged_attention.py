@@ -12,7 +12,8 @@ one of a few numbers of rows, at which products are known to agree (see `rows.py
 and a block it sees.
 
 Shapes: N tokens of the step, H query heads, K kv heads, G = H / K, C head dim, P tokens of a page;
-M rows of a tile."""
+M rows of a tile.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class Tiles:
     block]; hidden [pairs, M, BLOCK_TOKENS]: what a row may not see. What no row sees may be
     anything, even NaN: in place of a page of which nothing is seen another of its block is read,
     and `stale` are the slots, of pairs * BLOCK_TOKENS, that no row sees even so. counts: how many
-    tiles have a first block, a second, ..."""
+    tiles have a first block, a second, ...
+    """
 
     rows: Tensor
     tile_of: Tensor

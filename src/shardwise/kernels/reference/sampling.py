@@ -85,7 +85,8 @@ def keep_top_p(probabilities: Floats, top_p: float) -> Ids:
     equal ones the first.
 
     All tokens below (1 - top_p) / V together have less than 1 - top_p, so those above have enough,
-    and nearly always those above 1/10,000 have enough already: only they are sorted."""
+    and nearly always those above 1/10,000 have enough already: only they are sorted.
+    """
     for least in (1e-4, 0.5 * (1 - top_p) / len(probabilities)):
         candidates = np.flatnonzero(probabilities >= np.float32(least))
         values = probabilities[candidates]

@@ -277,7 +277,8 @@ def paged_attention(
 
     Scores are scaled by C^-0.5. Scores, softmax and what is added up are fp32. The blocks of the
     smallest tiles are shared out until there are `wanted_programs`, which changes no bit. `out` may
-    have another dtype; where a token only fills the batch up it is left as it was."""
+    have another dtype; where a token only fills the batch up it is left as it was.
+    """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for tiles in batch.tiles:
         attend_tiles(q, pages, batch, tiles, window, wanted_programs, out)

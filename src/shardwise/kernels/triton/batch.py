@@ -4,7 +4,8 @@ It is integers in one piece of memory, so a step costs one copy to the device. A
 shape can be written over it (see `serve/graphs.py`).
 
 Shapes: N tokens of the step, S sequences, W pages of the longest; G query heads share a kv head; P
-tokens of a page."""
+tokens of a page.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class TableBatch:
     slots [N]: where each goes (page * P + offset), or NOWHERE. table [S, W]: pages of each
     sequence. Of each sequence [S] too: starts, the position of its first token in this step;
     lengths, how many tokens of it are run, 0 for one that is only there to fill the batch up;
-    firsts, which of the N tokens is its first."""
+    firsts, which of the N tokens is its first.
+    """
 
     slots: Tensor
     table: Tensor

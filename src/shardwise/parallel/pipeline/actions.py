@@ -27,7 +27,8 @@ class Action:
     RECV starts to take what a stage works on from the rank beside it, SEND to give it what was
     made: `piece` says of which, F (activations, to the next stage) or B (their gradient, to the one
     before). GATHER starts to collect a unit's weights from the ranks that share it, FREE gives back
-    what was collected, REDUCE starts the sum of its gradient over the data ranks."""
+    what was collected, REDUCE starts the sum of its gradient over the data ranks.
+    """
 
     kind: Kind
     stage: int
@@ -104,7 +105,8 @@ def lower(
     back. With `overlap` each GATHER and RECV starts one action early, to run beside that one.
 
     In a pipeline a piece that does all its work at once does it in its backward, and has no F:
-    between the two it would keep its gradients, and other stages wait for what they need not."""
+    between the two it would keep its gradients, and other stages wait for what they need not.
+    """
     of = {piece.name: piece for stage in stages for piece in stage}
     trains = any(action.kind != "F" for action in actions)
     later = {piece.name for piece in of.values() if piece.at_once and trains and len(stages) > 1}

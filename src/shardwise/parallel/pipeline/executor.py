@@ -7,7 +7,8 @@ so for the input alone and W has what is left: products that the weights put on 
 (`deferred.py`), and the gradients of small weights, which came with I.
 
 Between stages SEND and RECV move activations up and cotangents down, beside the work. What happens
-to units of state the store does."""
+to units of state the store does.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -2,7 +2,8 @@
 functions of sizes and costs, which docs/schedules.md describes with pictures. Imports no torch.
 
 p ranks, m micro-batches, v chunks; virtual stage s is on rank s % p, so that each rank has v of
-them."""
+them.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache

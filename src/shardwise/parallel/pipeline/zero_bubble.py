@@ -3,7 +3,8 @@ before waits, and W, that of its weights, for which nobody does, so that W can f
 bubble.
 
 Qi, Wan, Huang and Lin: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), which writes B for I.
-Imports no torch."""
+Imports no torch.
+"""
 
 import heapq
 import math
@@ -57,7 +58,8 @@ class Policy(NamedTuple):
 
     `alternate`: after an I, a forward goes first. `delay`: a forward may hold an I up by at most
     this part of itself. `reach`: how many forwards a rank takes ahead of their Is. 0: as many as
-    1F1B, 1: as many as fill the time until the first gradient comes back."""
+    1F1B, 1: as many as fill the time until the first gradient comes back.
+    """
 
     alternate: bool
     delay: float
@@ -146,7 +148,8 @@ def zb_auto(p: int, m: int, costs: Costs, limit: float, mem_w: float) -> list[li
 
     In the spirit of the paper's heuristic (section 3.1): forwards until the memory is full or a
     gradient is there, then I and F in turns, and W in gaps and where its memory is needed. Raises
-    ValueError for a limit that no order meets."""
+    ValueError for a limit that no order meets.
+    """
     if limit < 1 - 1e-9:
         raise ValueError(
             f"a memory limit of {limit / p:g} times {p} stages is {limit:g} forwards; every order needs 1 at least, so "

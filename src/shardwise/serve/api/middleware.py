@@ -2,7 +2,8 @@
 without limit.
 
 ASGI middleware (https://asgi.readthedocs.io/en/latest/specs/www.html) around the whole application,
-so that no endpoint can be reached past it."""
+so that no endpoint can be reached past it.
+"""
 
 import asyncio
 import hmac

@@ -5,7 +5,8 @@ https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 
 A field that is null counts as left out. A field that is not known is ignored, since clients of
 newer versions send some; one that is known and would change the answer, but cannot be obeyed, is
-refused. Types are strict: "1" is not 1."""
+refused. Types are strict: "1" is not 1.
+"""
 
 import json
 from dataclasses import replace

@@ -2,7 +2,8 @@
 
 A request passes the guard (id, key, size), is checked against its form in `protocol`, becomes one
 or more `Ask`s of the engine, and comes back whole or as a stream of events. All of it ends at once
-when its client leaves."""
+when its client leaves.
+"""
 
 import array
 import asyncio

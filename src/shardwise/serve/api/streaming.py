@@ -2,7 +2,8 @@
 server-sent events.
 
 Whatever is started here is awaited here: when a function returns, raises or is cancelled, no task
-of it is left."""
+of it is left.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -24,7 +25,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     ClientLeft raised.
 
     `receive` is that of a request whose body has been read, so that a disconnect is all that can
-    still come."""
+    still come.
+    """
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(disconnect(receive))
     try:
@@ -52,7 +54,8 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
     """(number of its source, item), as they come; the first error ends all.
 
     Nothing is read ahead beyond one item a source, so that a slow reader slows its sources and
-    fills no memory."""
+    fills no memory.
+    """
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:
             async for only in source:
@@ -95,7 +98,8 @@ class EventStream(Response):
 
     An event is made when the one before it has gone out: writing waits while the client does not
     read. An error on the way is the last event.
-    https://html.spec.whatwg.org/multipage/server-sent-events.html"""
+    https://html.spec.whatwg.org/multipage/server-sent-events.html
+    """
 
     media_type = "text/event-stream"
 

@@ -2,7 +2,8 @@
 are written to.
 
 Made by the scheduler, run by the runner, broadcast by rank 0 under tensor parallel. Imports no
-torch."""
+torch.
+"""
 
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ class Part:
     prefill goes on; 1; n where it forks into n sequences. scores: how many of the most probable
     tokens are told beside each of its own, with log-probabilities; None: those are not wanted. Each
     follows from the token before it, so those of all tokens but the first are given; parts of one
-    prompt overlap by a token, so that together they leave out only the first of the prompt."""
+    prompt overlap by a token, so that together they leave out only the first of the prompt.
+    """
 
     id: int
     tokens: tuple[int, ...]

@@ -1,7 +1,8 @@
 """The engine: a step anyone can recite. Requests come and go between steps.
 
 It knows nothing of processes, clients or HTTP: what is made goes out as pieces, under the name by
-which a request came in."""
+which a request came in.
+"""
 
 import logging
 import time

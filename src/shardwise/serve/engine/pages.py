@@ -100,7 +100,8 @@ class Pages:
         there must be room.
 
         If others share the page that `start` is in, the table gets one of its own: copy-on-write.
-        Returns the copies (from page, to page) to be made before anything is written."""
+        Returns the copies (from page, to page) to be made before anything is written.
+        """
         assert stop - start <= self.room(table, start)
         copies: tuple[tuple[int, int], ...] = ()
         if self.shared(table, start):
@@ -128,7 +129,8 @@ class Pages:
         become findable.
 
         `tokens` are those of the whole sequence. Where two sequences have computed the same page
-        side by side, the one that was first is kept and both share it."""
+        side by side, the one that was first is kept and both share it.
+        """
         size = self.page_tokens
         for number in range(start // size, stop // size):
             before: int | str = table[number - 1] if number else salt

@@ -3,7 +3,8 @@ out, asynchronously.
 
 So a step of the model never waits for a client, and no client for a step. One thread takes what the
 engine says and gives it to the event loop, another gives it what it is told, which it takes between
-steps. If the engine dies, all who wait are told why, and another is started."""
+steps. If the engine dies, all who wait are told why, and another is started.
+"""
 
 import asyncio
 import atexit

@@ -2,7 +2,8 @@
 parallel has one.
 
 Shapes: N tokens of the batch, R rows whose logits are wanted, V vocabulary, K kv heads, P tokens of
-a page, C head dim."""
+a page, C head dim.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

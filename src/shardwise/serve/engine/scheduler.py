@@ -14,7 +14,8 @@ step
 
 So the first in order goes on in every step. It fits alone, or it would have been refused; so it
 ends, and with it each after it, unless requests of higher priority never cease. Pure,
-deterministic, no clock; imports no torch."""
+deterministic, no clock; imports no torch.
+"""
 
 import math
 from bisect import bisect_left, insort

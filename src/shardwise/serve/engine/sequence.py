@@ -14,7 +14,8 @@ class Request:
     their salts are equal. scores: the log-probabilities of the prompt are wanted too, with those of
     so many others at each place; so all of it is run. If the request is preempted while in its
     prompt, some are given twice. num_found: tokens of the prompt whose keys and values were there
-    already when it was first taken in."""
+    already when it was first taken in.
+    """
 
     id: int
     tokens: list[int]

@@ -3,7 +3,8 @@ ends all do.
 
 A run that fails on all ranks fails at the same place, so their collectives are still in step and
 the request alone is at fault. One that fails on some is the end of the engine: the others wait in a
-collective that nobody will join."""
+collective that nobody will join.
+"""
 
 import os
 import pickle

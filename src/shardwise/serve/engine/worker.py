@@ -2,7 +2,8 @@
 there is to pages, and then steps while there is work.
 
 The first rank talks to the server over one connection and tells the others every batch before it
-runs it. When the server is gone, all end."""
+runs it. When the server is gone, all end.
+"""
 
 import logging
 import os

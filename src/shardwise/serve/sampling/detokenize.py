@@ -4,7 +4,8 @@ change it.
 Three things make a token's text wait. A token may end inside a UTF-8 character. In SentencePiece
 vocabularies characters without a piece are runs of byte tokens, and one wrong byte makes the whole
 run unreadable. And the text may be the beginning of a stop string. What is kept is only what waits,
-so a token costs the same at any length."""
+so a token costs the same at any length.
+"""
 
 import codecs
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ class Detokenizer:
 
     The pieces that `add` returns and the last one from `flush` together are `tokenizer.decode` of
     all ids, up to the first stop string to be completed; where one token completes several, the
-    first in the text counts."""
+    first in the text counts.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True

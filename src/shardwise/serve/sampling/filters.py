@@ -71,7 +71,8 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     lowest id goes first.
 
     So the most probable token always stays. Sorting a whole vocabulary takes longer than all the
-    rest here, and the tokens that stay are nearly always among the first thousand."""
+    rest here, and the tokens that stay are nearly always among the first thousand.
+    """
     vocab_size = logits.shape[-1]
     normalizer = logits.logsumexp(-1, keepdim=True)
     for num_sorted in (min(1000, vocab_size), vocab_size):
@@ -93,7 +94,8 @@ def draw(logits: Tensor, points: Sequence[float]) -> Tensor:
     are drawn from [0, 1).
 
     Lay the probabilities end to end on a line and see on whose piece the point falls. Sums are in
-    fp64: in fp32 the pieces of rare tokens would vanish in a vocabulary of 100,000."""
+    fp64: in fp32 the pieces of rare tokens would vanish in a vocabulary of 100,000.
+    """
     ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
     total = ends[:, -1:]
     scaled = torch.tensor(points, dtype=torch.float64, device=logits.device)[:, None] * total

@@ -3,7 +3,8 @@ or a regex.
 
 The grammar is followed by llguidance (Earley parser and lazy automata over bytes, MIT licence, no
 dependencies), which works without Python's lock: a schema is compiled on a thread of its own while
-other requests go on."""
+other requests go on.
+"""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -60,7 +61,8 @@ class Structures:
     """Compiles what requests ask for, one after another on a thread beside the engine's.
 
     Making the first takes a third of a second more, in which the vocabulary is read. Raises
-    ValueError if the extra is not installed."""
+    ValueError if the extra is not installed.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         try:

@@ -19,7 +19,8 @@ def log_probabilities(
     of that row.
 
     For a prompt's own tokens: row t is of the logits after token t, `tokens` are those that came
-    next. NaN stays NaN."""
+    next. NaN stays NaN.
+    """
     ids, values = kernels.log_probabilities(logits, tokens, max(num_top, default=0))
     return [
         Logprob(

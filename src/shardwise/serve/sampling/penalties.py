@@ -11,7 +11,8 @@ In the order in which vLLM applies them, on a row z of logits:
     presence_penalty    z - p if the answer has the token
 
 A sequence has few different tokens beside its vocabulary, so what is kept and changed is those
-alone."""
+alone.
+"""
 
 import copy
 import hashlib
@@ -31,7 +32,8 @@ class Sampling:
 
     It holds nothing of a page, so preemption leaves it as it is. `add` takes each token that was
     chosen. `index` is which of a request's n answers this is, `end_ids` those that end it (see
-    answer.py)."""
+    answer.py).
+    """
 
     def __init__(
         self,
@@ -116,7 +118,8 @@ def generator_for(params: SamplingParams, index: int = 0) -> torch.Generator:
     from (seed, index).
 
     (seed + index would make answer 1 of one seed the answer 0 of the next.) Without a seed it
-    starts anywhere."""
+    starts anywhere.
+    """
     generator = torch.Generator()
     if params.seed is None:
         generator.seed()

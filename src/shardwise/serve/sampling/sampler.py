@@ -9,7 +9,8 @@ In the order in which vLLM does it, for each row:
     otherwise           temperature, min_p, top_k, top_p, and a draw (kernels/choose.py on a CPU, filters.py on a GPU)
 
 On a CPU a row's token and log-probabilities are bit for bit the same alone or in company: all is
-done row by row."""
+done row by row.
+"""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ class Picked:
 
     `token` is None where nothing can be chosen: a logit is NaN or infinite, or all are minus
     infinity (a grammar and min_tokens may leave no token). Such a request ends with finish_reason
-    "error"; the other rows are not affected."""
+    "error"; the other rows are not affected.
+    """
 
     token: int | None
     logprob: Logprob | None = None

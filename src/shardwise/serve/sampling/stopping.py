@@ -10,7 +10,8 @@ As vLLM does it, after each token, the first that holds:
 None of the first three before min_tokens tokens: the sampler lets no end token through
 (penalties.py), and a stop string counts only if it is completed by a later token. Tokens and
 log-probabilities are all that were generated: also the end token, and those of a stop string. The
-text has neither: the end token has no text, and a stop string cuts it."""
+text has neither: the end token has no text, and a stop string cuts it.
+"""
 
 from collections.abc import Collection
 
@@ -30,7 +31,8 @@ class Answer:
     """One of a request's n answers: takes tokens as they come, gives what can be shown of each.
 
     `room` is how many tokens the model's length leaves after the prompt. After the piece with a
-    finish_reason no more may come."""
+    finish_reason no more may come.
+    """
 
     def __init__(
         self,
