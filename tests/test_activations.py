@@ -42,7 +42,7 @@ from shardwise.plan.activations import (
     saved_tensors,
     share_of,
 )
-from shardwise.plan.exchange import chunks
+from shardwise.plan.traffic import chunks
 from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
     FAMILIES,

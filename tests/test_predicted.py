@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shardwise.parallel.mesh as mesh_module
-import shardwise.plan.step as step_module
+import shardwise.parallel.pipeline.schedules as schedules_module
 from ranks import Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
@@ -34,9 +34,10 @@ from shardwise.parallel.pipeline.actions import (
     rank_pieces,
     stage_pieces,
 )
+from shardwise.parallel.pipeline.schedules import step_table
 from shardwise.parallel.zero import Store
 from shardwise.params import local_shape, model_specs, num_params, stage_units
-from shardwise.plan import exchange
+from shardwise.plan import traffic
 from shardwise.plan.activations import MicroBatchShape
 from shardwise.plan.buffers import Moment, moments
 from shardwise.plan.ledger import (
@@ -49,7 +50,6 @@ from shardwise.plan.ledger import (
     training_ledgers,
     unit_sizes,
 )
-from shardwise.plan.step import step_table
 from shardwise.plan.traffic import CommBytes, comm_bytes, data_bytes, pipeline_bytes, step_counts
 from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
@@ -594,7 +594,7 @@ def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]
 
 
 def planned_bytes(case: Case) -> CommBytes:
-    with chunks_of(exchange, case):
+    with chunks_of(traffic, case):
         return comm_bytes(
             case.config, Layout.parse(case.layout), case.precision, microbatch=case.microbatch
         )
@@ -956,7 +956,7 @@ def test_what_is_counted_does_not_grow_with_micro_batches() -> None:
         counted.append(len(order))
         return lower(order, *given)
 
-    with patch.object(step_module, "lower", counting):
+    with patch.object(schedules_module, "lower", counting):
         (ledger,) = training_ledgers(config, Layout.parse(short))
         sent = elements_sent(config, short)
     assert max(counted) == 4, "F and B of two"

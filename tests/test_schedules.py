@@ -17,7 +17,7 @@ from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.schedules import MOST_ACTIONS, pipeline_table
 from shardwise.parallel.pipeline.table import Costs, Memory, Table, held, table_span
 from shardwise.parallel.pipeline.table_csv import csv_text, read_cell, read_csv
-from shardwise.parallel.pipeline.validate import prove
+from shardwise.parallel.pipeline.validate import validate
 from shardwise.parallel.pipeline.zero_bubble import (
     POLICIES,
     Problem,
@@ -149,7 +149,7 @@ def test_what_the_fixed_schedules_keep(p: int, m: int) -> None:
 @settings(max_examples=150)
 @given(tables())
 def test_every_schedule_can_run(table: Table) -> None:
-    prove(table)
+    validate(table)
     num_kinds = 3 if any(action.kind == "W" for action in table.ranks[0]) else 2
     assert sum(map(len, table.ranks)) == num_kinds * len(table.placement) * table.num_microbatches
 
@@ -164,7 +164,7 @@ def test_a_search_stays_within_its_memory_and_is_never_longer_than_what_fits(
     assume(limit * p >= 1)
     memory = Memory(limit, mem_w)
     table = pipeline_table("zb-auto", p, m, 1, costs, memory)
-    prove(table, memory)
+    validate(table, memory)
     rivals: list[tuple[Schedule, float]] = (
         [("zb-h1", p), ("zb-h2", 2 * p - 1)] if m >= 2 * p - 1 else [("zb-h1", p)]
     )
@@ -187,7 +187,7 @@ def test_the_clock_of_a_search_is_never_fast(
     table = Table(
         tuple(tuple(written_out(i, rank.done)) for i, rank in enumerate(ranks)), tuple(range(p)), m
     )
-    prove(table, Memory(limit))
+    validate(table, Memory(limit))
     said = m * costs.microbatch + max(rank.idle for rank in ranks)
     assert table_span(table, costs) <= said * (1 + 1e-9)
 
@@ -301,10 +301,10 @@ def test_what_the_proof_says_of_a_swap_is_what_happens(table: Table, data: st.Da
     actions[first], actions[second] = actions[second], actions[first]
     swapped = edited(table, rank, actions)
     if runs(swapped):
-        prove(swapped)
+        validate(swapped)
     else:
         with pytest.raises(ValueError, match=r"is before|no rank can go on"):
-            prove(swapped)
+            validate(swapped)
 
 
 @settings(max_examples=60)
@@ -314,7 +314,7 @@ def test_an_action_that_is_missing_is_refused(table: Table, chance: random.Rando
     at = chance.randrange(len(table.ranks[rank]))
     dropped = table.ranks[rank][at]
     with pytest.raises(ValueError, match=rf"^rank {rank}\b.* (has no|has neither) .*\b{dropped}\b"):
-        prove(edited(table, rank, [*table.ranks[rank][:at], *table.ranks[rank][at + 1 :]]))
+        validate(edited(table, rank, [*table.ranks[rank][:at], *table.ranks[rank][at + 1 :]]))
 
 
 @settings(max_examples=60)
@@ -328,7 +328,7 @@ def test_an_action_that_is_there_twice_is_refused(table: Table, chance: random.R
     earlier = min(to, at)
     said = f"rank {rank}, position {later}: {again} is there already, at position {earlier}; once is enough"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        prove(edited(table, rank, [*table.ranks[rank][:to], again, *table.ranks[rank][to:]]))
+        validate(edited(table, rank, [*table.ranks[rank][:to], again, *table.ranks[rank][to:]]))
 
 
 @given(tables(["1f1b", "zb-h1", "interleaved"], most=4), st.randoms(use_true_random=False))
@@ -339,7 +339,7 @@ def test_an_action_on_another_rank_is_refused(table: Table, chance: random.Rando
     without = edited(table, rank, [action for action in table.ranks[rank] if action != moved])
     said = f"rank {other}, position {len(table.ranks[other])}: {moved} is on the wrong rank; stage {moved.stage} is on "
     with pytest.raises(ValueError, match=re.escape(said)):
-        prove(edited(without, other, [*table.ranks[other], moved]))
+        validate(edited(without, other, [*table.ranks[other], moved]))
 
 
 @pytest.mark.parametrize(
@@ -374,10 +374,10 @@ def test_an_action_on_another_rank_is_refused(table: Table, chance: random.Rando
 def test_what_is_wrong_is_said_in_a_sentence(text: str, said: str | None) -> None:
     table = of(text)
     if said is None:
-        prove(table)
+        validate(table)
     else:
         with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
-            prove(table)
+            validate(table)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_what_is_wrong_is_said_in_a_sentence(text: str, said: str | None) -> Non
 def test_what_is_no_part_of_a_schedule_is_refused(action: Action, said: str) -> None:
     table = of("0F0 0B0\n1F0 1B0")
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
-        prove(edited(table, 0, [table.ranks[0][0], action, table.ranks[0][1]]))
+        validate(edited(table, 0, [table.ranks[0][0], action, table.ranks[0][1]]))
 
 
 def test_a_table_over_its_memory_is_refused() -> None:
@@ -419,9 +419,9 @@ def test_a_table_over_its_memory_is_refused() -> None:
     ):
         schedule: Any = name
         table = pipeline_table(schedule, 4, 8, v)
-        prove(table, Memory(most / 4))
+        validate(table, Memory(most / 4))
         with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
-            prove(table, Memory(limit / 4))
+            validate(table, Memory(limit / 4))
 
 
 def test_between_i_and_w_a_part_is_held() -> None:
@@ -499,7 +499,7 @@ def test_a_b_with_a_w_beside_it_is_an_i(tmp_path: Path) -> None:
     table = read_csv(path)
     assert line(table, 0) == "0F0 0F1 2F0 2I0 2W0 2F1 2I1 2W1 0I0 0W0 0I1 0W1"
     assert (line(table, 1), table.placement) == ("1F0 1F1 1B0 1B1", (0, 1, 0))
-    prove(table)
+    validate(table)
     path.write_text("0F0,0I0,0B0,0W0\n")
     assert line(read_csv(path), 0) == "0F0 0I0 0B0 0W0", (
         "where an I is there too, the B is one too many"
@@ -512,7 +512,7 @@ def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
     path.write_text('\ufeff"0F0", ,3F0 ,3B0,,0B0\r\n,1F0,2F0,,2B0,1B0\r\n\n', encoding="utf-8")
     table = read_csv(path)
     assert (table.placement, table.chunks) == ((0, 1, 1, 0), 2)
-    prove(table)
+    validate(table)
 
 
 @pytest.mark.parametrize(
@@ -561,12 +561,12 @@ def test_a_file_with_gaps_is_refused_by_the_proof(tmp_path: Path) -> None:
     wrong one."""
     (tmp_path / "gap.csv").write_text("0F9999999,0B9999999")
     with pytest.raises(ValueError, match="rank 0 has no 0F0"):
-        prove(read_csv(tmp_path / "gap.csv"))
+        validate(read_csv(tmp_path / "gap.csv"))
     (tmp_path / "two.csv").write_text("0F0,0B0\n0F1,0B1")
     with pytest.raises(
         ValueError, match="rank 1, position 0: 0F1 is on the wrong rank; stage 0 is on rank 0"
     ):
-        prove(read_csv(tmp_path / "two.csv"))
+        validate(read_csv(tmp_path / "two.csv"))
 
 
 def test_actions_of_a_search_come_in_order() -> None:

@@ -18,12 +18,11 @@ from shardwise.cli import main
 from shardwise.layout import Layout, Schedule
 from shardwise.parallel.launch import Place
 from shardwise.parallel.pipeline.actions import Action
-from shardwise.parallel.pipeline.schedules import pipeline_table
+from shardwise.parallel.pipeline.schedules import pipeline_table, step_table
 from shardwise.parallel.pipeline.table import Table, needed
 from shardwise.parallel.pipeline.table_csv import csv_text
 from shardwise.plan.measured import Event, Traced, mean_seconds, measured_timeline, read_trace
 from shardwise.plan.simulate import Timeline, simulate
-from shardwise.plan.step import step_table
 from shardwise.train import loop
 from shardwise.train.settings import Settings
 from shardwise.train.validate import check_run

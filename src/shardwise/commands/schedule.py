@@ -75,7 +75,7 @@ def add_schedule(subparsers: Any) -> None:
 def run_schedule(args: argparse.Namespace) -> int:
     from shardwise.parallel.pipeline.table import Costs, Memory
     from shardwise.parallel.pipeline.table_csv import csv_text
-    from shardwise.parallel.pipeline.validate import prove
+    from shardwise.parallel.pipeline.validate import validate
     from shardwise.plan.simulate import simulate
     from shardwise.plan.svg import draw_timelines, summarized
 
@@ -85,7 +85,7 @@ def run_schedule(args: argparse.Namespace) -> int:
     costs = Costs(args.tf, args.tb, args.tw, args.tc)
     memory = Memory(args.mem_limit, args.mem_w)
     table = asked_table(args, costs, memory)
-    prove(table, memory)
+    validate(table, memory)
     timeline = simulate(table, costs.seconds(table.chunks), costs.tc)
     title = titled(args.name, table, memory)
     if args.svg:

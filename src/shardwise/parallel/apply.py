@@ -23,9 +23,9 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
 from shardwise.parallel.pipeline.actions import Action, Piece, lower, rank_pieces, stage_pieces
 from shardwise.parallel.pipeline.executor import Context, Executor, Pipeline, Run, Work
-from shardwise.parallel.pipeline.schedules import rank_actions
+from shardwise.parallel.pipeline.schedules import rank_actions, step_table
 from shardwise.parallel.pipeline.table import Table
-from shardwise.parallel.pipeline.validate import prove
+from shardwise.parallel.pipeline.validate import validate
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
 from shardwise.params import ParamSpec, model_specs, stage_units, units
@@ -58,7 +58,7 @@ def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
 def check_schedule(schedule: Table, layout: Layout) -> None:
     """Raise ValueError if a user's own table cannot run, or is for other sizes than those of
     `layout`."""
-    prove(schedule)
+    validate(schedule)
     layers = tuple(stage % layout.pp for stage in range(layout.pp * layout.chunks))
     for what, found, wanted in (
         ("ranks", len(schedule.ranks), layout.pp),
@@ -121,9 +121,10 @@ def apply(
         tied=frozenset({"embed"} if config.tied else ()),
     )
     stages = stage_pieces(config, layout)
-    step = schedule.ranks[mesh.coord.pp] if schedule else rank_actions(layout, mesh.coord.pp)
+    actions = schedule.ranks[mesh.coord.pp] if schedule else None
+    table = step_table(config, layout, mesh.coord.pp, overlap=overlap, actions=actions)
     work = rank_work(
-        model, kernels, specs, mesh, step, rank_pieces(stages, layout, mesh.coord.pp), context
+        model, kernels, specs, mesh, table, rank_pieces(stages, layout, mesh.coord.pp), context
     )
     once = [Action("F", stage) for stage in range(mesh.coord.pp, len(stages), layout.pp)]
     return Program(
@@ -131,7 +132,7 @@ def apply(
         specs,
         store,
         Pipeline(work, store, mesh),
-        lower(step, stages, layout, overlap),
+        table,
         lower(once, stages, layout, overlap),
         kernels.name,
     )
@@ -142,7 +143,7 @@ def rank_work(
     kernels: TrainingKernels,
     specs: tuple[ParamSpec, ...],
     mesh: Mesh,
-    step: Sequence[Action],
+    table: Sequence[Action],
     pieces: Sequence[Piece],
     context: Callable[[MicroBatch], Context],
 ) -> Work:
@@ -152,7 +153,7 @@ def rank_work(
         piece.name: tuple(spec.name for unit in piece.units for spec in by_unit[unit])
         for piece in pieces
     }
-    splits = any(action.kind == "I" for action in step)
+    splits = any(action.kind == "I" for action in table)
 
     def between(context: Context) -> Tensor:
         tokens = model.seams.part(context.microbatch.tokens)

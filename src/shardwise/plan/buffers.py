@@ -25,7 +25,7 @@ from shardwise.parallel.pipeline.actions import (
     rank_pieces,
     stage_pieces,
 )
-from shardwise.plan.step import step_table
+from shardwise.parallel.pipeline.schedules import step_table
 
 SUM_BYTES = 4  # gradients are summed in fp32
 

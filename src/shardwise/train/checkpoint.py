@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from shardwise.atomic import partial_path, replace_durably, sync
 from shardwise.formats.run_checkpoint import (
     FORMAT_VERSION,
     STATES,
@@ -34,7 +35,7 @@ def save_checkpoint(
 
     Raises OSError, on every rank, when a rank cannot write: the checkpoint before stays as it was.
     """
-    aside = target.parent / f".{target.name}.partial"
+    aside = partial_path(target)
     error: OSError | None = None
     try:
         if mesh.rank == 0:
@@ -104,22 +105,9 @@ def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], 
     }
     (aside / "index.json").write_text(json.dumps(index))
     (aside / "index.sha256").write_text(checksum(aside / "index.json"))
-    for path in (aside / "index.json", aside / "index.sha256", aside):
+    for path in (aside / "index.json", aside / "index.sha256"):
         sync(path)
-    if target.exists():
-        shutil.rmtree(target)
-    aside.rename(target)
-    sync(target.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk: what is older may be removed
-    then."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    replace_durably(aside, target)
 
 
 def attempt(work: Callable[[], None]) -> OSError | None:

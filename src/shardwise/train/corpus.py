@@ -11,7 +11,6 @@ Every document ends with the end-of-text token. Memory stays bounded whatever th
 source: long documents are tokenized in pieces.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
+from shardwise.atomic import exclusive, partial_path, remove, written_aside
 from shardwise.train.documents import Piece, read_file, source_files
 
 FORMAT_VERSION = 1
@@ -199,31 +199,13 @@ def staged(destination: Path) -> Iterator[Path]:
 
     What a killed build left behind is cleared by the next one; a lock keeps two at a time apart.
     """
-    partial = destination.parent / f".{destination.name}.partial"
+    partial = partial_path(destination)
     partial.mkdir(parents=True, exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"Another process is building {destination}; name another folder, or wait."
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        try:
-            for left in partial.iterdir():
-                if left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
-            yield partial
-            partial.rename(destination)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    finally:
-        os.close(lock)
+    in_use = f"Another process is building {destination}; name another folder, or wait."
+    with exclusive(partial, in_use), written_aside(destination, unique=False):
+        for leftover in partial.iterdir():
+            remove(leftover)
+        yield partial
 
 
 class SplitWriter:

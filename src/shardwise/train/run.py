@@ -6,15 +6,14 @@ RUN/metrics.jsonl    a line a step
 RUN/checkpoints/
 """
 
-import fcntl
 import json
-import os
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
+from shardwise.atomic import exclusive, written_aside
 from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.run_checkpoint import list_checkpoints, newest
 from shardwise.formats.tokenizers.tokenizer import load_tokenizer
@@ -66,32 +65,24 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep every other process out of a run's folder; ValueError if one is in it. The folder is
     made if need be."""
     made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-    except FileExistsError:
-        raise ValueError(
-            f"{folder} is not empty and not a run; choose another run.folder"
-        ) from None
-    except (OSError, UnicodeEncodeError) as error:
-        raise ValueError(
-            f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ValueError(
-            f"{folder} is being trained by another process; choose another run.folder"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
-    finally:
-        if made and not any(folder.iterdir()):
-            folder.rmdir()
-        os.close(lock)
+    in_use = f"{folder} is being trained by another process; choose another run.folder"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(exclusive(folder, in_use))
+        except FileExistsError:
+            raise ValueError(
+                f"{folder} is not empty and not a run; choose another run.folder"
+            ) from None
+        except (OSError, UnicodeEncodeError) as error:
+            raise ValueError(
+                f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}"
+            ) from None
+        try:
+            yield
+        finally:
+            if made and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
@@ -126,9 +117,8 @@ def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
             json.dumps(to_hugging_face(run.config), indent=2) + "\n"
         )
         shutil.copyfile(data / "data.json", folder / "data.json")
-        aside = folder / ".config.toml.partial"
-        aside.write_text(to_toml(run.settings), encoding="utf-8")
-        os.replace(aside, folder / "config.toml")  # last: what has a config.toml is a whole run
+        with written_aside(folder / "config.toml", unique=False) as aside:  # last: makes it a run
+            aside.write_text(to_toml(run.settings), encoding="utf-8")
     except (OSError, UnicodeEncodeError) as error:
         raise ValueError(
             f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}"

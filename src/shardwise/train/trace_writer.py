@@ -6,12 +6,12 @@ RUN/trace/step-3.svg    of a pipeline: measured, and simulated with the same tim
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.atomic import written_aside
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.spans import WAIT, Span
@@ -59,8 +59,7 @@ def part_of(path: Path, rank: int) -> Path:
 def join_parts(path: Path, mesh: Mesh, step: int) -> None:
     """One file of what the ranks wrote, as far as this rank sees their disks."""
     about = {"layout": str(mesh.layout), "step": step}
-    whole = path.with_name(f".{path.stem}.partial")
-    with whole.open("w", encoding="utf-8") as file:
+    with written_aside(path, unique=False) as whole, whole.open("w", encoding="utf-8") as file:
         file.write(
             f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
         )
@@ -71,7 +70,6 @@ def join_parts(path: Path, mesh: Mesh, step: int) -> None:
             file.write((",\n" if part != parts[0] else "") + part.read_text(encoding="utf-8"))
             part.unlink()
         file.write("\n]}\n")
-    os.replace(whole, path)
 
 
 def events(spans: list[Span], mesh: Mesh) -> Iterator[dict[str, Any]]:

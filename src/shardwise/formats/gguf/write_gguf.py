@@ -7,7 +7,6 @@ gguf-py/gguf/constants.py of llama.cpp.
 """
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.atomic import written_aside
 from shardwise.config import ModelConfig
 from shardwise.formats.families import GGUF_NAMES, Source, sources
 from shardwise.formats.gguf.gguf_blocks import to_blocks
@@ -49,33 +49,30 @@ def write_gguf(
     arch = architecture(config)
     keys = model_keys(config)
     stored = list(stored_as(config, kind, dtype))
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        writer = gguf.GGUFWriter(aside, arch)
-        add_metadata(
-            writer,
-            keys
-            | {"general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{kind}"])}
-            | dict(tokenizer),
-        )
-        for name, shape, each in stored:
-            block = BLOCKS[each]
-            num_bytes = math.prod(shape) // block.num_elements * block.num_bytes
-            writer.add_tensor_info(
-                name, shape, np.dtype(np.float32), num_bytes, gguf.GGMLQuantizationType[each]
+        with written_aside(path) as aside:
+            writer = gguf.GGUFWriter(aside, arch)
+            add_metadata(
+                writer,
+                keys
+                | {"general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{kind}"])}
+                | dict(tokenizer),
             )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for raw in stored_forms(config, tensors, dtype):
-            writer.write_tensor_data(raw)
-        writer.close()
-        aside.rename(path)
+            for name, shape, each in stored:
+                block = BLOCKS[each]
+                num_bytes = math.prod(shape) // block.num_elements * block.num_bytes
+                writer.add_tensor_info(
+                    name, shape, np.dtype(np.float32), num_bytes, gguf.GGMLQuantizationType[each]
+                )
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for raw in stored_forms(config, tensors, dtype):
+                writer.write_tensor_data(raw)
+            writer.close()
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def package() -> Any:

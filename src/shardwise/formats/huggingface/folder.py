@@ -5,7 +5,6 @@ A folder holds config.json and the files that `files.py` tells of.
 
 import json
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardwise.atomic import written_aside
 from shardwise.config import ModelConfig
 from shardwise.formats.families import (
     FOLDER_NAMES,
@@ -127,7 +127,7 @@ def write_folder(
     held = [spec for spec in specs if spec.tied_to is None]
     names = FOLDER_NAMES[config.family]
     shards = plan_shards(stored_bytes(held, names, dtype, scheme), max_shard_bytes)
-    with written_aside(path) as aside:
+    with new_folder(path) as aside:
         write_shards(aside, shards, stored_forms(held, names, tensors, dtype))
         write_json(aside / "config.json", folder_config(config, dtype, tokenizer, scheme))
         for file in tokenizer_files:
@@ -145,19 +145,15 @@ def check_vacant(path: Path) -> None:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` that takes its name once the block has succeeded, and is removed
-    if it has not."""
+def new_folder(path: Path) -> Iterator[Path]:
+    """Create a folder next to `path`, which is renamed to `path` when the block succeeds and removed
+    when it fails."""
     path = path.resolve()
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.mkdir()
-        try:
+        with written_aside(path) as aside:
+            aside.mkdir()
             yield aside
-            aside.rename(path)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be written: {error}") from error
 

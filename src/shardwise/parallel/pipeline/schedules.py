@@ -10,8 +10,9 @@ from functools import lru_cache
 from itertools import chain
 from typing import get_args
 
+from shardwise.config import ModelConfig
 from shardwise.layout import Layout, Schedule, nearest_multiple
-from shardwise.parallel.pipeline.actions import Action, accumulate
+from shardwise.parallel.pipeline.actions import Action, accumulate, lower, stage_pieces
 from shardwise.parallel.pipeline.table import EQUAL, NO_LIMIT, Costs, Memory, Table
 from shardwise.parallel.pipeline.zero_bubble import zb_auto, zb_h1, zb_h2
 
@@ -49,11 +50,32 @@ def pipeline_table(
     return Table(tuple(map(tuple, ranks)), tuple(stage % p for stage in range(p * v)), m)
 
 
-def rank_actions(layout: Layout, rank: int) -> tuple[Action, ...]:
-    """What a pipeline rank does in a step, by the schedule of a layout; of a single stage, one
-    micro-batch after another."""
+def step_table(
+    config: ModelConfig,
+    layout: Layout,
+    rank: int,
+    num_microbatches: int | None = None,
+    overlap: bool = True,
+    actions: Sequence[Action] | None = None,
+) -> list[Action]:
+    """Return the lowered table of one training step of pipeline rank `rank`. The run executes this
+    table and the planner prices it.
+
+    `actions` replace the schedule of the layout. Without a pipeline, `num_microbatches` limits the
+    table to that many micro-batches: all that follow add the same.
+    """
+    if actions is None:
+        actions = rank_actions(layout, rank, num_microbatches)
+    return lower(actions, stage_pieces(config, layout), layout, overlap)
+
+
+def rank_actions(
+    layout: Layout, rank: int, num_microbatches: int | None = None
+) -> tuple[Action, ...]:
+    """Return the actions of a pipeline rank in one step, in order. A layout without a pipeline runs
+    one micro-batch after another, `num_microbatches` of them if given."""
     if layout.schedule is None:
-        return tuple(accumulate(layout.microbatches))
+        return tuple(accumulate(num_microbatches or layout.microbatches))
     return layout_table(
         layout.schedule, layout.pp, layout.microbatches, layout.chunks, layout.memory_limit
     ).ranks[rank]

@@ -19,7 +19,7 @@ LONGEST = 1e12
 @dataclass(frozen=True)
 class Table:
     """The actions of each rank of a pipeline in order, and the rank of each virtual stage. Nothing
-    here is checked: that a table can run is proven by `proof.prove`."""
+    here is checked: that a table can run is proven by `validate.validate`."""
 
     ranks: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]

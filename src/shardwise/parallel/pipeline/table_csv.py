@@ -30,7 +30,7 @@ def csv_text(table: Table) -> str:
 def read_csv(path: Path) -> Table:
     """The table of a file, with the stages on the ranks that have them. A B whose micro-batch has a
     W and no I is read as an I: PyTorch once wrote them so, as papers do. Raises ValueError for what
-    cannot be read; whether the table can run, `proof.prove` tells."""
+    cannot be read; whether the table can run, `validate.validate` tells."""
     if (num_bytes := path.stat().st_size) > MOST_BYTES:
         raise ValueError(
             f"{path} has {num_bytes:,} bytes; schedules of up to {MOST_BYTES:,} are read"

@@ -14,18 +14,18 @@ Places = dict[tuple[Kind, int, int], tuple[int, int]]
 """(rank, position) of each (kind, stage, microbatch)."""
 
 
-def prove(table: Table, memory: Memory = NO_LIMIT) -> None:
+def validate(table: Table, memory: Memory = NO_LIMIT) -> None:
     """Raises ValueError with the first thing that keeps a table from running as it should: every
     micro-batch goes once through F, and B or I and W, of every stage; on the rank of that stage; in
     an order in which nobody waits for ever; and no rank holds more than `memory` allows."""
     places = found(table)
     for stage, rank in enumerate(table.placement):
         for microbatch in range(table.num_microbatches):
-            prove_complete(places, stage, microbatch, rank)
+            validate_complete(places, stage, microbatch, rank)
     deque(replay(table, lambda action: 1.0), maxlen=0)
     if memory.limit is not None:
         for rank, actions in enumerate(table.ranks):
-            prove_within(actions, rank, memory.limit * len(table.placement), memory.mem_w)
+            validate_within(actions, rank, memory.limit * len(table.placement), memory.mem_w)
 
 
 def found(table: Table) -> Places:
@@ -59,7 +59,7 @@ def found(table: Table) -> Places:
     return places
 
 
-def prove_complete(places: Places, stage: int, microbatch: int, rank: int) -> None:
+def validate_complete(places: Places, stage: int, microbatch: int, rank: int) -> None:
     """One micro-batch in one stage: F, then B or I, then W."""
 
     def name(kind: Kind) -> str:
@@ -88,7 +88,7 @@ def prove_complete(places: Places, stage: int, microbatch: int, rank: int) -> No
             raise ValueError(f"{here} is before {name(before)}, which is at position {earlier}")
 
 
-def prove_within(actions: Sequence[Action], rank: int, limit: float, mem_w: float) -> None:
+def validate_within(actions: Sequence[Action], rank: int, limit: float, mem_w: float) -> None:
     """In forwards of a chunk."""
     for position, forwards in enumerate(held(actions, mem_w)):
         if forwards > limit + 1e-6:
