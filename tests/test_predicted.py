@@ -42,7 +42,6 @@ from shardwise.plan.activations import MicroBatchShape
 from shardwise.plan.buffers import Moment, moments
 from shardwise.plan.ledger import (
     STATES,
-    Gradients,
     Precision,
     computed_bytes,
     element_bytes,
@@ -51,6 +50,7 @@ from shardwise.plan.ledger import (
     unit_sizes,
 )
 from shardwise.plan.traffic import CommBytes, comm_bytes, data_bytes, pipeline_bytes, step_counts
+from shardwise.precision import GradientPrecision
 from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
     FAMILIES,
@@ -72,7 +72,7 @@ MODELS |= {
     "deep": replace(PRIMES, tied=True, num_layers=5),
     "deep-gpt2": replace(FAMILIES["gpt2"], num_layers=5),
 }
-DTYPE_CHOICES: list[tuple[Precision, Gradients]] = [
+DTYPE_CHOICES: list[tuple[Precision, GradientPrecision]] = [
     ("bf16", "same"),
     ("bf16", "fp32"),
     ("fp32", "same"),
@@ -190,7 +190,7 @@ def ready(
     short: str,
     model: str,
     precision: Precision,
-    gradients: Gradients,
+    gradients: GradientPrecision,
     bucket_bytes: int,
     overlap: bool,
 ) -> tuple[Program, Mesh]:
@@ -216,7 +216,7 @@ def steps_on(
     short: str,
     model: str,
     precision: Precision,
-    gradients: Gradients,
+    gradients: GradientPrecision,
     bucket_bytes: int = BUCKET_BYTES,
     overlap: bool = True,
 ) -> Measured:
@@ -249,7 +249,7 @@ def planned(
     short: str,
     config: ModelConfig,
     precision: Precision,
-    gradients: Gradients,
+    gradients: GradientPrecision,
     bucket_bytes: int = BUCKET_BYTES,
     overlap: bool = True,
     stage: int = 0,
@@ -282,7 +282,11 @@ def planned(
 
 
 def stage_bytes(
-    config: ModelConfig, layout: Layout, precision: Precision, gradients: Gradients, stage: int
+    config: ModelConfig,
+    layout: Layout,
+    precision: Precision,
+    gradients: GradientPrecision,
+    stage: int,
 ) -> CommBytes:
     """What a rank of this stage sends to data ranks and to other stages, where a micro-batch is one
     sequence."""
@@ -442,7 +446,7 @@ def test_a_drawn_case(
     ranks: Ranks,
     layout: Layout,
     model: str,
-    choice: tuple[Precision, Gradients],
+    choice: tuple[Precision, GradientPrecision],
     bucket_bytes: int,
     overlap: bool,
 ) -> None:
@@ -814,7 +818,10 @@ def models(draw: st.DrawFn) -> ModelConfig:
 
 @given(models(), trained_layouts(9), st.integers(1, 7), st.sampled_from(DTYPE_CHOICES))
 def test_two_micro_batches_tell_of_all(
-    config: ModelConfig, layout: Layout, microbatches: int, choice: tuple[Precision, Gradients]
+    config: ModelConfig,
+    layout: Layout,
+    microbatches: int,
+    choice: tuple[Precision, GradientPrecision],
 ) -> None:
     """Counts and the most that is held for a while, against those of the whole table."""
     layout = replace(layout, microbatches=microbatches)

@@ -27,6 +27,7 @@ from shardwise.kernels.reference.paged_attention import BLOCK_TOKENS
 from shardwise.kernels.registry import kernels_for
 from shardwise.layout import Layout
 from shardwise.parallel.launch import Place
+from shardwise.precision import Precision
 from shardwise.serve import settings as limits
 from shardwise.serve.engine import remote as process
 from shardwise.serve.engine import worker
@@ -333,7 +334,7 @@ def test_it_ends_with_its_server(folder: Path, tmp_path: Path, end: str, code: i
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_two_ranks_say_what_one_says(folder: Path, dtype: limits.Dtype) -> None:
+def test_two_ranks_say_what_one_says(folder: Path, dtype: Precision) -> None:
     model = load_model(folder, worker.DTYPES[dtype], torch.device("cpu"))
     prompts = [tuple(range(5, 5 + count)) for count in (1, 17, 90)]
     expected = answers(

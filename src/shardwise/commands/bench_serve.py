@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.commands.serve import QUANT
 from shardwise.commands.terminal import answer_console, progress_bar, say
+from shardwise.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from shardwise.measure.load_test import Row, Target
@@ -95,7 +96,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="goodput: each after it, on average, comes within",
     )
     flags.add_argument(
-        "--dtype", choices=("bf16", "fp32"), help="of the weights of MODEL (default: bf16)"
+        "--dtype", choices=PRECISIONS, help="of the weights of MODEL (default: bf16)"
     )
     flags.add_argument("--quant", metavar="Q", help="of MODEL: " + QUANT)
     flags.add_argument(

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.commands.serve import QUANT
 from shardwise.commands.terminal import progress_bar
+from shardwise.precision import PRECISIONS
 
 
 def add_eval(subparsers: Any) -> None:
@@ -35,10 +36,7 @@ def add_eval(subparsers: Any) -> None:
         "it (default: the context, no overlap)",
     )
     parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp32"),
-        default="bf16",
-        help="of weights and cache (default: bf16)",
+        "--dtype", choices=PRECISIONS, default="bf16", help="of weights and cache (default: bf16)"
     )
     parser.add_argument("--quant", metavar="Q", help="of perplexity: " + QUANT)
     parser.set_defaults(run=run_eval)

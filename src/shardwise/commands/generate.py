@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.commands.serve import QUANT
+from shardwise.precision import PRECISIONS
 
 DEFAULT_TOKENS = 256
 
@@ -68,10 +69,7 @@ def add_generate(subparsers: Any) -> None:
         help="end before this text; many allowed",
     )
     parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp32"),
-        default="bf16",
-        help="of weights and cache (default: bf16)",
+        "--dtype", choices=PRECISIONS, default="bf16", help="of weights and cache (default: bf16)"
     )
     parser.add_argument("--quant", metavar="Q", help=QUANT)
     parser.set_defaults(run=run_generate)

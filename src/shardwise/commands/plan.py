@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from shardwise.commands.terminal import answer_console
+from shardwise.precision import PRECISIONS
 
 
 def add_plan(subparsers: Any) -> None:
@@ -51,7 +52,7 @@ def add_plan(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=("bf16", "fp32"),
+        choices=PRECISIONS,
         default="bf16",
         help="of weights and gradients (default: bf16)",
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import say
+from shardwise.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from shardwise.config import ModelConfig
@@ -73,10 +74,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     layout.add_argument("--tp", type=int, metavar="N", help="the same as --layout tpN")
     parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp32"),
-        default="bf16",
-        help="of weights and cache (default: bf16)",
+        "--dtype", choices=PRECISIONS, default="bf16", help="of weights and cache (default: bf16)"
     )
     parser.add_argument("--quant", metavar="Q", help=QUANT)
     parser.add_argument("--kv-dtype", default="auto", metavar="D", help=KV_DTYPE)

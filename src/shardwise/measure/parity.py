@@ -30,7 +30,7 @@ from shardwise.parallel.unit import Owned
 from shardwise.parallel.zero import BUCKET_BYTES
 from shardwise.params import Box, ParamSpec, boxes, model_specs, num_params
 from shardwise.plan.ledger import training_ledgers
-from shardwise.train.data import Batch, MicroBatch
+from shardwise.train.data import Batch, MicroBatch, batch_rows, num_targets
 from shardwise.train.loop import all_loss, take_step
 from shardwise.train.optim import AdamW
 from shardwise.train.signals import StopRequest
@@ -189,14 +189,13 @@ def draw_batch(trial: Trial, step: int) -> tuple[Tensor, Tensor]:
 def part_of(tokens: Tensor, targets: Tensor, layout: Layout, data_rank: int) -> Batch:
     """What one data rank takes of a global batch: ranks side by side, one micro-batch after
     another."""
-    rows = len(tokens) // (layout.microbatches * layout.dp)
-    positions = torch.arange(tokens.shape[1]).expand(rows, -1)
-    firsts = [
-        (microbatch * layout.dp + data_rank) * rows for microbatch in range(layout.microbatches)
-    ]
-    cut = [slice(first, first + rows) for first in firsts]
-    microbatches = tuple(MicroBatch(tokens[part], targets[part], positions, None) for part in cut)
-    return Batch(microbatches, sum(int((each.targets != IGNORED).sum()) for each in microbatches))
+    parts = batch_rows(len(tokens), layout.microbatches, data_rank, layout.dp)
+    positions = torch.arange(tokens.shape[1]).expand(len(parts[0]), -1)
+    slices = [slice(rows.start, rows.stop) for rows in parts]
+    microbatches = tuple(
+        MicroBatch(tokens[rows], targets[rows], positions, None) for rows in slices
+    )
+    return Batch(microbatches, num_targets(microbatches))
 
 
 @dataclass(frozen=True)

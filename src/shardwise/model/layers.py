@@ -14,8 +14,9 @@ from torch import Tensor
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.kernels.interface import CausalAttention
 from shardwise.kernels.reference.attention import causal_attention
+from shardwise.precision import Precision
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """What a user calls the precision of weights and activations."""
 
 

@@ -23,13 +23,11 @@ from shardwise.layout import Coord, Layout
 from shardwise.params import local_shape, model_specs, stage_units, units
 from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits_bytes
 from shardwise.plan.buffers import buffer_bytes
+from shardwise.precision import GradientPrecision, Precision
 from shardwise.quant.kv_dtype import KvDtype, vector_bytes
 from shardwise.quant.scheme import Forms, held_bytes
 
-Precision = Literal["bf16", "fp32"]
 Mode = Literal["train", "serve"]
-Gradients = Literal["same", "fp32"]
-"""What gradients are kept in: what the weights are in, or fp32."""
 
 NOT_QUANTIZED: Forms = {}
 
@@ -56,7 +54,7 @@ class ElementBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-PRECISIONS: dict[Precision, ElementBytes] = {
+BYTES_PER_PARAMETER: dict[Precision, ElementBytes] = {
     "bf16": ElementBytes(2, 2, 12),
     "fp32": ElementBytes(4, 4, 8),
 }
@@ -80,19 +78,19 @@ class Ledger:
 
 
 def element_bytes(
-    layout: Layout, precision: Precision, gradients: Gradients = "same"
+    layout: Layout, precision: Precision, gradients: GradientPrecision = "same"
 ) -> ElementBytes:
     """What training holds of an element. FSDP gives gradients in the dtype of what it cuts, so for
     fp32 gradients of bf16 weights it cuts the masters."""
-    each = PRECISIONS[precision]
+    each = BYTES_PER_PARAMETER[precision]
     if gradients == "same":
         return each
-    return PRECISIONS["fp32"] if layout.shard == "fsdp" else replace(each, gradients=4)
+    return BYTES_PER_PARAMETER["fp32"] if layout.shard == "fsdp" else replace(each, gradients=4)
 
 
 def computed_bytes(precision: Precision) -> int:
     """Of a weight as it is gathered and computed with."""
-    return PRECISIONS[precision].parameters
+    return BYTES_PER_PARAMETER[precision].parameters
 
 
 @lru_cache(maxsize=16)
@@ -134,7 +132,7 @@ def training_ledgers(
     config: ModelConfig,
     layout: Layout,
     precision: Precision = "bf16",
-    gradients: Gradients = "same",
+    gradients: GradientPrecision = "same",
     microbatch: MicroBatchShape | None = None,
 ) -> tuple[Ledger, ...]:
     """The states of training with AdamW and what comes on top within a step, a ledger for each
@@ -174,7 +172,7 @@ def serving_ledgers(
 ) -> tuple[Ledger, ...]:
     """Weights, and the keys and values of `num_requests` requests of `seq_tokens` tokens; data
     ranks are replicas. What has one of `forms` is quantized."""
-    each = PRECISIONS[precision].parameters
+    each = BYTES_PER_PARAMETER[precision].parameters
     sizes = unit_bytes(config, layout.tp, each, forms)
     vector = vector_bytes(kv_dtype, each).of(config.head_dim)
     ledgers = []

@@ -10,9 +10,10 @@ from shardwise.formats.storage import quantized_forms
 from shardwise.hardware import Device, find_device
 from shardwise.layout import Layout, Recompute
 from shardwise.params import model_specs, num_params
-from shardwise.plan.ledger import NOT_COUNTED, NOT_QUANTIZED, PRECISIONS, Mode, Precision
+from shardwise.plan.ledger import BYTES_PER_PARAMETER, NOT_COUNTED, NOT_QUANTIZED, Mode
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_one_is_not_enough
+from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype, vector_bytes
 from shardwise.quant.scheme import Forms
 
@@ -80,7 +81,7 @@ class Plan:
         """The object that the command line prints: the first answer at the top, a second one under
         its mode."""
         params = num_params(model_specs(self.model.config))
-        kv = vector_bytes(self.kv_dtype, PRECISIONS[self.precision].parameters)
+        kv = vector_bytes(self.kv_dtype, BYTES_PER_PARAMETER[self.precision].parameters)
         model = {
             "name": self.model.name,
             "params": params,

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.params import model_specs, num_params
-from shardwise.plan.ledger import PRECISIONS, Ledger, Mode
+from shardwise.plan.ledger import BYTES_PER_PARAMETER, Ledger, Mode
 from shardwise.plan.planner import Answer, Plan
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.traffic import stage_elements
@@ -78,7 +78,7 @@ def sent_inside(candidate: Candidate) -> str:
 
 
 def title(plan: Plan, answer: Answer) -> str:
-    each = PRECISIONS[plan.precision]
+    each = BYTES_PER_PARAMETER[plan.precision]
     if answer.job.mode == "train":
         return (
             f"{TITLES['train']} in {plan.precision}, {each.total} bytes a parameter before cutting, "
@@ -122,7 +122,9 @@ def table(answer: Answer) -> Table:
 def sent(job: Job, candidate: Candidate) -> str:
     """Elements that data ranks send each other in a step, as papers give them: in multiples of the
     parameters."""
-    weights = stage_elements(job.config, candidate.layout) * PRECISIONS[job.precision].parameters
+    weights = (
+        stage_elements(job.config, candidate.layout) * BYTES_PER_PARAMETER[job.precision].parameters
+    )
     multiple = (candidate.comm_bytes["dp"] or 0) / weights
     return f"{multiple:,.0f}P" if multiple >= 1000 else f"{multiple:.3g}P"
 

@@ -15,8 +15,9 @@ from shardwise.formats.storage import check_forms
 from shardwise.hardware import Device
 from shardwise.layout import MAX_SIZE, Layout, Recompute, Shard
 from shardwise.plan.activations import MicroBatchShape
-from shardwise.plan.ledger import Ledger, Mode, Precision, serving_ledgers, training_ledgers
+from shardwise.plan.ledger import Ledger, Mode, serving_ledgers, training_ledgers
 from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
+from shardwise.precision import Precision
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Forms
 

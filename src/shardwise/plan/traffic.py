@@ -47,14 +47,8 @@ from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.parallel.pipeline.schedules import step_table
 from shardwise.params import boxes, local_shape, model_specs, partial_axes, stage_units, units
 from shardwise.plan.activations import MicroBatchShape, Share, num_blocks, share_of
-from shardwise.plan.ledger import (
-    Gradients,
-    Precision,
-    computed_bytes,
-    element_bytes,
-    shard_sizes,
-    unit_sizes,
-)
+from shardwise.plan.ledger import computed_bytes, element_bytes, shard_sizes, unit_sizes
+from shardwise.precision import GradientPrecision, Precision
 
 CommBytes = dict[str, int | None]
 """Bytes by axis; None where the axis has several ranks and no micro-batch is given, without which
@@ -74,7 +68,7 @@ def comm_bytes(
     config: ModelConfig,
     layout: Layout,
     precision: Precision = "bf16",
-    gradients: Gradients = "same",
+    gradients: GradientPrecision = "same",
     microbatch: MicroBatchShape | None = None,
 ) -> CommBytes:
     """Return the bytes that a rank sends in one training step, by axis: on each axis those of the
@@ -110,7 +104,7 @@ def data_bytes(
     layout: Layout,
     stage: int,
     precision: Precision,
-    gradients: Gradients,
+    gradients: GradientPrecision,
     counts: ActionCounts,
 ) -> int:
     """Return the bytes of weights and gradients that a rank sends to other data ranks in a step."""

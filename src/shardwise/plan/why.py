@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardwise.layout import Layout
 from shardwise.params import model_specs, num_params
-from shardwise.plan.ledger import NOT_COUNTED, PRECISIONS
+from shardwise.plan.ledger import BYTES_PER_PARAMETER, NOT_COUNTED
 from shardwise.plan.search import Candidate, Job
 from shardwise.quant.kv_dtype import vector_bytes
 from shardwise.quant.scheme import AS_STORED
@@ -44,7 +44,7 @@ def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
         return ()
     rows = one.ledger[0].rows
     limit = one.limit_bytes
-    each = PRECISIONS[job.precision]
+    each = BYTES_PER_PARAMETER[job.precision]
     weights = rows["parameters"]
     number = count(num_params(model_specs(job.config)))
     held = f"in {job.precision} ({each.parameters} bytes each)"
@@ -67,7 +67,7 @@ def quantized_to(quant: str) -> str:
 
 def training_rows(job: Job) -> list[str]:
     ledger = job.on_one_gpu.ledger[0]
-    each = PRECISIONS[job.precision]
+    each = BYTES_PER_PARAMETER[job.precision]
     rows = ledger.rows
     master = "an fp32 master copy of each weight and " if job.precision == "bf16" else ""
     parts = " + ".join(["4"] * (each.optimizer // 4))
@@ -93,7 +93,7 @@ def sequences(job: Job) -> str:
 def serving_rows(job: Job) -> list[str]:
     config = job.config
     rows = job.on_one_gpu.ledger[0].rows
-    vector = vector_bytes(job.kv_dtype, PRECISIONS[job.precision].parameters)
+    vector = vector_bytes(job.kv_dtype, BYTES_PER_PARAMETER[job.precision].parameters)
     scaled = f" in {job.kv_dtype}, each with a scale" if vector.scale else ""
     window = config.sliding_window if config.windowed_layers else None
     within = (

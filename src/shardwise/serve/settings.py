@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.formats.storage import quantized_forms
 from shardwise.layout import Layout
+from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype
 from shardwise.quant.scheme import parse_quant
 from shardwise.serve.engine.scheduler import Limits
 
-Dtype = Literal["bf16", "fp32"]
 BLOCK_TOKENS = 128
 """Attention adds up blocks of this many positions (kernels/paged.py), each of whole pages."""
 
@@ -25,7 +24,7 @@ class EngineSettings:
 
     model: Path
     layout: Layout = field(default_factory=Layout)
-    dtype: Dtype = "bf16"
+    dtype: Precision = "bf16"
     kv_bytes: int | None = None
     max_len: int | None = None
     page_tokens: int = 16
@@ -41,9 +40,9 @@ class EngineSettings:
             raise ValueError(
                 f"serving cuts a model over tensor ranks alone, not as {layout}; tp{layout.tp} works"
             )
-        if self.dtype not in get_args(Dtype):
+        if self.dtype not in PRECISIONS:
             raise ValueError(
-                f"dtype is {self.dtype}, but a model is served in {' or '.join(get_args(Dtype))}"
+                f"dtype is {self.dtype}, but a model is served in {' or '.join(PRECISIONS)}"
             )
         if self.quant is not None:
             parse_quant(self.quant)

@@ -21,7 +21,6 @@ from shardwise.model.batch import MicroBatch
 from shardwise.model.loss import IGNORED
 from shardwise.train.corpus import START_DTYPE, read_corpus
 
-NO_TARGET = IGNORED  # as the loss knows it
 NUM_ROUNDS = 8  # four suffice for many samples; eight also shuffle a handful evenly
 
 
@@ -156,6 +155,17 @@ class Batch:
     num_targets: int
 
 
+def batch_rows(global_batch: int, microbatches: int, data_rank: int, data_size: int) -> list[range]:
+    """Return the rows of a global batch of G sequences that a data rank takes, per micro-batch.
+
+    With B = G / (M D), micro-batch m of data rank d has the rows (m D + d) B + b for b < B: one
+    micro-batch after another, and within it the ranks in order.
+    """
+    num_rows = global_batch // (microbatches * data_size)
+    firsts = [(m * data_size + data_rank) * num_rows for m in range(microbatches)]
+    return [range(first, first + num_rows) for first in firsts]
+
+
 @dataclass(frozen=True)
 class Batches:
     """One data rank's training batches, each a function of its step alone: resuming needs the step
@@ -196,20 +206,10 @@ class Batches:
 
     def batch(self, step: int) -> Batch:
         order = Order(self.token_file.num_samples(self.seq_len), self.seed)
-        num_rows = self.global_batch // (self.microbatches * self.data_size)
+        rows = batch_rows(self.global_batch, self.microbatches, self.data_rank, self.data_size)
         first = step * self.global_batch
-        return collate(
-            self.token_file,
-            [
-                [
-                    order[first + (m * self.data_size + self.data_rank) * num_rows + b]
-                    for b in range(num_rows)
-                ]
-                for m in range(self.microbatches)
-            ],
-            self.seq_len,
-            self.separate_documents,
-        )
+        samples = [[order[first + row] for row in of_microbatch] for of_microbatch in rows]
+        return collate(self.token_file, samples, self.seq_len, self.separate_documents)
 
 
 def held_out_batches(
@@ -250,7 +250,11 @@ def collate(
 ) -> Batch:
     """The named samples, a list for each micro-batch, as tensors; None is a row without targets."""
     microbatches = tuple(stack(token_file, rows, seq_len, separate_documents) for rows in samples)
-    return Batch(microbatches, sum(int((each.targets != NO_TARGET).sum()) for each in microbatches))
+    return Batch(microbatches, num_targets(microbatches))
+
+
+def num_targets(microbatches: Sequence[MicroBatch]) -> int:
+    return sum(int((each.targets != IGNORED).sum()) for each in microbatches)
 
 
 def stack(
@@ -258,7 +262,7 @@ def stack(
 ) -> MicroBatch:
     shape = (len(samples), seq_len)
     tokens = np.zeros(shape, dtype=np.int64)
-    targets = np.full(shape, NO_TARGET, dtype=np.int64)
+    targets = np.full(shape, IGNORED, dtype=np.int64)
     positions = np.tile(np.arange(seq_len, dtype=np.int64), (len(samples), 1))
     documents = np.zeros(shape, dtype=np.int64)
     for row, sample in enumerate(samples):
@@ -270,7 +274,7 @@ def stack(
         if separate_documents:
             numbers = token_file.documents(sample * seq_len, seq_len + 1)
             goes_on = numbers[1:] == numbers[:-1]
-            targets[row, ~goes_on] = NO_TARGET
+            targets[row, ~goes_on] = IGNORED
             starts = np.where(goes_on[:-1], 0, positions[row, 1:])
             positions[row, 1:] -= np.maximum.accumulate(starts)
             documents[row] = numbers[:-1]

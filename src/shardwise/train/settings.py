@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardwise.config import ModelConfig
+from shardwise.parallel.pipeline.actions import BUCKET_BYTES
+from shardwise.precision import GradientPrecision, Precision
 
 
 def setting(default: Any, explained: str) -> Any:
@@ -77,20 +79,20 @@ class RunSettings:
     )
     steps: int = setting(200, "optimizer steps in all")
     seed: int = setting(0, "of the first weights and of the order of the data")
-    precision: Literal["bf16", "fp32"] = setting(
+    precision: Precision = setting(
         "bf16", "bf16 | fp32, of weights, activations and gradients; bf16 keeps fp32 masters"
     )
-    gradients: Literal["same", "fp32"] = setting(
+    gradients: GradientPrecision = setting(
         "same", "same (as the weights) | fp32: what micro-batches add up in"
     )
-    reduction: Literal["fp32", "same"] = setting(
+    reduction: GradientPrecision = setting(
         "fp32", "fp32 | same (as the gradients): what ranks add up in"
     )
     overlap: bool = setting(
         True, "move weights and gradients beside the computation; false: in between"
     )
     bucket_bytes: int = setting(
-        64 << 20, "gradients travel in buckets of at most this, of which two are held"
+        BUCKET_BYTES, "gradients travel in buckets of at most this, of which two are held"
     )
     offload: Literal["none", "host", "file"] = setting(
         "none",
