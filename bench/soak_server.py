@@ -13,7 +13,7 @@ from pathlib import Path
 
 from soak_clients import Served, Tally, ask, draw
 
-from shardwise.measure.http_client import exchange
+from shardwise.measure.http_client import send_request
 
 CLIENTS = 24
 WATCH_S = 1.0
@@ -133,7 +133,7 @@ async def figures(served: Served) -> dict[str, float]:
 
 
 async def fetch(served: Served, path: str) -> str:
-    async with aclosing(exchange(served.url + path, served.api_key)) as parts:
+    async with aclosing(send_request(served.url + path, served.api_key)) as parts:
         return b"".join([part async for part in parts]).decode()
 
 

@@ -20,9 +20,24 @@ from profile_decode import Clock, profile_decode, timed_step
 from shardwise.cli import main
 from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
 from shardwise.measure import offline as speed
-from shardwise.measure.http_client import UrlTarget, events, first_model
-from shardwise.measure.load_test import Failed, Goals, Outcome, Row, figures, measure, run_load
-from shardwise.measure.workload import COMMON_IDS, SHAREGPT, Drawn, Load, Sizes, draw_requests
+from shardwise.measure.http_client import HttpBackend, first_model, stream_events
+from shardwise.measure.load_test import (
+    RequestFailed,
+    RequestOutcome,
+    load_rows,
+    measure_load,
+    run_load,
+)
+from shardwise.measure.rows import Row
+from shardwise.measure.workload import (
+    COMMON_IDS,
+    SHAREGPT,
+    LatencyLimits,
+    Load,
+    LoadRequest,
+    RequestSizes,
+    draw_requests,
+)
 from shardwise.serve.llm import LLM
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
@@ -53,13 +68,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         st.builds(Load, rates=st.tuples(*[st.floats(0.1, 90)] * 2)),
     ),
     sizes=st.builds(
-        Sizes, st.integers(1, 60), st.integers(1, 9), st.just("fixed"), st.floats(0, 1)
+        RequestSizes, st.integers(1, 60), st.integers(1, 9), st.just("fixed"), st.floats(0, 1)
     ),
     num_requests=st.integers(1, 20),
     seed=st.integers(0, 9),
 )
 def test_requests_are_as_said_and_follow_from_the_seed(
-    load: Load, sizes: Sizes, num_requests: int, seed: int
+    load: Load, sizes: RequestSizes, num_requests: int, seed: int
 ) -> None:
     drawn = draw_requests(load, sizes, num_requests, seed)
     assert drawn == draw_requests(load, sizes, num_requests, seed)
@@ -68,26 +83,34 @@ def test_requests_are_as_said_and_follow_from_the_seed(
         each.max_tokens == sizes.max_tokens and set(each.tokens) <= set(COMMON_IDS)
         for each in drawn
     )
-    assert len({each.tokens[: int(sizes.shared * sizes.prompt_tokens)] for each in drawn}) == 1
-    times = [each.at_s for each in drawn]
+    assert (
+        len({each.tokens[: int(sizes.shared_prefix * sizes.prompt_tokens)] for each in drawn}) == 1
+    )
+    times = [each.arrival_s for each in drawn]
     assert times[0] == 0 and times == sorted(times) and (load.rates is not None or times[-1] == 0)
 
 
 def test_other_seeds_and_loads_ask_for_other_tokens() -> None:
     loads = (Load(concurrency=1), Load(concurrency=2), Load(rates=(1, 1)), Load(rates=(1, 2)))
-    prompts = [draw_requests(load, Sizes(), 1, seed)[0].tokens for load in loads for seed in (0, 1)]
+    prompts = [
+        draw_requests(load, RequestSizes(), 1, seed)[0].tokens for load in loads for seed in (0, 1)
+    ]
     assert len(set(prompts)) == 8
-    assert max(draw_requests(loads[0], Sizes(), 9, 0, vocab_size=50)[0].tokens) < 50
+    assert max(draw_requests(loads[0], RequestSizes(), 9, 0, vocab_size=50)[0].tokens) < 50
 
 
 def test_requests_come_as_a_poisson_process_at_its_rate() -> None:
     """Gaps have the mean 1 / rate and, being exponential, a standard deviation equal to it: within
     8 %."""
-    times = [each.at_s for each in draw_requests(Load(rates=(5, 5)), Sizes(1, 1), 4000, 0)]
+    times = [
+        each.arrival_s for each in draw_requests(Load(rates=(5, 5)), RequestSizes(1, 1), 4000, 0)
+    ]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.08)
     assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.08)
-    ramp = [each.at_s for each in draw_requests(Load(rates=(2, 20)), Sizes(1, 1), 4000, 0)]
+    ramp = [
+        each.arrival_s for each in draw_requests(Load(rates=(2, 20)), RequestSizes(1, 1), 4000, 0)
+    ]
     assert (
         ramp[400] / 400 == pytest.approx(1 / 2.9, rel=0.15)
         and (ramp[-1] - ramp[-401]) / 400 < 1 / 18
@@ -96,12 +119,14 @@ def test_requests_come_as_a_poisson_process_at_its_rate() -> None:
 
 def test_lengths_of_sharegpt_have_its_means() -> None:
     """Within 8 % for 4,000 draws; cut where a model takes no more."""
-    drawn = draw_requests(Load(concurrency=1), Sizes(lengths="sharegpt"), 4000, 0)
+    drawn = draw_requests(Load(concurrency=1), RequestSizes(lengths="sharegpt"), 4000, 0)
     for (mean, _), sizes in zip(
         SHAREGPT, zip(*((len(e.tokens), e.max_tokens) for e in drawn), strict=True), strict=True
     ):
         assert statistics.mean(sizes) == pytest.approx(mean, rel=0.08)
-    short = draw_requests(Load(concurrency=1), Sizes(lengths="sharegpt"), 300, 0, longest=128)
+    short = draw_requests(
+        Load(concurrency=1), RequestSizes(lengths="sharegpt"), 300, 0, max_len=128
+    )
     assert max(len(each.tokens) for each in short) == max(each.max_tokens for each in short) == 64
 
 
@@ -109,16 +134,15 @@ def test_lengths_of_sharegpt_have_its_means() -> None:
 # ---------------------------------------------------------------------------------------
 
 
-def outcome(began_s: float, heard_s: list[float], error: str | None = None) -> Outcome:
-    drawn = Drawn(began_s, (1, 2, 3), len(heard_s))
-    return Outcome(
-        drawn, began_s, heard_s, heard_s[-1] if heard_s else began_s, len(heard_s), error
-    )
+def outcome(start_s: float, tokens_s: list[float], error: str | None = None) -> RequestOutcome:
+    request = LoadRequest(start_s, (1, 2, 3), len(tokens_s))
+    end_s = tokens_s[-1] if tokens_s else start_s
+    return RequestOutcome(request, start_s, tokens_s, end_s, len(tokens_s), error)
 
 
 def test_figures_are_those_of_the_times() -> None:
     outcomes = [outcome(0, [1, 2, 4]), outcome(1, [1.5, 2.0, 2.5, 3.0]), outcome(2, [], "no")]
-    values = {row.name: row.value for row in figures(outcomes, Goals(1.0, 1.0), "x")}
+    values = {row.name: row.value for row in load_rows(outcomes, LatencyLimits(1000, 1000), "x")}
     assert values["requests_per_s"] == 2 / 4 and values["output_tokens_per_s"] == 7 / 4
     assert values["prompt_tokens_per_s"] == 6 / 4 and values["errors"] == 1
     assert values["ttft_p50_s"] == 0.75 and values["ttft_p90_s"] == pytest.approx(0.95)
@@ -127,8 +151,9 @@ def test_figures_are_those_of_the_times() -> None:
     assert values["goodput_requests_per_s"] == 1 / 4 and values["good_share"] == pytest.approx(
         1 / 3
     )
-    assert Goals(1.0, 1.5).met(outcomes[0]) and not Goals(0.9, 1.5).met(outcomes[0])
-    assert "good_share" not in {row.name for row in figures(outcomes, Goals(), "x")}
+    assert outcomes[0].meets(LatencyLimits(1000, 1500))
+    assert not outcomes[0].meets(LatencyLimits(900, 1500))
+    assert "good_share" not in {row.name for row in load_rows(outcomes, LatencyLimits(), "x")}
 
 
 class Recording:
@@ -141,15 +166,15 @@ class Recording:
     def __init__(self) -> None:
         self.there = self.most = 0
 
-    async def answer(self, prompt: Any, max_tokens: int, heard: Callable[[], None]) -> int:
+    async def complete(self, prompt: Any, max_tokens: int, on_tokens: Callable[[], None]) -> int:
         self.there += 1
         self.most = max(self.most, self.there)
         for _ in range(max_tokens):
             await asyncio.sleep(0)
-            heard()
+            on_tokens()
         self.there -= 1
         if prompt[0] % 2:
-            raise Failed("odd")
+            raise RequestFailed("odd")
         return max_tokens
 
 
@@ -160,31 +185,39 @@ def test_a_closed_loop_keeps_its_clients_busy_and_no_more(
     target = Recording()
     done = []
     load = Load(concurrency=concurrency)
-    drawn = draw_requests(load, Sizes(4, 5), num_requests, 0, 100)
+    drawn = draw_requests(load, RequestSizes(4, 5), num_requests, 0, 100)
     outcomes = asyncio.run(run_load(target, load, drawn, lambda: done.append(1)))
     assert target.most == min(concurrency, num_requests) and len(done) == num_requests
     for each, asked in zip(outcomes, drawn, strict=True):
-        assert each.drawn == asked and len(each.heard_s) == 5
+        assert each.request == asked and len(each.tokens_s) == 5
         assert each.error == ("odd" if asked.tokens[0] % 2 else None)
 
 
 def test_an_open_loop_waits_for_nobody_and_counts_from_when_a_request_was_due() -> None:
     load = Load(rates=(2000, 2000))
-    drawn = draw_requests(load, Sizes(4, 3), 30, 0, 100)
+    drawn = draw_requests(load, RequestSizes(4, 3), 30, 0, 100)
     outcomes = asyncio.run(run_load(Recording(), load, drawn, lambda: None))
-    assert [each.began_s for each in outcomes] == [each.at_s for each in drawn]
-    assert all(each.heard_s[0] >= each.began_s for each in outcomes)
+    assert [each.start_s for each in outcomes] == [each.arrival_s for each in drawn]
+    assert all(each.tokens_s[0] >= each.start_s for each in outcomes)
 
 
 def test_a_ramp_is_told_in_parts() -> None:
     rows, problems = asyncio.run(
-        measure(Recording(), Load(rates=(1000, 4000)), Sizes(4, 3), 20, 0, Goals(), lambda: None)
+        measure_load(
+            Recording(),
+            Load(rates=(1000, 4000)),
+            RequestSizes(4, 3),
+            20,
+            0,
+            LatencyLimits(),
+            lambda: None,
+        )
     )
-    loads = list(dict.fromkeys(row.load for row in rows))
+    loads = list(dict.fromkeys(row.case for row in rows))
     assert (
         len(loads) == 5 and loads[0] == "ramp 1000:4000" and loads[1].endswith("1e+03 to 1.63e+03")
     )
-    assert sum(row.value for row in rows if row.name == "errors" and row.load != loads[0]) == next(
+    assert sum(row.value for row in rows if row.name == "errors" and row.case != loads[0]) == next(
         row.value for row in rows if row.name == "errors"
     )
     assert problems == ["odd"]
@@ -256,7 +289,7 @@ def test_a_stream_is_read_however_it_is_cut(answer: bytes) -> None:
     heard: list[int] = []
     got, sent = against(
         answer,
-        lambda url: UrlTarget(url, "m", "secret").answer([1, 2, 3], 7, lambda: heard.append(1)),
+        lambda url: HttpBackend(url, "m", "secret").complete([1, 2, 3], 7, lambda: heard.append(1)),
     )
     assert (got, len(heard)) == (7, 2)
     head, body = sent.split(b"\r\n\r\n")
@@ -289,16 +322,16 @@ def test_a_stream_is_read_however_it_is_cut(answer: bytes) -> None:
             OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(STREAM, 50)[:120],
             "the connection broke",
         ),
-        (b"220 mail.example ESMTP\r\n\r\n", "no HTTP"),
-        (b"", "no HTTP"),
+        (b"220 mail.example ESMTP\r\n\r\n", "not HTTP"),
+        (b"", "not HTTP"),
         (OK + b"\r\n" + event(error={"message": "it failed"}), "it failed"),
-        (OK + b"\r\ndata: {oh\n\n", "an event is no JSON"),
+        (OK + b"\r\ndata: {oh\n\n", "an event is not JSON"),
     ],
 )
 def test_what_goes_wrong_is_said(answer: bytes, sentence: str) -> None:
     async def ask(url: str) -> str:
-        with pytest.raises(Failed) as caught:
-            await UrlTarget(url, "m", None).answer([1], 1, lambda: None)
+        with pytest.raises(RequestFailed) as caught:
+            await HttpBackend(url, "m", None).complete([1], 1, lambda: None)
         return str(caught.value)
 
     told, sent = against(answer, ask)
@@ -309,7 +342,7 @@ def test_a_server_that_is_not_there() -> None:
     with socket.socket() as bound:  # so that nobody else has the port; it does not listen
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
-        with pytest.raises(ValueError, match=r"cannot be asked for: .* cannot be reached"):
+        with pytest.raises(ValueError, match=r"cannot be listed: cannot connect to"):
             asyncio.run(first_model(url, None))
 
 
@@ -321,7 +354,7 @@ def test_the_first_model_of_a_server_is_taken() -> None:
 
 def test_who_leaves_a_stream_early_closes_its_connection() -> None:
     async def ask(url: str) -> dict[str, Any]:
-        stream = events(url + "/completions", None, {})
+        stream = stream_events(url + "/completions", None, {})
         first = await anext(stream)
         await stream.aclose()
         return first
@@ -349,8 +382,8 @@ def test_a_model_is_measured(model: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["bench", "serve", str(model), *loads, "--ttft-ms", "60000", "--json"]) == 0
     told = capsys.readouterr()
     answer = json.loads(told.out)
-    rows = [Row(**row) for row in answer["rows"]]
-    values = {(row.load, row.name): row.value for row in rows}
+    rows = [Row(row["name"], row["value"], row["unit"], row["load"]) for row in answer["rows"]]
+    values = {(row.case, row.name): row.value for row in rows}
     for load in ("concurrency 2", "rate 50"):
         assert values[load, "errors"] == 0 and values[load, "good_share"] == 1
         assert values[load, "output_tokens_per_s"] == pytest.approx(
@@ -390,8 +423,8 @@ def test_requests_that_fail_are_told(model: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["serve"], "say which model is to be served"),
-        (["serve", "m", "--ramp", "4"], "--ramp 4 is not A:B"),
+        (["serve"], "name a MODEL to load"),
+        (["serve", "m", "--ramp", "4"], "--ramp must be A:B"),
         (["serve", "m", "--rate", "0"], "must be positive"),
         (
             ["serve", "m", "--concurrency", "2", "--concurrency", "2"],
@@ -406,10 +439,10 @@ def test_requests_that_fail_are_told(model: Path, capsys: pytest.CaptureFixture[
             "--max-tokens is a flag of `bench serve`, not of `bench train`",
         ),
         (["serve", "m", "--requests", "0"], "--requests must be at least 1"),
-        (["serve", "m", "--shared-prefix", "2"], "a share from 0 to 1"),
+        (["serve", "m", "--shared-prefix", "2"], "--shared-prefix must be from 0 to 1, not 2"),
         (
             ["serve", "m", "--url", "http://localhost:1/v1", "--quant", "int8"],
-            "--quant says how MODEL is loaded",
+            "--quant is how to load MODEL",
         ),
         (["train", "--quant", "int8"], "--quant is a flag of `bench serve`, not of `bench train`"),
     ],

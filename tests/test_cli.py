@@ -95,11 +95,11 @@ def test_module_and_version() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ([], "say what to do: plan"),
-        (["plam", "gpt2"], "there is no command 'plam'; did you mean plan?"),
-        (["xyz"], "there is no command 'xyz'; commands are plan"),
-        (["-x"], "--help` tells more"),
-        (["plan"], "required: MODEL, --gpu; `shardwise plan --help` tells more"),
+        ([], "choose a command: plan"),
+        (["plam", "gpt2"], "unknown command 'plam'; did you mean plan?"),
+        (["xyz"], "unknown command 'xyz'; commands are plan"),
+        (["-x"], "see `shardwise --help`"),
+        (["plan"], "required: MODEL, --gpu; see `shardwise plan --help`"),
         (["plan", "gpt2", "--gqu", "l4"], "plan does not take --gqu; did you mean --gpu?"),
         (["plan", "gpt2", "--gpu", "l4", "--layuot=dp2"], "did you mean --layout?"),
         (["plan", "gpt2", "--gpu", "l4", "--gp", "1"], "plan does not take --gp"),

@@ -139,7 +139,10 @@ def test_the_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["perplexity", "--stride", "0"], "--stride must be at least 1"),
         (["perplexity", "--context", "8", "--stride", "9"], "the stride is from 1 to the context"),
         (["perplexity", "--context", "65"], "at most the model's 64 positions"),
-        (["logprobs", "--stride", "3"], "--stride is a flag of `eval perplexity`"),
+        (
+            ["logprobs", "--stride", "3"],
+            "--stride is a flag of `eval perplexity`, not of `eval logprobs`",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -155,7 +158,7 @@ def test_what_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [(b"a", "the text has 1 token;"), (b"a\xff", "is no text in UTF-8")]
+    ("content", "sentence"), [(b"a", "the text has 1 token;"), (b"a\xff", "is not UTF-8 text")]
 )
 def test_a_text_that_cannot_be_scored(
     content: bytes,

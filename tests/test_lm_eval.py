@@ -10,7 +10,7 @@ import torch
 from starlette.testclient import TestClient
 
 from shardwise.serve.api.server import make_app
-from shardwise.serve.api.service import ServerSettings
+from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
 LOGPROB = 1e-4  # absolute, in fp32, of a sum over an answer

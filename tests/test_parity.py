@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ranks import Ranks
 from shardwise.cli import main
-from shardwise.commands.parity import answer
+from shardwise.commands.parity import parity_json
 from shardwise.layout import Layout
 from shardwise.measure import parity as parity_module
 from shardwise.measure.parity import (
@@ -73,7 +73,7 @@ def found_by(ranks: Ranks, trial: Trial, spoil: str = "") -> dict[str, Any]:
     """The answer in JSON, which only the first rank has."""
     first, *others = ranks.run(trial.layout.world_size, compare_on, trial, spoil)
     assert others == [None] * len(others)
-    told = json.loads(json.dumps(answer(trial, "tiny", first), allow_nan=False))
+    told = json.loads(json.dumps(parity_json(trial, "tiny", first), allow_nan=False))
     assert list(told) == KEYS
     assert (
         told["ok"] == first.is_equal == (first.first is None) == (told["first_difference"] is None)

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from shardwise.serve.api.server import make_app
-from shardwise.serve.api.service import ServerSettings
 from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
 LOGPROB = 1e-5  # absolute, in fp32

@@ -18,9 +18,9 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.serve.api.server import Server, bind, make_app
-from shardwise.serve.api.service import ServerSettings
 from shardwise.serve.api.streaming import ClientLeft, EventStream, merge
 from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
 KEY = "sesame"

@@ -11,7 +11,7 @@ import torch
 
 import shardwise.train.loop as loop
 from ranks import Ranks
-from shardwise.commands.train import ending
+from shardwise.commands.train import summarize_outcome
 from shardwise.formats.run_checkpoint import Checkpoint, checkpoint_path
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
@@ -145,10 +145,9 @@ def test_a_step_that_cannot_be_saved_ends_the_run(
     settings = tiny_settings(data, tmp_path / "run")
     outcome = start_run(settings)
     assert outcome.step == 6 and outcome.unsaved is not None and "No space left" in outcome.unsaved
-    text = ending(outcome, str(tmp_path / "run"), "again")
+    text = summarize_outcome(outcome, str(tmp_path / "run"))
     assert (
-        "step 6 could not be saved" in text
-        and "step-00000003 is kept, `again` goes on from there" in text
+        "step 6 was not saved" in text and "resume from step-00000003 with `shardwise train" in text
     )
 
 

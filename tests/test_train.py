@@ -252,7 +252,7 @@ def test_stopped_by_a_signal_it_goes_on_to_the_same_end(
     assert (code, out) == (143, ""), err
     (line,) = told_lines(err)
     stop = re.fullmatch(
-        rf"shardwise: stopped by SIGTERM after step (\d+); {run} is saved, `(.*)` goes on", line
+        rf"shardwise: stopped by SIGTERM after step (\d+); {run} is saved, resume with `(.*)`", line
     )
     assert stop, line
     step = int(stop[1])
@@ -317,7 +317,7 @@ def test_a_killed_rank_is_named_and_the_run_can_go_on(
     assert told_lines(err) == [
         f"Signal 9 (SIGKILL) received by PID {victim}",
         "rank 1 failed first, with exit code -9",
-        f"shardwise: the run failed; nothing was saved, {again} starts anew",
+        f"shardwise: the run failed; nothing was saved; {again} restarts from step 0",
     ]
     assert main(["train", str(path), "--resume", "--layout", "dp1", "--set", "run.steps=3"]) == 0
     assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
@@ -338,8 +338,8 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(data: Path, tmp_path: Path)
         code, out, err = training.end()
     assert (code, out) == (130, "")
     assert told_lines(err) == [
-        "shardwise: stopped at once by a second SIGINT; nothing was saved, "
-        f"`shardwise train {run} --resume` starts anew"
+        "shardwise: stopped at once by a second SIGINT; nothing was saved; "
+        f"`shardwise train {run} --resume` restarts from step 0"
     ]
 
 
@@ -501,7 +501,10 @@ def test_one_rank_stops_after_the_step_and_goes_on(
     assert last_state(run) == last_state(tmp_path / "other" / "run")
     capsys.readouterr()
     assert main(["train", str(path), "--resume"]) == 0
-    assert capsys.readouterr().out == f"{run}: was done, after 6 steps\n"
+    assert (
+        capsys.readouterr().out
+        == f"{run}: already finished (6 steps); raise run.steps to continue\n"
+    )
 
 
 def test_a_second_ctrl_c_interrupts_one_rank_at_once(
@@ -521,9 +524,10 @@ def test_a_run_that_diverges_says_so(
     step = json.loads(out)["diverged"]
     (line,) = told_lines(err)
     assert line == (
-        f"shardwise: the gradient or loss of step {step} is not finite, so that step is not kept "
-        f"(a lower optimizer.lr may help); {tmp_path}/run/checkpoints/step-{step - 1:08d} is kept, "
-        f"`shardwise train {tmp_path}/run --resume` goes on from there"
+        f"shardwise: the gradient or loss of step {step} is not finite, so that step was "
+        "discarded (a lower optimizer.lr may help); resume from "
+        f"{tmp_path}/run/checkpoints/step-{step - 1:08d} with "
+        f"`shardwise train {tmp_path}/run --resume`"
     )
     assert main(
         ["train", f"{tmp_path}/run", "--resume", "--set", "optimizer.lr=1e-3", "--json"]
@@ -563,7 +567,10 @@ def test_a_run_is_resumed_as_it_was_begun(
         f"shardwise: {run} was begun with run.precision = 'fp32', not 'bf16'; resume it with the same\n"
     )
     assert main(["train", str(run), "--resume", "--set", "run.steps=2"]) == 0
-    assert capsys.readouterr().out == f"{run}: was done, after 6 steps\n"
+    assert (
+        capsys.readouterr().out
+        == f"{run}: already finished (6 steps); raise run.steps to continue\n"
+    )
     assert (run / "config.toml").read_text() == kept
 
 

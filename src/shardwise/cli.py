@@ -1,7 +1,6 @@
-"""The frame of the command line: finds the subcommand, runs it, and turns a user's mistake into one
-sentence.
+"""The command line: finds the command, runs it, and turns a user's mistake into one sentence.
 
-Exit codes: 0 done; 1 ran, and the answer is no; 2 the request cannot be understood or satisfied;
+Exit codes: 0 done; 1 ran with a negative result; 2 the request cannot be understood or satisfied;
 130 interrupted. Each command lives in `shardwise.commands` as `add_X(subparsers)`, which declares
 its flags and sets `run`, and `run_X(args) -> int`, which imports what it needs: neither help nor
 planning may wait for torch.
@@ -14,7 +13,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from shardwise.commands.bench import add_bench
@@ -31,14 +30,16 @@ from shardwise.commands.train import add_config, add_train
 from shardwise.suggest import nearest
 
 COMMANDS = (
-    add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_eval, add_generate, add_serve,
-    add_bench, add_demo,
+    add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_eval,
+    add_generate, add_serve, add_bench, add_demo,
 )  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueErrors, so that its errors end like every other mistake. A flag is written out,
-    since a guessed abbreviation changes its meaning when a flag is added."""
+    """An ArgumentParser that raises ValueError, so that its errors end like every other mistake.
+
+    Flags cannot be abbreviated: an abbreviation would change its meaning when a flag is added.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -47,12 +48,27 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]
 
+    @property
+    def subcommands(self) -> dict[str, "Parser"]:
+        """The parsers of `COMMAND X`, by X; empty for a command that has none."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
+
+    def leaves(self) -> Iterator["Parser"]:
+        """Yield the parsers below this one that run something."""
+        for parser in self.subcommands.values():
+            yield from parser.leaves()
+        if not self.subcommands:
+            yield self
+
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; `{self.prog} --help` tells more")
+        raise ValueError(f"{message}; see `{self.prog} --help`")
 
 
 class PrintVersion(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Print the version, which is looked up only when needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from importlib.metadata import PackageNotFoundError, version
@@ -64,10 +80,10 @@ class PrintVersion(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the whole command line, and those of its subcommands by name."""
+def build_parser() -> Parser:
     parser = Parser(
-        prog="shardwise", description="Plan, train and serve language models cut over many devices."
+        prog="shardwise",
+        description="Plan, train and serve language models sharded over many devices.",
     )
     parser.add_argument(
         "--version", action=PrintVersion, nargs=0, help="print the version and exit"
@@ -75,41 +91,47 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for add_command in COMMANDS:
         add_command(subparsers)
-    commands: dict[str, Parser] = dict(subparsers.choices)
-    for command in commands.values():
+    for command in parser.leaves():
         command.add_argument(
             "--json", action="store_true", help="print one JSON object on stdout and nothing else"
         )
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser, commands
+        command.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises ValueError for an unknown command or flag, with the nearest that exists."""
-    parser, commands = build_parser()
+    """Parse a command line. Raises ValueError for an unknown command or flag, with the nearest."""
+    parser = build_parser()
+    commands = parser.subcommands
     first = argv[0] if argv else ""
     if not first:
-        raise ValueError(f"say what to do: {', '.join(commands)}; `shardwise --help` tells more")
+        raise ValueError(f"choose a command: {', '.join(commands)}; see `shardwise --help`")
     if not first.startswith("-") and first not in commands:
         near = nearest(first, commands, most=1)
         hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(commands)}"
-        raise ValueError(f"there is no command {first!r}; {hint}")
+        raise ValueError(f"unknown command {first!r}; {hint}")
     if first in commands:
-        check_flags(first, argv[1:], commands[first].flags)
+        check_flags(first, commands[first], argv[1:])
     return parser.parse_args(argv)
 
 
-def check_flags(command: str, words: Sequence[str], flags: list[str]) -> None:
+def check_flags(name: str, parser: Parser, words: Sequence[str]) -> None:
+    """Raise ValueError for a flag that the command `name` does not take."""
+    siblings: dict[str, Parser] = {}
+    if words and words[0] in parser.subcommands:
+        siblings = {f"{name} {each}": other for each, other in parser.subcommands.items()}
+        name = f"{name} {words[0]}"
+        parser = siblings.pop(name)
     for word in itertools.takewhile(lambda word: word != "--", words):
         flag = word.split("=")[0]
-        if flag.startswith("--") and flag not in flags:
-            near = nearest(flag, flags, most=1)
-            hint = (
-                f"did you mean {near[0]}?"
-                if near
-                else f"`shardwise {command} --help` lists what it takes"
-            )
-            raise ValueError(f"{command} does not take {flag}; {hint}")
+        if not flag.startswith("--") or flag in parser.flags:
+            continue
+        for other_name, other in siblings.items():
+            if flag in other.flags:
+                raise ValueError(f"{flag} is a flag of `{other_name}`, not of `{name}`")
+        near = nearest(flag, parser.flags, most=1)
+        hint = f"did you mean {near[0]}?" if near else f"see `shardwise {name} --help`"
+        raise ValueError(f"{name} does not take {flag}; {hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,9 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal without Unicode loses a bar, not the answer
+            stream.reconfigure(errors="replace")  # a terminal without Unicode loses only a bar
     warnings.showwarning = show_warning
     try:
         args = parse(argv)
@@ -131,9 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     except KeyboardInterrupt:
         return 130
-    except (
-        BrokenPipeError
-    ):  # the reader, such as `head`, has seen enough; Python's own flush at exit must not complain
+    except BrokenPipeError:
+        # The reader, such as `head`, has closed the pipe: Python's flush at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
@@ -151,8 +170,7 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def open_closed_streams() -> None:
-    """A stream that the caller closed (`>&-`) is None to Python; what goes there is to go
-    nowhere."""
+    """Replace streams that the caller closed (`>&-`), which are None in Python, by /dev/null."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
@@ -162,7 +180,7 @@ def open_closed_streams() -> None:
 
 
 def user_sentence(error: ValueError | OSError) -> str | None:
-    """What to tell the user; None for an error that is ours."""
+    """Return the error message for the user, or None for a fault of Shardwise itself."""
     if isinstance(error, ValueError):
         return " ".join(str(error).split())
     if error.strerror is None:

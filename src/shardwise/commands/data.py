@@ -1,53 +1,64 @@
-"""`shardwise data build`: text, tokenized once."""
+"""`shardwise data build`: tokenize text into a training dataset."""
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.terminal import progress_bar
+from shardwise.commands.terminal import log, progress_bar
 
 if TYPE_CHECKING:
     from shardwise.formats.tokenizers.tokenizer import Tokenizer
 
 STANDARD_LIBRARY = "python"
+LEAST_VOCABULARY = 257  # 256 bytes and an end-of-text token
 
 
 def add_data(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "data",
-        help="make training data of text",
-        description="`shardwise data build SOURCE DST --tokenizer T` tokenizes text once, for training to map.",
+        help="tokenize text into a training dataset",
+        description="Prepare training data: `shardwise data build SOURCE DST --tokenizer MODEL`.",
     )
-    parser.add_argument(
-        "action", choices=("build",), help="build: tokenize SOURCE into the folder DST"
+    actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
+    build = actions.add_parser(
+        "build",
+        help="tokenize SOURCE into the folder DST",
+        description="Tokenize text into a training dataset, once; training maps the files into "
+        "memory.",
     )
-    parser.add_argument(
+    build.add_argument(
         "source",
         metavar="SOURCE",
-        help=f"a file or folder of text, .jsonl or .parquet; `{STANDARD_LIBRARY}`: the source of Python's own library",
+        help="a file or folder of text, .jsonl or .parquet; or `python`, the source of Python's "
+        "standard library",
     )
-    parser.add_argument("destination", metavar="DST", help="the folder to make")
-    parser.add_argument(
+    build.add_argument("destination", metavar="DST", help="folder to write")
+    build.add_argument(
         "--tokenizer",
         required=True,
         metavar="MODEL",
-        help="a model folder, .gguf file, run or hub id to take it from; `bytes`; or `bpe:4096` to train one",
+        help="tokenizer to use: a model folder, a .gguf file, a training run or a hub id; `bytes`; "
+        "or `bpe:4096` to train one with 4096 tokens",
     )
-    parser.add_argument(
+    build.add_argument(
         "--held-out",
         type=float,
         default=0.01,
         metavar="SHARE",
-        help="share of the documents kept for evaluation (default: 0.01)",
+        help="share of the documents to hold out for evaluation (default: %(default)s)",
     )
-    parser.add_argument("--field", default="text", help="of .jsonl and .parquet (default: text)")
-    parser.set_defaults(run=run_data)
+    build.add_argument(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="field of .jsonl or column of .parquet that holds the text (default: %(default)s)",
+    )
+    build.set_defaults(run=run_data_build)
 
 
-def run_data(args: argparse.Namespace) -> int:
+def run_data_build(args: argparse.Namespace) -> int:
     from shardwise.train.corpus import build
     from shardwise.train.documents import python_source_files, walk
 
@@ -57,52 +68,46 @@ def run_data(args: argparse.Namespace) -> int:
     destination = Path(args.destination)
     tokenizer = make_tokenizer(args.tokenizer, source, args.field)
     with progress_bar() as advance:
-        corpus = build(
-            source,
-            destination,
-            tokenizer,
-            args.held_out,
-            lambda done, total, tokens: advance(
-                f"tokenize, {tokens:,} tokens", done / max(1, total)
-            ),
-            args.field,
-        )
-    if (
-        isinstance(source, Path)
-        and source.is_dir()
-        and (left_out := len(walk(source)) - len(corpus.files))
-    ):
-        print(
-            f"shardwise: {left_out} file{'s' * (left_out > 1)} of {source} left out as no text",
-            file=sys.stderr,
-        )
-    files = [str(path) for path in sorted(destination.iterdir())]
+
+        def report(done: int, total: int, tokens: int) -> None:
+            advance(f"tokenize, {tokens:,} tokens", done / max(1, total))
+
+        corpus = build(source, destination, tokenizer, args.held_out, report, args.field)
+    if isinstance(source, Path) and source.is_dir():
+        num_skipped = len(walk(source)) - len(corpus.files)
+        if num_skipped:
+            log(f"skipped {num_skipped} file{'s' * (num_skipped > 1)} of {source}: not text")
     if args.json:
+        files = [str(path) for path in sorted(destination.iterdir())]
         print(json.dumps({"tokens": corpus.tokens, "documents": corpus.documents, "files": files}))
     else:
-        told = f"{corpus.tokens:,} tokens of {corpus.documents:,} documents, vocabulary {corpus.vocab_size:,}"
-        print(f"{destination}: {told}")
+        print(
+            f"{destination}: {corpus.tokens:,} tokens in {corpus.documents:,} documents, "
+            f"vocabulary of {corpus.vocab_size:,}"
+        )
     return 0
 
 
-def make_tokenizer(text: str, source: "Path | list[Path]", field: str) -> "Tokenizer":
+def make_tokenizer(name: str, source: "Path | list[Path]", field: str) -> "Tokenizer":
+    """Return the tokenizer that --tokenizer names; `bpe:N` is trained on the source."""
     from shardwise.formats.catalogue import find_model, model_path
     from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
-    if text == "bytes":
+    if name == "bytes":
         return byte_tokenizer()
-    if text.startswith("bpe:"):
-        size = text.removeprefix("bpe:")
-        if not size.isdigit() or int(size) < 257:
+    if name.startswith("bpe:"):
+        size = name.removeprefix("bpe:")
+        if not size.isdigit() or int(size) < LEAST_VOCABULARY:
             raise ValueError(
-                f"--tokenizer {text}: a trained vocabulary holds 256 bytes and an end; bpe:257 and up work"
+                f"--tokenizer {name} is too small: a vocabulary has 256 bytes and an end-of-text "
+                f"token; use bpe:{LEAST_VOCABULARY} or more"
             )
-        return train_bpe(texts_of(source, field), int(size))
-    path = Path(text)
-    return load_tokenizer(path if path.exists() else model_path(find_model(text)))
+        return train_bpe(document_texts(source, field), int(size))
+    path = Path(name)
+    return load_tokenizer(path if path.exists() else model_path(find_model(name)))
 
 
-def texts_of(source: "Path | list[Path]", field: str) -> Iterator[str]:
+def document_texts(source: "Path | list[Path]", field: str) -> Iterator[str]:
     from shardwise.train.documents import read_file, source_files
 
     return (piece.text for file in source_files(source) for piece in read_file(file, field))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.terminal import answer_console
+from shardwise.commands.terminal import result_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,7 @@ class Trained:
 def run_demo(args: argparse.Namespace) -> int:
     from rich.markup import escape
 
-    console = answer_console(stderr=args.json)
+    console = result_console(stderr=args.json)
     folder = free_folder(Path(args.folder))
     began = time.perf_counter()
     title(

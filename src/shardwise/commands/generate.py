@@ -1,77 +1,67 @@
-"""`shardwise generate`: one prompt, one answer, streamed."""
+"""`shardwise generate`: one completion of one prompt, streamed to the terminal."""
 
 import argparse
 import json
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.serve import QUANT
-from shardwise.precision import PRECISIONS
+from shardwise.commands.flags import add_flags, given_values
+from shardwise.serve.request import SamplingParams
+from shardwise.serve.settings import EngineSettings
 
-DEFAULT_TOKENS = 256
+if TYPE_CHECKING:
+    from shardwise.formats.tokenizers.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 256
 
 
 def add_generate(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="continue a prompt, or answer it as a chat",
-        description="Continue a prompt with a model: a training run, a Hugging Face folder, a GGUF file or a hub id.",
-    )
-    parser.add_argument("model", metavar="MODEL", help="a run, a folder, a .gguf file or a hub id")
-    parser.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="what to continue; - reads it from stdin"
+        description="Generate one completion with a model: a training run, a Hugging Face folder, "
+        "a GGUF file or a hub id.",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="put the prompt into the model's chat template"
+        "model", metavar="MODEL", help="a training run, a model folder, a .gguf file or a hub id"
     )
-    parser.add_argument("--system", metavar="TEXT", help="a system message for --chat")
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from stdin"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="format the prompt with the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message for --chat")
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"new tokens at most (default: {DEFAULT_TOKENS}, or what room the model's positions leave)",
+        help=f"maximum number of new tokens (default: {DEFAULT_MAX_TOKENS}, or as many as the "
+        "model's context length allows)",
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="0: the likeliest token (default: 1)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="only the K likeliest tokens (default: 0, all)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="only the likeliest that sum to P (default: 1, all)",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="only those P times as likely as the first",
-    )
-    parser.add_argument("--seed", type=int, metavar="S", help="the same seed draws the same tokens")
+    for name, value_type, metavar, text in (
+        ("temperature", float, "T", "sampling temperature; 0 is greedy"),
+        ("top_k", int, "K", "sample from the K most likely tokens; 0 for all"),
+        ("top_p", float, "P", "nucleus sampling: the fewest tokens whose probabilities sum to P"),
+        ("min_p", float, "P", "drop tokens less than P times as likely as the top one"),
+    ):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=value_type,
+            default=getattr(SamplingParams, name),
+            metavar=metavar,
+            help=f"{text} (default: %(default)s)",
+        )
+    parser.add_argument("--seed", type=int, metavar="S", help="random seed (default: a new one)")
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end before this text; many allowed",
+        help="end the completion before this text; repeatable",
     )
-    parser.add_argument(
-        "--dtype", choices=PRECISIONS, default="bf16", help="of weights and cache (default: bf16)"
-    )
-    parser.add_argument("--quant", metavar="Q", help=QUANT)
+    add_flags(parser, EngineSettings, ["dtype", "quant"])
     parser.set_defaults(run=run_generate)
 
 
@@ -80,7 +70,6 @@ def run_generate(args: argparse.Namespace) -> int:
     from shardwise.model.layers import DTYPES
     from shardwise.parallel.launch import device_of
     from shardwise.serve.generate import generate, load_model
-    from shardwise.serve.request import SamplingParams
 
     params = SamplingParams(
         temperature=args.temperature,
@@ -88,57 +77,55 @@ def run_generate(args: argparse.Namespace) -> int:
         top_p=args.top_p,
         min_p=args.min_p,
         seed=args.seed,
-        max_tokens=DEFAULT_TOKENS if args.max_tokens is None else args.max_tokens,
+        max_tokens=DEFAULT_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
         stop=tuple(args.stop),
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.system and not args.chat:
         raise ValueError("--system is a message of a chat; add --chat")
-    model = load_model(
-        model_path(find_model(args.model)), DTYPES[args.dtype], device_of(0, 1), args.quant
-    )
+    path = model_path(find_model(args.model))
+    settings = EngineSettings(path, **given_values(args, EngineSettings))
+    model = load_model(path, DTYPES[settings.dtype], device_of(0, 1), settings.quant)
     tokens = prompt_tokens(model.tokenizer, prompt, args.chat, args.system)
-    room = model.config.max_positions - len(tokens)
-    if args.max_tokens is None and 0 < room < DEFAULT_TOKENS:
-        params = replace(params, max_tokens=room)
-    answer = generate(model, tokens, params, (lambda text: None) if args.json else write)
+    capacity = model.config.max_positions - len(tokens)
+    if args.max_tokens is None and 0 < capacity < DEFAULT_MAX_TOKENS:
+        params = replace(params, max_tokens=capacity)
+    completion = generate(model, tokens, params, ignore_text if args.json else write_stdout)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "text": answer.text,
-                    "tokens": answer.tokens,
-                    "logprobs": answer.logprobs,
-                    "prompt_tokens": answer.prompt_tokens,
-                    "tokens_per_s": answer.tokens_per_s,
-                    "first_token_s": answer.first_token_s,
-                    "finish_reason": answer.finish_reason,
-                }
-            )
-        )
+        result = {
+            "text": completion.text,
+            "tokens": completion.tokens,
+            "logprobs": completion.logprobs,
+            "prompt_tokens": completion.prompt_tokens,
+            "tokens_per_s": completion.tokens_per_s,
+            "first_token_s": completion.first_token_s,
+            "finish_reason": completion.finish_reason,
+        }
+        print(json.dumps(result))
     else:
-        write("\n")
+        write_stdout("\n")
         print(
-            f"{len(answer.tokens)} tokens, the first after {answer.first_token_s:.2f} s, then "
-            f"{answer.tokens_per_s:.0f} tokens/s",
+            f"{len(completion.tokens)} tokens, the first after {completion.first_token_s:.2f} s, "
+            f"then {completion.tokens_per_s:.0f} tokens/s",
             file=sys.stderr,
         )
     return 0
 
 
-def prompt_tokens(tokenizer: Any, prompt: str, chat: bool, system: str | None = None) -> list[int]:
-    """The prompt as ids: as it is, or as the user's message of a chat, whose template writes the
-    special tokens."""
+def prompt_tokens(
+    tokenizer: "Tokenizer", prompt: str, chat: bool, system: str | None = None
+) -> list[int]:
+    """Return the token ids of a text, or of a user message in the model's chat template."""
     if not chat:
-        ids: list[int] = tokenizer.encode(prompt, special_tokens=True)
-        return ids
+        return tokenizer.encode(prompt, special_tokens=True)
     messages = [{"role": "system", "content": system}] if system else []
-    chatted: list[int] = tokenizer.encode(
-        tokenizer.chat([*messages, {"role": "user", "content": prompt}])
-    )
-    return chatted
+    return tokenizer.encode(tokenizer.chat([*messages, {"role": "user", "content": prompt}]))
 
 
-def write(text: str) -> None:
+def write_stdout(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def ignore_text(text: str) -> None:
+    pass

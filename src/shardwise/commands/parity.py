@@ -1,4 +1,4 @@
-"""`shardwise parity`: proves that a layout computes what one rank computes."""
+"""`shardwise parity`: check that a layout computes what one rank computes."""
 
 import argparse
 import json
@@ -6,16 +6,16 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.terminal import answer_console
+from shardwise.commands.terminal import result_console
 from shardwise.layout import Layout
 
 if TYPE_CHECKING:
     from shardwise.measure.parity import Difference, Parity, Trial
 
-WHAT = {
+COMPARED = {
     "loss": "loss",
     "grad": "gradients",
-    "grad_norm": "norm of the gradient",
+    "grad_norm": "gradient norm",
     "param": "parameters",
     "replica": "replicas",
 }
@@ -24,41 +24,52 @@ WHAT = {
 def add_parity(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "parity",
-        help="prove that a layout computes what one rank computes",
-        description="Train a few steps on the ranks of a layout and on one rank alone, from the same drawn weights and "
-        "on the same random tokens in fp32, and compare loss, every gradient, its norm, every parameter, and that "
-        "replicas are equal. Starts the ranks on this machine; under torchrun it joins the ranks that are there. "
-        "Exit 0: equal. Exit 1: not, and the first parameter that differs is named.",
+        help="check that a layout computes what one rank computes",
+        description="Train a few steps on the ranks of a layout and on one rank, in fp32, from the "
+        "same random weights and tokens. Compare the loss, every gradient, the gradient norm, "
+        "every parameter, and the replicas with each other. Starts the ranks on this machine; "
+        "under torchrun, joins the ranks that torchrun started. Exit 0: equal. Exit 1: not equal, "
+        "and the first parameter that differs is printed.",
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a name, count, folder, file or hub id, of which the shape counts",
-    )
-    parser.add_argument("--layout", required=True, metavar="L", help="for example dp4.z3")
-    parser.add_argument(
-        "--steps", type=int, default=3, metavar="K", help="optimizer steps (default: 3)"
+        help="a catalogue name, a parameter count, a folder, a .gguf file or a hub id; only its "
+        "shape is used",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of weights and tokens (default: 0)"
+        "--layout", required=True, metavar="L", help="layout to check, for example dp4.z3"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        metavar="K",
+        help="optimizer steps to compare (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="random seed of weights and tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--no-overlap",
         action="store_true",
-        help="gather and sum where it is needed, not beside the rest",
+        help="gather and reduce synchronously instead of overlapped with computation",
     )
     parser.add_argument(
         "--bucket-bytes",
         type=int,
         metavar="N",
-        help="most bytes of gradient in one sum (default: as in training)",
+        help="maximum bytes of gradients per reduction (default: as in training)",
     )
     parser.set_defaults(run=run_parity)
 
 
 def run_parity(args: argparse.Namespace) -> int:
-    """Exit 0 when equal, 1 when not or when a rank failed, 128 + its number when a signal stopped
-    it."""
+    """Exit 0 when equal, 1 when not equal or a rank failed, 128 + n after signal n."""
     from shardwise.formats.catalogue import find_model
     from shardwise.measure.parity import Trial, check_trial, compare
     from shardwise.parallel.launch import RankFailed, Stopped, run_ranks
@@ -68,7 +79,8 @@ def run_parity(args: argparse.Namespace) -> int:
     found = find_model(args.model)
     if layout.shard == "fsdp" and (args.no_overlap or args.bucket_bytes is not None):
         raise ValueError(
-            "fsdp has buckets and an order of its own; leave out --no-overlap and --bucket-bytes"
+            "--no-overlap and --bucket-bytes do not apply to fsdp, which schedules its own "
+            "communication"
         )
     bucket_bytes = BUCKET_BYTES if args.bucket_bytes is None else args.bucket_bytes
     trial = Trial(found.config, layout, args.steps, args.seed, not args.no_overlap, bucket_bytes)
@@ -83,70 +95,73 @@ def run_parity(args: argparse.Namespace) -> int:
     except Stopped as stop:
         return 128 + stop.signal
     if parity is None:
-        return 0  # torchrun started it: the first rank tells
+        return 0  # under torchrun, the first rank reports
     if parity.stopped:
         return 128 + parity.stopped
     if args.json:
-        print(json.dumps(answer(trial, found.name, parity)))
+        print(json.dumps(parity_json(trial, found.name, parity)))
     else:
-        tell(trial, found.name, parity)
+        print_parity(trial, found.name, parity)
     return 0 if parity.is_equal else 1
 
 
-def answer(trial: "Trial", model: str, parity: "Parity") -> dict[str, Any]:
-    """The answer as JSON has it, where what is not finite is null."""
+def parity_json(trial: "Trial", model: str, parity: "Parity") -> dict[str, Any]:
+    """Return the JSON object of the command; a difference that is not finite is null."""
     from shardwise.measure.parity import TOLERANCES
 
     measured = [kind for kind in TOLERANCES if kind != "replica"]
     first = parity.first
+    first_difference = first and {
+        "step": first.step,
+        "parameter": first.parameter,
+        "kind": first.kind,
+        "rel": finite_or_none(first),
+    }
     return {
         "ok": parity.is_equal,
         "layout": str(trial.layout),
         "model": model,
         "steps": trial.steps,
-        **{f"{kind}_rel": finite(parity.worst[kind]) for kind in measured},
+        **{f"{kind}_rel": finite_or_none(parity.worst[kind]) for kind in measured},
         "replicas_equal": parity.worst["replica"].is_equal,
         "tolerances": {f"{kind}_rel": TOLERANCES[kind] for kind in measured},
-        "first_difference": first
-        and {
-            "step": first.step,
-            "parameter": first.parameter,
-            "kind": first.kind,
-            "rel": finite(first),
-        },
+        "first_difference": first_difference,
     }
 
 
-def finite(difference: "Difference") -> float | None:
+def finite_or_none(difference: "Difference") -> float | None:
     return difference.rel if math.isfinite(difference.rel) else None
 
 
-def tell(trial: "Trial", model: str, parity: "Parity") -> None:
+def print_parity(trial: "Trial", model: str, parity: "Parity") -> None:
     from rich.table import Table
 
     from shardwise.measure.parity import TOLERANCES
 
-    table = Table("what", "worst", "where", "bound", "verdict")
+    table = Table("compared", "largest difference", "at", "tolerance", "result")
     for kind, bound in TOLERANCES.items():
         worst = parity.worst[kind]
         table.add_row(
-            WHAT[kind],
+            COMPARED[kind],
             f"{worst.rel:.2g}",
-            place_of(worst) if worst.rel else "",
+            location(worst) if worst.rel else "",
             f"{bound:g}",
             "equal" if worst.is_equal else "differs",
         )
-    answer_console().print(table)
-    print(verdict(trial, model, parity))
+    result_console().print(table)
+    print(summarize_parity(trial, model, parity))
 
 
-def verdict(trial: "Trial", model: str, parity: "Parity") -> str:
+def summarize_parity(trial: "Trial", model: str, parity: "Parity") -> str:
     steps = f"{trial.steps} step{'s' if trial.steps > 1 else ''}"
     if parity.first is None:
         return f"{model}: {trial.layout} equals one rank, {steps} in fp32"
     first = parity.first
-    return f"{model}: {trial.layout} differs from one rank, first in {WHAT[first.kind]} ({place_of(first)})"
+    return (
+        f"{model}: {trial.layout} differs from one rank, first in {COMPARED[first.kind]} "
+        f"({location(first)})"
+    )
 
 
-def place_of(difference: "Difference") -> str:
+def location(difference: "Difference") -> str:
     return f"step {difference.step}" + (f", {difference.parameter}" if difference.parameter else "")

@@ -1,80 +1,86 @@
-"""`shardwise plan`: does it fit, why not, and what would."""
+"""`shardwise plan`: does a model fit, why not, and what would."""
 
 import argparse
 import json
 from typing import Any
 
-from shardwise.commands.terminal import answer_console
+from shardwise.commands.terminal import result_console
 from shardwise.precision import PRECISIONS
 
 
 def add_plan(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="why does a model not fit, which layouts do",
-        description="Say what a model needs on each GPU in training and in serving, row by row, and what fits.",
+        help="explain why a model doesn't fit and find layouts that do",
+        description="Print the memory that a model needs on each GPU in training and in serving, "
+        "row by row, which layouts fit, and why one GPU is not enough. Layouts are documented in "
+        "docs/layout.md.",
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a catalogue name, a count (70B), a folder, a .gguf file, a run, or org/name",
+        help="a catalogue name, a parameter count (70B), a model folder, a .gguf file, a training "
+        "run or a hub id",
+    )
+    parser.add_argument("--gpu", required=True, metavar="NAME", help="GPU model, e.g. h100-80gb")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs (default: as many as --layout needs, or 1)",
     )
     parser.add_argument(
-        "--gpu", required=True, metavar="NAME", help="the kind of GPU, for example h100-80gb"
-    )
-    parser.add_argument(
-        "--gpus", type=int, metavar="N", help="how many (default: as --layout needs, else 1)"
-    )
-    parser.add_argument(
-        "--mode", choices=("train", "serve"), help="only this answer (default: both)"
+        "--mode", choices=("train", "serve"), help="plan only training or serving (default: both)"
     )
     parser.add_argument(
         "--layout",
         metavar="L",
-        help="judge this layout, for example dp2.tp4.z1, instead of searching",
+        help="evaluate this layout, for example dp2.tp4.z1, instead of searching for one",
     )
     parser.add_argument(
         "--seq",
         type=int,
         metavar="TOKENS",
-        help="length of a sequence, and of a request when serving (default: 8192)",
+        help="sequence length in training, request length in serving (default: 8192)",
     )
     parser.add_argument(
         "--micro-batch",
         type=int,
         metavar="B",
-        help="sequences that a data rank trains on at a time (default: 1)",
+        help="training: sequences per data rank and micro-batch (default: 1)",
     )
     parser.add_argument(
         "--recompute",
         choices=("none", "selective", "full"),
-        help="of activations in training, for all layouts, as rc-selective and rc-full in one (default: none)",
+        help="training: activation recompute of all layouts, as rc-selective and rc-full of one "
+        "layout (default: none)",
     )
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
         default="bf16",
-        help="of weights and gradients (default: bf16)",
+        help="precision of weights and gradients (default: %(default)s)",
     )
     parser.add_argument(
         "--quant",
         metavar="Q",
-        help="of weights when serving, as `shardwise serve` has it (default: not quantized)",
+        help="serving: quantization of the weights, as in `shardwise serve` (default: none)",
     )
     parser.add_argument(
         "--kv-dtype",
         default="auto",
         metavar="D",
-        help="of keys and values when serving: int8 or fp8, as `shardwise serve` has them (default: as --precision)",
+        help="serving: dtype of the KV cache, int8 or fp8, as in `shardwise serve` (default: "
+        "--precision)",
     )
     parser.set_defaults(run=run_plan)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Exit 0 where the first candidate fits, else 1."""
+    """Exit 0 if the first candidate fits, else 1."""
     from shardwise.plan import plan
 
-    answer = plan(
+    result = plan(
         args.model,
         args.gpu,
         args.gpus,
@@ -88,9 +94,9 @@ def run_plan(args: argparse.Namespace) -> int:
         args.kv_dtype,
     )
     if args.json:
-        print(json.dumps(answer.to_json()))
+        print(json.dumps(result.to_json()))
     else:
         from shardwise.plan.report import print_plan
 
-        print_plan(answer, answer_console())
-    return 0 if answer.fits else 1
+        print_plan(result, result_console())
+    return 0 if result.fits else 1

@@ -1,148 +1,97 @@
-"""`shardwise serve`: a model behind the API that OpenAI's clients talk to."""
+"""`shardwise serve`: an OpenAI-compatible HTTP server for one model."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.terminal import say
-from shardwise.precision import PRECISIONS
+from shardwise.commands.flags import add_flags, given_values
+from shardwise.commands.terminal import log
+from shardwise.layout import Layout
+from shardwise.serve.settings import EngineSettings, ServerSettings, check_model
 
 if TYPE_CHECKING:
     from shardwise.config import ModelConfig
     from shardwise.formats.tokenizers.tokenizer import Tokenizer
-    from shardwise.serve.settings import EngineSettings
-
-
-QUANT = (
-    "round the matrices of the blocks to int8, int4-g64 (groups of 64), int4z-g64 (with zero points), int3-g32, fp8 or "
-    "the like; as-stored keeps a model that is stored quantized as it is (default: plain numbers in --dtype)"
-)
-KV_DTYPE = "keep keys and values in int8 or fp8, with a scale for each token and head (default: auto, as in --dtype)"
 
 
 def add_serve(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
-        help="answer over HTTP, as OpenAI's API does",
-        description="Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/embeddings and "
-        "/v1/models; beside them /tokenize, /detokenize, /tokenizer_info, /health, /ready and /metrics. SIGTERM and "
-        "Ctrl-C let running requests end.",
-    )
-    parser.add_argument("model", metavar="MODEL", help="a run, a folder, a .gguf file or a hub id")
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0: all (default: 127.0.0.1)"
+        help="serve a model over an OpenAI-compatible HTTP API",
+        description="Serve a model over HTTP: /v1/chat/completions, /v1/completions, "
+        "/v1/embeddings and /v1/models as in OpenAI's API; /tokenize, /detokenize and "
+        "/tokenizer_info as in vLLM; /health, /ready and /metrics. SIGTERM and Ctrl-C let running "
+        "requests finish.",
     )
     parser.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="0: any that is free (default: 8000)"
+        "model", metavar="MODEL", help="a training run, a model folder, a .gguf file or a hub id"
     )
     parser.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="who shows it may ask; many allowed (default: everybody may)",
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to bind; 0.0.0.0 for all interfaces (default: %(default)s)",
     )
     parser.add_argument(
-        "--served-model-name",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="what clients call the model; many allowed (default: MODEL's last part)",
-    )
-    parser.add_argument(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="pages from there may ask from a browser; *: all pages (default: none)",
-    )
-    parser.add_argument(
-        "--max-body-bytes",
+        "--port",
         type=int,
-        default=4 << 20,
+        default=8000,
         metavar="N",
-        help="of a request, 1 MiB at least (default: 4 MiB)",
+        help="port to bind; 0 picks a free port (default: %(default)s)",
     )
-    add_engine(parser)
+    add_flags(parser, ServerSettings)
+    layout = parser.add_mutually_exclusive_group()
+    add_flags(layout, EngineSettings, ["layout"])
+    layout.add_argument(
+        "--tp", type=int, metavar="N", help="tensor-parallel size; short for --layout tpN"
+    )
+    add_flags(parser, EngineSettings, ENGINE_FLAGS)
     parser.set_defaults(run=run_serve)
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    layout = parser.add_mutually_exclusive_group()
-    layout.add_argument(
-        "--layout", default="dp1", metavar="L", help="how the model is cut, for example tp2"
-    )
-    layout.add_argument("--tp", type=int, metavar="N", help="the same as --layout tpN")
-    parser.add_argument(
-        "--dtype", choices=PRECISIONS, default="bf16", help="of weights and cache (default: bf16)"
-    )
-    parser.add_argument("--quant", metavar="Q", help=QUANT)
-    parser.add_argument("--kv-dtype", default="auto", metavar="D", help=KV_DTYPE)
-    for name, default, what in (
-        ("kv-bytes", None, "of keys and values on each rank (default: what memory leaves)"),
-        ("max-len", None, "tokens of a prompt and its answer (default: the model's positions)"),
-        ("max-batch-tokens", 512, "tokens run in one step (default: 512)"),
-        ("max-running", 64, "sequences that run at the same time (default: 64)"),
-        ("max-queued", 1024, "requests that wait; more are told when to try again (default: 1024)"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=what)
+ENGINE_FLAGS = (
+    "dtype", "quant", "kv_dtype", "kv_bytes", "max_len", "max_batch_tokens", "max_running",
+    "max_queued",
+)  # fmt: skip
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Exit 0 when a signal stopped it and every request had ended, 1 when some had to be cut off or
-    the engine died."""
+    """Exit 0 after a signal if every request finished, 1 if some did not or the engine died."""
     from shardwise.serve.api.server import bind, serve_forever
-    from shardwise.serve.api.service import ServerSettings
     from shardwise.serve.engine.remote import RemoteEngine
     from shardwise.serve.engine_client import EngineDied
 
-    settings = ServerSettings(
-        tuple(args.served_model_name or [model_name(args.model)]),
-        tuple(args.api_key),
-        tuple(args.cors_origin),
-        args.max_body_bytes,
-    )
+    default_names = {"model_names": (default_model_name(args.model),)}
+    settings = ServerSettings(**default_names | given_values(args, ServerSettings))
     with bind(args.host, args.port) as listener:
-        engine = RemoteEngine(*describe_engine(args), say)
+        engine = RemoteEngine(*describe_engine(args), log)
         try:
             num_cut_off = serve_forever(engine, settings, listener)
         except EngineDied as died:
-            say(f"the engine did not start: {died}")
+            log(f"the engine did not start: {died}")
             return 1
     if num_cut_off:
-        say(f"{num_cut_off} requests were cut off")
+        log(f"{num_cut_off} requests were cut off")
     return 1 if num_cut_off else 0
 
 
-def model_name(model: str) -> str:
-    """What a model is called unless it is said: a file or folder without its path and ending, a hub
-    id as it is."""
+def default_model_name(model: str) -> str:
+    """Return the name of a file or folder without its path and .gguf, or a hub id as it is."""
     path = Path(model)
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
 def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelConfig, Tokenizer]":
-    """What the engine is to be."""
+    """Return what `RemoteEngine` needs. Raises ValueError if the model cannot be served so."""
     from shardwise.formats.catalogue import find_model, model_path
     from shardwise.formats.load import read_config
     from shardwise.formats.tokenizers.tokenizer import load_tokenizer
-    from shardwise.layout import Layout
-    from shardwise.serve.settings import EngineSettings, check_model
 
     path = model_path(find_model(args.model))
-    layout = Layout.parse(args.layout if args.tp is None else f"tp{args.tp}")
-    settings = EngineSettings(
-        path,
-        layout,
-        args.dtype,
-        args.kv_bytes,
-        args.max_len,
-        max_batch_tokens=args.max_batch_tokens,
-        max_running=args.max_running,
-        max_queued=args.max_queued,
-        quant=args.quant,
-        kv_dtype=args.kv_dtype,
-    )
+    values = given_values(args, EngineSettings)
+    if args.tp is not None:
+        values["layout"] = Layout.parse(f"tp{args.tp}")
+    settings = EngineSettings(path, **values)
     config = read_config(path)
     check_model(settings, config)
     return settings, config, load_tokenizer(path)

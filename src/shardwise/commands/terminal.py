@@ -1,4 +1,4 @@
-"""Where commands write: the answer to stdout, the progress of what takes a while to stderr."""
+"""Output of commands: results on stdout, progress and logs on stderr."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,25 +9,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Advance = Callable[[str, float], None]
-"""advance(what is being done, how much of it is done from 0 to 1)."""
+"""advance(description of the current work, fraction done from 0 to 1)."""
+WIDTH = 120
+"""Columns of a table that does not go to a terminal."""
 
 
-def say(text: str) -> None:
-    """A line for people, beside the answer."""
+def log(text: str) -> None:
+    """Print a line on stderr, for people."""
     print(f"shardwise: {text}", file=sys.stderr, flush=True)
 
 
-def answer_console(stderr: bool = False) -> "Console":
-    """A console as wide as the terminal, and wide enough for a table where there is none."""
+def result_console(stderr: bool = False) -> "Console":
+    """Return a console as wide as the terminal, or WIDTH columns wide without one."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=120)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
 
 
 @contextmanager
 def progress_bar() -> Iterator[Advance]:
-    """A bar while the block runs; on what is no terminal, nothing."""
+    """Show a bar on stderr while the block runs; nothing if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -48,4 +50,6 @@ def progress_bar() -> Iterator[Advance]:
         *columns, console=console, disable=not console.is_terminal, transient=True
     ) as progress:
         task = progress.add_task("", total=1.0)
-        yield lambda what, done: progress.update(task, description=what, completed=done)
+        yield lambda description, done: progress.update(
+            task, description=description, completed=done
+        )

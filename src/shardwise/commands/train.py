@@ -1,4 +1,4 @@
-"""`shardwise train` and `shardwise config`: a run from one TOML file."""
+"""`shardwise train` and `shardwise config`: a training run from one TOML file."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.terminal import say
+from shardwise.commands.terminal import log
 
 if TYPE_CHECKING:
     from shardwise.train.loop import Outcome
@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 def add_train(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
-        help="train a model on the ranks of a layout",
-        description="Train as a TOML file says (`shardwise config` prints one). Starts the ranks of its layout on this "
-        "machine; under torchrun it joins the ranks that are there.",
+        help="train a model under any layout",
+        description="Train with the settings in a TOML file (`shardwise config` prints one). "
+        "Starts the ranks of the layout on this machine; under torchrun, joins the ranks that "
+        "torchrun started.",
     )
     parser.add_argument(
-        "config", metavar="CONFIG.toml", help="the settings of the run, or with --resume its folder"
+        "config", metavar="CONFIG.toml", help="settings of the run; with --resume, or its folder"
     )
-    parser.add_argument("--layout", metavar="L", help="in place of run.layout, for example dp4.m2")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the run's newest checkpoint"
+        "--layout", metavar="L", help="override run.layout, for example with dp4.m2"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint of the run"
     )
     parser.add_argument(
         "--set",
@@ -35,91 +38,93 @@ def add_train(subparsers: Any) -> None:
         default=[],
         metavar="section.key=value",
         dest="overrides",
-        help="change one setting; may be given many times",
+        help="override one setting, for example run.steps=100; repeatable",
     )
     parser.set_defaults(run=run_train)
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Exit 0 when the last step is done, 1 when a rank failed, the run diverged or could not be
-    saved, 128 + its number when a signal stopped it."""
+    """Exit 0 after the last step, 1 when a rank failed, the loss diverged or saving failed, 128 + n
+    after signal n."""
     from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
     from shardwise.train.run import start_run
     from shardwise.train.settings import read_settings, to_toml
 
-    overrides = args.overrides + (
-        [f"run.layout={json.dumps(args.layout)}"] if args.layout is not None else []
-    )
+    overrides = list(args.overrides)
+    if args.layout is not None:
+        overrides.append(f"run.layout={json.dumps(args.layout)}")
     settings = read_settings(Path(args.config), overrides)
     folder = settings.run.folder
-    again = f"shardwise train {shlex.quote(folder)} --resume"
     try:
         outcome = start_run(
-            settings, args.resume, say, lambda: print(to_toml(settings), file=sys.stderr)
+            settings, args.resume, log, lambda: print(to_toml(settings), file=sys.stderr)
         )
     except RankFailed as failure:
         print(failure, file=sys.stderr)
         if args.json:
             print(json.dumps({"run": folder, "failed": str(failure)}))
-        say(f"the run failed; {what_is_left(folder, again)}")
+        log(f"the run failed; {how_to_resume(folder)}")
         return 1
     except Stopped as stop:
-        say(f"stopped at once by a second {stop}; {what_is_left(folder, again)}")
+        log(f"stopped at once by a second {stop}; {how_to_resume(folder)}")
         return 128 + stop.signal
     except KeyboardInterrupt:  # one rank runs in this process
-        say(f"stopped at once by a second SIGINT; {what_is_left(folder, again)}")
+        log(f"stopped at once by a second SIGINT; {how_to_resume(folder)}")
         return 130
+    failed = bool(outcome.diverged or outcome.unsaved)
     if is_first_rank():
         if args.json:
             print(json.dumps({"run": folder, **asdict(outcome)}))
-        text = ending(outcome, folder, again)
-        if outcome.stopped or outcome.diverged or outcome.unsaved:
-            say(text)
+        if outcome.stopped or failed:
+            log(summarize_outcome(outcome, folder))
         elif not args.json:
-            print(text)
-    return (
-        128 + outcome.stopped
-        if outcome.stopped
-        else 1
-        if outcome.diverged or outcome.unsaved
-        else 0
-    )
+            print(summarize_outcome(outcome, folder))
+    if outcome.stopped:
+        return 128 + outcome.stopped
+    return 1 if failed else 0
 
 
-def ending(outcome: "Outcome", folder: str, again: str) -> str:
-    """How the run ended, in a sentence."""
+def summarize_outcome(outcome: "Outcome", folder: str) -> str:
+    """Return one sentence on how the run ended and how to continue it."""
     if outcome.diverged:
         return (
-            f"the gradient or loss of step {outcome.diverged} is not finite, so that step is not kept (a lower "
-            f"optimizer.lr may help); {what_is_left(folder, again)}"
+            f"the gradient or loss of step {outcome.diverged} is not finite, so that step was "
+            f"discarded (a lower optimizer.lr may help); {how_to_resume(folder)}"
         )
     if outcome.unsaved:
-        return f"step {outcome.step} could not be saved: {outcome.unsaved}; {what_is_left(folder, again)}"
+        return f"step {outcome.step} was not saved: {outcome.unsaved}; {how_to_resume(folder)}"
     if outcome.stopped:
         name = signal.Signals(outcome.stopped).name
-        return f"stopped by {name} after step {outcome.step}; {folder} is saved, `{again}` goes on"
+        return (
+            f"stopped by {name} after step {outcome.step}; {folder} is saved, resume with "
+            f"`{resume_command(folder)}`"
+        )
     if outcome.loss is None:
-        return f"{folder}: was done, after {outcome.step} steps"
+        return f"{folder}: already finished ({outcome.step} steps); raise run.steps to continue"
     return f"{folder}: {outcome.step} steps, loss {outcome.loss:.4f}"
 
 
-def what_is_left(folder: str, again: str) -> str:
-    """Of a run that ended without saving."""
+def how_to_resume(folder: str) -> str:
+    """Return what a run that ended without saving resumes from, and the command."""
     from shardwise.formats.run_checkpoint import list_checkpoints
 
     saved = list_checkpoints(Path(folder) / "checkpoints")
-    return (
-        f"{saved[-1]} is kept, `{again}` goes on from there"
-        if saved
-        else f"nothing was saved, `{again}` starts anew"
-    )
+    command = resume_command(folder)
+    if saved:
+        return f"resume from {saved[-1]} with `{command}`"
+    return f"nothing was saved; `{command}` restarts from step 0"
+
+
+def resume_command(folder: str) -> str:
+    return f"shardwise train {shlex.quote(folder)} --resume"
 
 
 def add_config(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "config",
         help="print a commented settings file to start from",
-        description="Print every setting of `shardwise train` with its default and what it does, as TOML.",
+        description="Print every setting of `shardwise train` with its default and its meaning, "
+        "as TOML.",
     )
     parser.set_defaults(run=run_config)
 

@@ -1,8 +1,7 @@
-"""What `shardwise bench serve` measures: an engine of our own without HTTP, or a server behind a
-URL.
+"""Backends of a load test: an engine of this package without HTTP, or an OpenAI-compatible server.
 
-Of HTTP it needs little, and its own work shares the cores with what is measured, so it speaks just
-that: one request a connection, the answer as a stream of server-sent events.
+The HTTP/1.1 client is minimal, because it shares the cores with the server that it measures: one
+request per connection, and the response as a stream of server-sent events.
 """
 
 import asyncio
@@ -12,39 +11,38 @@ from contextlib import aclosing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from shardwise.measure.load_test import Failed
+from shardwise.measure.load_test import RequestFailed
 from shardwise.serve.engine_client import Engine, EngineDied, QueueFull
 from shardwise.serve.request import Ask, SamplingParams
 
 
-class EngineTarget:
-    """An engine in a process of its own, asked as a server asks it."""
+class EngineBackend:
+    """An engine in its own process, called as the HTTP server calls it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.vocab_size: int | None = engine.vocab_size
         self.max_len: int | None = engine.max_len
 
-    async def answer(
-        self, prompt: Sequence[int], max_tokens: int, heard: Callable[[], None]
+    async def complete(
+        self, prompt: Sequence[int], max_tokens: int, on_tokens: Callable[[], None]
     ) -> int:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         num_tokens = 0
         try:
-            async with aclosing(self.engine.generate(Ask(tuple(prompt), params))) as pieces:
-                async for piece in pieces:
-                    if piece.finish_reason == "error":
-                        raise Failed("the request failed inside the model")
-                    num_tokens += len(piece.tokens)
-                    heard()
+            async with aclosing(self.engine.generate(Ask(tuple(prompt), params))) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason == "error":
+                        raise RequestFailed("the request failed inside the model")
+                    num_tokens += len(delta.tokens)
+                    on_tokens()
         except (ValueError, QueueFull, EngineDied) as error:
-            raise Failed(str(error)) from None
+            raise RequestFailed(str(error)) from None
         return num_tokens
 
 
-class UrlTarget:
-    """A server of OpenAI's API at `url`, which ends in /v1; `model` is what it calls the model it
-    is to use."""
+class HttpBackend:
+    """An OpenAI-compatible server at `url`, which ends in /v1; `model` is its name in the API."""
 
     vocab_size: int | None = None
     max_len: int | None = None
@@ -54,12 +52,14 @@ class UrlTarget:
         self.model = model
         self.api_key = api_key
 
-    async def answer(
-        self, prompt: Sequence[int], max_tokens: int, heard: Callable[[], None]
+    async def complete(
+        self, prompt: Sequence[int], max_tokens: int, on_tokens: Callable[[], None]
     ) -> int:
-        """Every event with a choice counts as a token until the server says how many there were.
-        `ignore_eos` is no parameter of OpenAI's, but of all servers that one hosts oneself."""
-        asked = {
+        """Count every event with a choice as one token, unless the server reports usage.
+
+        `ignore_eos` is not in OpenAI's API, but all self-hosted servers take it.
+        """
+        payload = {
             "model": self.model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
@@ -69,12 +69,13 @@ class UrlTarget:
             "stream_options": {"include_usage": True},
         }
         num_tokens = 0
-        async with aclosing(events(self.url + "/completions", self.api_key, asked)) as told:
-            async for event in told:
+        url = self.url + "/completions"
+        async with aclosing(stream_events(url, self.api_key, payload)) as events:
+            async for event in events:
                 if "error" in event:
-                    raise Failed(sentence_of(event))
+                    raise RequestFailed(error_message(event))
                 if event.get("choices"):
-                    heard()
+                    on_tokens()
                     num_tokens += 1
                 if event.get("usage"):
                     num_tokens = event["usage"]["completion_tokens"]
@@ -82,82 +83,85 @@ class UrlTarget:
 
 
 async def first_model(url: str, api_key: str | None) -> str:
-    """What a server calls its model. Raises ValueError if it cannot be asked."""
+    """Return the name of the server's first model. Raises ValueError if it cannot be listed."""
+    models_url = url.rstrip("/") + "/models"
     try:
-        async with (
-            asyncio.timeout(10),
-            aclosing(exchange(url.rstrip("/") + "/models", api_key)) as parts,
-        ):
-            name: str = json.loads(b"".join([part async for part in parts]))["data"][0]["id"]
-    except (Failed, TimeoutError, LookupError, TypeError, ValueError) as error:
+        async with asyncio.timeout(10), aclosing(send_request(models_url, api_key)) as chunks:
+            name: str = json.loads(b"".join([chunk async for chunk in chunks]))["data"][0]["id"]
+    except (RequestFailed, TimeoutError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the models of {url} cannot be asked for: {error or 'no answer'}"
+            f"the models of {url} cannot be listed: {error or 'no response'}"
         ) from None
     return name
 
 
-async def events(
-    url: str, api_key: str | None, asked: dict[str, Any]
+async def stream_events(
+    url: str, api_key: str | None, payload: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of a stream, without the [DONE] at its end."""
+    """Yield the events of a streamed response, without the [DONE] at its end."""
     rest = b""
-    async with aclosing(exchange(url, api_key, asked)) as parts:
-        async for part in parts:
-            *lines, rest = (rest + part).split(b"\n")
+    async with aclosing(send_request(url, api_key, payload)) as chunks:
+        async for chunk in chunks:
+            *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                     try:
                         yield json.loads(data)
                     except ValueError:
-                        raise Failed(f"an event is no JSON: {data[:200]!r}") from None
+                        raise RequestFailed(f"an event is not JSON: {data[:200]!r}") from None
 
 
-async def exchange(
-    url: str, api_key: str | None, asked: dict[str, Any] | None = None
+async def send_request(
+    url: str, api_key: str | None, payload: dict[str, Any] | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """GET, or POST of JSON: the body of the answer in parts, as they come. Raises Failed for all
-    that goes wrong."""
-    to = urlsplit(url)
-    secure = to.scheme == "https"
+    """GET, or POST of JSON: yield the body of the response in chunks, as they arrive.
+
+    Raises RequestFailed for a connection, response or status that is not a success.
+    """
+    parsed = urlsplit(url)
+    is_https = parsed.scheme == "https"
+    port = parsed.port or (443 if is_https else 80)
     try:
-        reader, writer = await asyncio.open_connection(
-            to.hostname, to.port or (443 if secure else 80), ssl=secure or None
-        )
+        reader, writer = await asyncio.open_connection(parsed.hostname, port, ssl=is_https or None)
     except OSError as error:
-        raise Failed(f"{to.netloc} cannot be reached: {error}") from None
+        raise RequestFailed(f"cannot connect to {parsed.netloc}: {error}") from None
     try:
-        writer.write(request_bytes(to.netloc, f"{to.path}?{to.query}".rstrip("?"), api_key, asked))
+        path = f"{parsed.path}?{parsed.query}".rstrip("?")
+        writer.write(request_bytes(parsed.netloc, path, api_key, payload))
         status, headers = await read_head(reader)
-        parts = read_body(reader, headers)
+        chunks = read_body(reader, headers)
         if status != 200:
-            body = b"".join([part async for part in parts])
-            raise Failed(f"{status}: {sentence_of(body)}")
-        async for part in parts:
-            yield part
+            body = b"".join([chunk async for chunk in chunks])
+            raise RequestFailed(f"{status}: {error_message(body)}")
+        async for chunk in chunks:
+            yield chunk
     except (OSError, EOFError, ValueError, IndexError) as error:
-        raise Failed(f"the connection broke, or what came is no HTTP: {error}") from None
+        raise RequestFailed(f"the connection broke or the response is not HTTP: {error}") from None
     finally:
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
 
 
-def request_bytes(host: str, path: str, api_key: str | None, asked: dict[str, Any] | None) -> bytes:
-    body = b"" if asked is None else json.dumps(asked).encode()
+def request_bytes(
+    host: str, path: str, api_key: str | None, payload: dict[str, Any] | None
+) -> bytes:
+    method = "GET" if payload is None else "POST"
+    body = b"" if payload is None else json.dumps(payload).encode()
     headers = {
         "Host": host,
         "Connection": "close",
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),
-    } | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    lines = [
-        f"{'GET' if asked is None else 'POST'} {path} HTTP/1.1",
-        *(f"{k}: {v}" for k, v in headers.items()),
-    ]
+    }
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Return the status and the headers, by lower-case name."""
     status = int((await reader.readline()).split()[1])
     headers = {}
     while line := (await reader.readline()).decode("latin-1").strip():
@@ -169,22 +173,22 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 async def read_body(
     reader: asyncio.StreamReader, headers: dict[str, str]
 ) -> AsyncGenerator[bytes, None]:
-    """In chunks (RFC 9112, section 7.1), or to the end of the connection."""
+    """Yield a chunked body (RFC 9112, section 7.1), or one up to the end of the connection."""
     if "chunked" not in headers.get("transfer-encoding", ""):
-        left = int(headers.get("content-length", 1 << 62))
-        while left and (part := await reader.read(min(left, 1 << 16))):
-            left -= len(part)
-            yield part
+        num_left = int(headers.get("content-length", 1 << 62))
+        while num_left and (chunk := await reader.read(min(num_left, 1 << 16))):
+            num_left -= len(chunk)
+            yield chunk
         return
     while size := int((await reader.readline()).split(b";")[0], 16):
         yield await reader.readexactly(size)
         await reader.readline()
 
 
-def sentence_of(told: bytes | dict[str, Any]) -> str:
-    """The message of an error as OpenAI's API has it, or what there is instead."""
+def error_message(error: bytes | dict[str, Any]) -> str:
+    """Return the message of an OpenAI error, or the beginning of anything else."""
     try:
-        event = json.loads(told) if isinstance(told, bytes) else told
+        event = json.loads(error) if isinstance(error, bytes) else error
         return str(event["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        return repr(told[:200]) if isinstance(told, bytes) else json.dumps(told)
+        return repr(error[:200]) if isinstance(error, bytes) else json.dumps(error)

@@ -1,7 +1,7 @@
-"""A server under load: how many tokens a second, how soon the first of an answer, how evenly the
-rest.
+"""Load tests of a server: throughput, time to first token, time between tokens, and errors.
 
-The same load goes to an engine of our own or to any server that speaks OpenAI's API (`target.py`).
+The same load goes to an engine of this package or to any OpenAI-compatible server
+(`http_client.py`).
 """
 
 import asyncio
@@ -13,177 +13,165 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwise.measure.workload import Drawn, Load, Sizes, draw_requests
+from shardwise.measure.rows import Row
+from shardwise.measure.workload import LatencyLimits, Load, LoadRequest, RequestSizes, draw_requests
 
 PERCENTILES = (50, 90, 99)
 RAMP_PARTS = 4
-LIMIT_S = 600.0
+TIMEOUT_S = 600.0
 """A request that takes longer counts as an error."""
 
 
-class Target(Protocol):
-    """What is measured. `vocab_size` and `max_len` are None where it does not tell."""
+class Backend(Protocol):
+    """A server under test. `vocab_size` and `max_len` are None where it does not report them."""
 
     vocab_size: int | None
     max_len: int | None
 
-    async def answer(
-        self, prompt: Sequence[int], max_tokens: int, heard: Callable[[], None]
+    async def complete(
+        self, prompt: Sequence[int], max_tokens: int, on_tokens: Callable[[], None]
     ) -> int:
-        """Have `max_tokens` tokens made, greedily; `heard` is called whenever some arrive. Returns
-        how many did. What goes wrong is raised as Failed."""
+        """Generate `max_tokens` tokens greedily and return how many arrived.
+
+        Calls `on_tokens` whenever some arrive. Raises RequestFailed for anything that goes wrong.
+        """
         ...
 
 
-class Failed(Exception):
-    """A request that was not answered; the sentence says why."""
+class RequestFailed(Exception):
+    """A request without a complete answer; the message gives the reason."""
 
 
 @dataclass
-class Outcome:
-    """What came of a request. Times are seconds from the start of the load. `began_s` is when it
-    was to be sent: where requests come by the clock, being late counts."""
+class RequestOutcome:
+    """Times of one request, in seconds from the start of the load.
 
-    drawn: Drawn
-    began_s: float
-    heard_s: list[float] = field(default_factory=list)
-    ended_s: float = 0.0
+    `start_s` is the arrival time in an open loop, so that a late client counts as latency.
+    `tokens_s` are the times at which tokens arrived.
+    """
+
+    request: LoadRequest
+    start_s: float
+    tokens_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
     num_tokens: int = 0
     error: str | None = None
 
     @property
-    def first_s(self) -> float:
-        return self.heard_s[0] - self.began_s
+    def ttft_s(self) -> float:
+        return self.tokens_s[0] - self.start_s
 
     @property
     def gaps_s(self) -> list[float]:
-        return [later - earlier for earlier, later in pairwise(self.heard_s)]
+        return [later - earlier for earlier, later in pairwise(self.tokens_s)]
 
     @property
     def mean_gap_s(self) -> float:
-        return (self.heard_s[-1] - self.heard_s[0]) / max(1, len(self.heard_s) - 1)
+        return (self.tokens_s[-1] - self.tokens_s[0]) / max(1, len(self.tokens_s) - 1)
 
-
-@dataclass(frozen=True)
-class Goals:
-    """What a good answer is: its first token, and on average each after it, within so many seconds;
-    None: any."""
-
-    first_s: float | None = None
-    gap_s: float | None = None
-
-    @property
-    def wanted(self) -> bool:
-        return self.first_s is not None or self.gap_s is not None
-
-    def met(self, outcome: Outcome) -> bool:
-        soon = self.first_s is None or outcome.first_s <= self.first_s
-        return soon and (self.gap_s is None or outcome.mean_gap_s <= self.gap_s)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure of one load, or of a part of a ramp."""
-
-    name: str
-    value: float
-    unit: str
-    load: str
+    def meets(self, limits: LatencyLimits) -> bool:
+        in_time = limits.ttft_ms is None or self.ttft_s <= limits.ttft_ms / 1000
+        return in_time and (limits.itl_ms is None or self.mean_gap_s <= limits.itl_ms / 1000)
 
 
 async def run_load(
-    target: Target, load: Load, drawn: Sequence[Drawn], done: Callable[[], None]
-) -> list[Outcome]:
-    """Ask all of it; `done` is called after each."""
-    clients = asyncio.Semaphore(load.concurrency or len(drawn))
-    began = time.perf_counter()
+    backend: Backend, load: Load, requests: Sequence[LoadRequest], on_done: Callable[[], None]
+) -> list[RequestOutcome]:
+    """Send all requests and return their outcomes; `on_done` is called after each."""
+    clients = asyncio.Semaphore(load.concurrency or len(requests))
+    load_start = time.perf_counter()
 
     def now() -> float:
-        return time.perf_counter() - began
+        return time.perf_counter() - load_start
 
-    async def ask(each: Drawn) -> Outcome:
-        await asyncio.sleep(max(0.0, each.at_s - now()))
+    async def send(request: LoadRequest) -> RequestOutcome:
+        await asyncio.sleep(max(0.0, request.arrival_s - now()))
         async with clients:
-            outcome = Outcome(each, each.at_s if load.rates else now())
+            outcome = RequestOutcome(request, request.arrival_s if load.rates else now())
             try:
-                async with asyncio.timeout(LIMIT_S):
-                    outcome.num_tokens = await target.answer(
-                        each.tokens, each.max_tokens, lambda: outcome.heard_s.append(now())
+                async with asyncio.timeout(TIMEOUT_S):
+                    outcome.num_tokens = await backend.complete(
+                        request.tokens, request.max_tokens, lambda: outcome.tokens_s.append(now())
                     )
-                if not outcome.heard_s:
-                    outcome.error = "the answer had no tokens"
-            except (Failed, TimeoutError) as error:
-                outcome.error = str(error) or f"no answer within {LIMIT_S:g} s"
-            outcome.ended_s = now()
-        done()
+                if not outcome.tokens_s:
+                    outcome.error = "the completion had no tokens"
+            except (RequestFailed, TimeoutError) as error:
+                outcome.error = str(error) or f"no completion within {TIMEOUT_S:g} s"
+            outcome.end_s = now()
+        on_done()
         return outcome
 
-    return list(await asyncio.gather(*(ask(each) for each in drawn)))
+    return list(await asyncio.gather(*(send(request) for request in requests)))
 
 
-async def measure(
-    target: Target,
+async def measure_load(
+    backend: Backend,
     load: Load,
-    sizes: Sizes,
+    sizes: RequestSizes,
     num_requests: int,
     seed: int,
-    goals: Goals,
-    done: Callable[[], None],
+    limits: LatencyLimits,
+    on_done: Callable[[], None],
 ) -> tuple[list[Row], list[str]]:
-    """The figures of a load, after a request of warm-up that does not count; and what went wrong,
-    each once."""
-    about = target.vocab_size, target.max_len
-    await run_load(target, load, draw_requests(load, sizes, 1, -1 - seed, *about), lambda: None)
-    outcomes = await run_load(
-        target, load, draw_requests(load, sizes, num_requests, seed, *about), done
-    )
-    rows = figures(outcomes, goals, str(load))
+    """Return the rows of a load, after one request of warm-up, and its distinct errors."""
+
+    def draw(count: int, seed: int) -> list[LoadRequest]:
+        return draw_requests(load, sizes, count, seed, backend.vocab_size, backend.max_len)
+
+    await run_load(backend, load, draw(1, -1 - seed), lambda: None)
+    outcomes = await run_load(backend, load, draw(num_requests, seed), on_done)
+    rows = load_rows(outcomes, limits, str(load))
     if load.is_ramp:
-        for part, mine in parts_of(load, outcomes):
-            rows += latencies(mine, goals, part)
+        for name, quarter in ramp_quarters(load, outcomes):
+            rows += latency_rows(quarter, limits, name)
     return rows, sorted({outcome.error for outcome in outcomes if outcome.error})
 
 
-def parts_of(load: Load, outcomes: Sequence[Outcome]) -> Iterable[tuple[str, Sequence[Outcome]]]:
-    """A ramp from its slow beginning to its end, each part by the rates in it."""
-    for cut in np.array_split(np.arange(len(outcomes)), RAMP_PARTS):
-        if len(cut):
-            first, last = (load.rate_at(at / max(1, len(outcomes) - 1)) for at in (cut[0], cut[-1]))
-            yield f"{load}, {first:.3g} to {last:.3g}", [outcomes[at] for at in cut]
+def ramp_quarters(
+    load: Load, outcomes: Sequence[RequestOutcome]
+) -> Iterable[tuple[str, Sequence[RequestOutcome]]]:
+    """Yield (name, outcomes) of each quarter of a ramp; the name has the rates of the quarter."""
+    last_index = max(1, len(outcomes) - 1)
+    for indices in np.array_split(np.arange(len(outcomes)), RAMP_PARTS):
+        if len(indices):
+            first, last = (load.rate_at(index / last_index) for index in (indices[0], indices[-1]))
+            yield f"{load}, {first:.3g} to {last:.3g}", [outcomes[index] for index in indices]
 
 
-def figures(outcomes: Sequence[Outcome], goals: Goals, load: str) -> list[Row]:
-    """Rates are over the time from the first request to the end of the last answer."""
-    good = [each for each in outcomes if each.error is None]
-    seconds = max(each.ended_s for each in outcomes)
-    named = [
-        ("requests_per_s", len(good) / seconds, "requests/s"),
-        ("prompt_tokens_per_s", sum(len(each.drawn.tokens) for each in good) / seconds, "tokens/s"),
-        ("output_tokens_per_s", sum(each.num_tokens for each in good) / seconds, "tokens/s"),
+def load_rows(outcomes: Sequence[RequestOutcome], limits: LatencyLimits, case: str) -> list[Row]:
+    """Return all rows of a load. Rates are over the time until the last request ended."""
+    complete = [each for each in outcomes if each.error is None]
+    seconds = max(each.end_s for each in outcomes)
+    prompt_tokens = sum(len(each.request.tokens) for each in complete)
+    output_tokens = sum(each.num_tokens for each in complete)
+    rows = [
+        Row("requests_per_s", len(complete) / seconds, "requests/s", case),
+        Row("prompt_tokens_per_s", prompt_tokens / seconds, "tokens/s", case),
+        Row("output_tokens_per_s", output_tokens / seconds, "tokens/s", case),
     ]
-    if goals.wanted:
-        named.append(("goodput_requests_per_s", sum(map(goals.met, good)) / seconds, "requests/s"))
-    named.append(("seconds", seconds, "s"))
-    return [Row(name, value, unit, load) for name, value, unit in named] + latencies(
-        outcomes, goals, load
-    )
+    if limits.is_set:
+        goodput = sum(each.meets(limits) for each in complete) / seconds
+        rows.append(Row("goodput_requests_per_s", goodput, "requests/s", case))
+    rows.append(Row("seconds", seconds, "s", case))
+    return rows + latency_rows(outcomes, limits, case)
 
 
-def latencies(outcomes: Sequence[Outcome], goals: Goals, load: str) -> list[Row]:
-    """Time to first token, between tokens, and of the whole answer; and how many failed."""
-    good = [each for each in outcomes if each.error is None]
-    kinds = {
-        "ttft": [each.first_s for each in good],
-        "itl": [gap for each in good for gap in each.gaps_s],
-        "e2e": [each.heard_s[-1] - each.began_s for each in good],
+def latency_rows(outcomes: Sequence[RequestOutcome], limits: LatencyLimits, case: str) -> list[Row]:
+    """Return percentiles of TTFT, of the time between tokens and of whole requests, and errors."""
+    complete = [each for each in outcomes if each.error is None]
+    latencies_s = {
+        "ttft": [each.ttft_s for each in complete],
+        "itl": [gap for each in complete for gap in each.gaps_s],
+        "e2e": [each.tokens_s[-1] - each.start_s for each in complete],
     }
     rows = [
-        Row(f"{kind}_p{percent}_s", float(np.percentile(seconds, percent)), "s", load)
-        for kind, seconds in kinds.items()
+        Row(f"{kind}_p{percent}_s", float(np.percentile(seconds, percent)), "s", case)
+        for kind, seconds in latencies_s.items()
         for percent in PERCENTILES
         if seconds
     ]
-    if goals.wanted:
-        rows.append(Row("good_share", sum(map(goals.met, good)) / len(outcomes), "", load))
-    rows.append(Row("errors", len(outcomes) - len(good), "requests", load))
+    if limits.is_set:
+        share = sum(each.meets(limits) for each in complete) / len(outcomes)
+        rows.append(Row("good_share", share, "", case))
+    rows.append(Row("errors", len(outcomes) - len(complete), "requests", case))
     return rows

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from shardwise.measure.load_test import Row
+from shardwise.measure.rows import Row
 from shardwise.parallel.launch import Place, device_of
 from shardwise.serve.engine.batch import Batch, Part
 from shardwise.serve.engine.engine import Engine

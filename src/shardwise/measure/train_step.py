@@ -11,6 +11,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.kernels.registry import training_kernels
 from shardwise.layout import Layout
+from shardwise.measure.workload import StepSizes
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
 from shardwise.parallel.launch import Place, device_of, run_ranks
 from shardwise.parallel.mesh import Mesh, make_mesh
@@ -41,7 +42,7 @@ SHAPE = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 12,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
-WORKLOAD = Workload(from_hugging_face(SHAPE), sequences=2, length=512)
+WORKLOAD = Workload(from_hugging_face(SHAPE), StepSizes.sequences, StepSizes.length)
 """70.8 M parameters, 435 GFLOP of matrix products a step and data rank."""
 
 

@@ -1,55 +1,79 @@
-"""How a model is served: what an engine is started with. Imports no torch."""
+"""Settings of the engine and of the HTTP server. Imports no torch.
 
-from dataclasses import dataclass, field
+The flags of `shardwise serve`, `bench serve`, `generate` and `eval` are generated from the fields.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import ModelConfig
-from shardwise.formats.storage import quantized_forms
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype
 from shardwise.quant.scheme import parse_quant
 from shardwise.serve.engine.scheduler import Limits
+from shardwise.setting import REQUIRED, setting
 
 BLOCK_TOKENS = 128
-"""Attention adds up blocks of this many positions (kernels/paged.py), each of whole pages."""
+"""Tokens per block of the attention sum (kernels/reference/paged_attention.py), each of whole
+pages."""
+LEAST_BODY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """kv_bytes: of keys and values on each rank; None: what memory leaves. max_len: tokens of a
-    prompt and its answer; None: the model's positions. quant: what the matrices of blocks are
-    rounded to, as `int4-g64`, or `as-stored`; None: plain numbers. kv_dtype: what keys and values
-    are kept in; auto: dtype. The rest are the limits of a step and of the queue."""
+    """What an engine is started with: the model, its precision, and the limits of its batches.
+
+    Raises ValueError for values that cannot be served.
+    """
 
     model: Path
-    layout: Layout = field(default_factory=Layout)
-    dtype: Precision = "bf16"
-    kv_bytes: int | None = None
-    max_len: int | None = None
+    layout: Layout = setting(
+        Layout(), "how the model is sharded over devices, for example tp2", metavar="L"
+    )
+    dtype: Precision = setting("bf16", "dtype of weights, activations and KV cache")
+    quant: str | None = setting(
+        None,
+        "quantize the weights of the blocks while loading: int8, int4-g64 (groups of 64), "
+        "int4z-g64 (with zero points), int3-g32, fp8, ...; as-stored keeps the codes of a quantized "
+        "model",
+        metavar="Q",
+        default_help="unquantized weights in --dtype; a quantized model is dequantized",
+    )
+    kv_dtype: KvDtype = setting(
+        "auto",
+        "dtype of the KV cache: auto is --dtype; int8 and fp8 have one scale per token and head",
+    )
+    kv_bytes: int | None = setting(
+        None, "size of the KV cache on each rank, in bytes", default_help="all memory left over"
+    )
+    max_len: int | None = setting(
+        None,
+        "maximum context length of a request, prompt plus output, in tokens",
+        default_help="the model's",
+    )
     page_tokens: int = 16
-    max_batch_tokens: int = 512
-    max_running: int = 64
-    max_queued: int = 1024
-    quant: str | None = None
-    kv_dtype: KvDtype = "auto"
+    max_batch_tokens: int = setting(512, "maximum tokens per engine step")
+    max_running: int = setting(64, "maximum sequences in the batch")
+    max_queued: int = setting(
+        1024, "length of the queue; further requests get status 429 with Retry-After"
+    )
 
     def __post_init__(self) -> None:
         layout = self.layout
         if layout != Layout(tp=layout.tp):
             raise ValueError(
-                f"serving cuts a model over tensor ranks alone, not as {layout}; tp{layout.tp} works"
+                f"serving shards a model by tensor parallelism only, not by {layout}; "
+                f"tp{layout.tp} works"
             )
         if self.dtype not in PRECISIONS:
-            raise ValueError(
-                f"dtype is {self.dtype}, but a model is served in {' or '.join(PRECISIONS)}"
-            )
+            raise ValueError(f"dtype is {self.dtype}, but must be {' or '.join(PRECISIONS)}")
         if self.quant is not None:
             parse_quant(self.quant)
         check_kv_dtype(self.kv_dtype)
         if self.page_tokens < 1 or BLOCK_TOKENS % self.page_tokens:
             raise ValueError(
-                f"page_tokens is {self.page_tokens}, but it must divide {BLOCK_TOKENS}; 16 works"
+                f"page_tokens is {self.page_tokens}, but must divide {BLOCK_TOKENS}; 16 works"
             )
         _ = self.limits
         for name, least in (("max_len", 2), ("kv_bytes", 1)):
@@ -59,22 +83,69 @@ class EngineSettings:
 
     @property
     def limits(self) -> Limits:
-        """Of a step and of the queue. Raises ValueError for those that do not go together."""
+        """The limits of a batch and of the queue. Raises ValueError for those that conflict."""
         return Limits(self.max_batch_tokens, self.max_running, self.max_queued)
 
 
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the HTTP server adds to an engine: the names of its model, keys, and limits of requests.
+
+    Raises ValueError for names, keys or limits that cannot work.
+    """
+
+    model_names: tuple[str, ...] = setting(
+        REQUIRED,
+        "model name in the API; repeatable",
+        flag="served-model-name",
+        metavar="NAME",
+        default_help="the last part of MODEL",
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "require this API key; repeatable",
+        flag="api-key",
+        metavar="KEY",
+        default_help="no authentication",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "allow browser requests from this origin, or * for any; repeatable",
+        flag="cors-origin",
+        metavar="URL",
+        default_help="none",
+    )
+    max_body_bytes: int = setting(
+        4 << 20, "maximum size of a request body, at least 1 MiB", default_help="4 MiB"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ValueError("the name of the served model must not be empty")
+        if not all(key.isascii() and key.strip() == key and key for key in self.api_keys):
+            raise ValueError("an API key must be ASCII characters, without spaces around them")
+        if self.max_body_bytes < LEAST_BODY_BYTES:
+            raise ValueError(
+                f"max_body_bytes is {self.max_body_bytes}, but must be at least "
+                f"{LEAST_BODY_BYTES} (1 MiB)"
+            )
+
+
 def check_model(settings: EngineSettings, config: ModelConfig) -> None:
-    """Raise ValueError, before any process is started, for what this model cannot have."""
+    """Raise ValueError, before any process is started, if this model cannot be served so."""
+    from shardwise.formats.storage import quantized_forms  # numpy, which --help does without
+
     check_shape(settings, config)
     if settings.quant is not None:
         quantized_forms(settings.model, config, settings.layout, settings.quant)
 
 
 def check_shape(settings: EngineSettings, config: ModelConfig) -> None:
-    """The same as far as its shape tells."""
+    """Raise ValueError if the model's shape does not go with the settings."""
     for problem in settings.layout.problems(config):
         raise ValueError(f"layout {settings.layout}: {problem}")
     if settings.max_len is not None and settings.max_len > config.max_positions:
         raise ValueError(
-            f"max_len {settings.max_len} is more than the model's {config.max_positions} positions"
+            f"max_len is {settings.max_len}, but the model's context length is "
+            f"{config.max_positions}"
         )

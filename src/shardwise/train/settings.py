@@ -17,10 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from shardwise.config import ModelConfig
 from shardwise.parallel.pipeline.actions import BUCKET_BYTES
 from shardwise.precision import GradientPrecision, Precision
-
-
-def setting(default: Any, explained: str) -> Any:
-    return field(default=default, metadata={"explained": explained})
+from shardwise.setting import setting
 
 
 @dataclass(frozen=True)
@@ -256,7 +253,7 @@ def to_toml(settings: Settings, explained: bool = False) -> str:
         values = getattr(settings, section.name)
         for entry in fields(values):
             text = f"{entry.name} = {to_toml_value(getattr(values, entry.name))}"
-            lines.append(f"{text:<32} # {entry.metadata['explained']}" if explained else text)
+            lines.append(f"{text:<32} # {entry.metadata['help']}" if explained else text)
         lines.append("")
     return "\n".join(lines)
 

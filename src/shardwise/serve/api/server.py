@@ -52,10 +52,11 @@ from shardwise.serve.api.responses import (
     TokenizerInfo,
     Tokens,
 )
-from shardwise.serve.api.service import ServerSettings, Service
+from shardwise.serve.api.service import Service
 from shardwise.serve.api.streaming import EventStream, end, while_connected
 from shardwise.serve.engine_client import Engine, EngineDied, QueueFull
 from shardwise.serve.request import check_ids
+from shardwise.serve.settings import ServerSettings
 
 READY_S = 10.0  # an engine answers between two steps, and a step of a large model takes its time
 KEEP_ALIVE_S = (

@@ -15,30 +15,7 @@ from shardwise.serve.api.responses import CachedTokens, Usage
 from shardwise.serve.api.streaming import merge
 from shardwise.serve.engine_client import Engine
 from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams, check_ids
-
-LEAST_BODY_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """How the server presents the engine. The model answers to each of `model_names`; no key in
-    `api_keys` means that everybody may ask; pages of `cors_origins` may ask from a browser ("*": of
-    any)."""
-
-    model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 4 << 20
-
-    def __post_init__(self) -> None:
-        if not self.model_names or not all(self.model_names):
-            raise ValueError("the name of the served model must not be empty")
-        if not all(key.isascii() and key.strip() == key and key for key in self.api_keys):
-            raise ValueError("an API key must be ASCII characters, without spaces around them")
-        if self.max_body_bytes < LEAST_BODY_BYTES:
-            raise ValueError(
-                f"max_body_bytes is {self.max_body_bytes}, but prompts need at least {LEAST_BODY_BYTES} (1 MiB)"
-            )
+from shardwise.serve.settings import ServerSettings
 
 
 @dataclass
