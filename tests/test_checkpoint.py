@@ -42,9 +42,10 @@ from shardwise.params import Init, ParamSpec, boxes, model_specs, units
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.loop import Outcome, make_program, train
 from shardwise.train.optim import AdamW
+from shardwise.train.resolve import Run
 from shardwise.train.run import prepare_folder
 from shardwise.train.settings import Settings
-from shardwise.train.validate import check_run
+from shardwise.train.validate import validated_run
 from tiny_training import build_data, seeded, tiny_settings, whole
 
 CPU = torch.device("cpu")
@@ -57,19 +58,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_data(tmp_path_factory.mktemp("data"))
 
 
-def train_on(
-    rank: int, world: int, settings: Settings, config: ModelConfig, resumed: int
-) -> Outcome:
-    return train(Place(rank, world, CPU), settings, config, None, resumed)
+def train_on(rank: int, world: int, run: Run, resumed: int) -> Outcome:
+    return train(Place(rank, world, CPU), run, resumed)
 
 
 def trained(ranks: Ranks, settings: Settings, resumed: int = 0) -> Outcome:
     """Train from nothing, or go on, on the ranks of the layout; each call builds everything
     anew."""
-    run = check_run(settings)
+    run = validated_run(settings)
     Path(settings.run.folder).mkdir(exist_ok=True)
-    world = Layout.parse(settings.run.layout).world_size
-    first: Outcome = ranks.run(world, train_on, run.settings, run.config, resumed)[0]
+    first: Outcome = ranks.run(run.layout.world_size, train_on, run, resumed)[0]
     return first
 
 
@@ -139,7 +137,7 @@ def test_a_run_that_is_done_stays_as_it_is(ranks: Ranks, data: Path, tmp_path: P
 
 def state_on(rank: int, world: int, settings: Settings, config: ModelConfig, step: int) -> State:
     mesh = make_mesh(Layout.parse(settings.run.layout), rank, CPU)
-    program = make_program(settings, config, mesh, None, step)
+    program = make_program(Run(settings, mesh.layout, config, None), mesh, step)
     store = program.store
     found = {
         (name, kind): x
@@ -175,7 +173,7 @@ def test_any_layout_goes_on_from_any(
     written = tmp_path / "written"
     other = tmp_path / "other"
     settings = tiny_settings(data, written, layout=writer, precision="fp32")
-    config = check_run(settings).config
+    config = validated_run(settings).config
     trained(ranks, settings)
     cut_off(written, other, 3)
     elsewhere = tiny_settings(data, other, layout=layout)
@@ -192,7 +190,7 @@ def test_any_layout_goes_on_from_any(
 
 def test_a_checkpoint_is_a_model_to_load(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     settings = tiny_settings(data, tmp_path / "run", layout="dp2")
-    run = check_run(settings)
+    run = validated_run(settings)
     prepare_folder(run, False, pytest.fail)
     trained(ranks, settings)
     one = Layout()
@@ -250,7 +248,7 @@ def whole_run(
 ) -> tuple[Path, ModelConfig]:
     folder = tmp_path_factory.mktemp("whole") / "run"
     settings = tiny_settings(data, folder, eval_every=0)
-    run = check_run(settings)
+    run = validated_run(settings)
     prepare_folder(run, False, pytest.fail)
     trained(ranks, settings)
     return folder, run.config
@@ -296,7 +294,7 @@ def test_a_checkpoint_of_another_version_is_named_as_such(
 
 def load_on(rank: int, world: int, path: Path, settings: Settings, config: ModelConfig) -> None:
     mesh = make_mesh(Layout(), rank, CPU)
-    program = make_program(settings, config, mesh, None, 0)
+    program = make_program(Run(settings, mesh.layout, config, None), mesh, 0)
     load_state(Checkpoint(path), program.store, program.specs)
 
 
@@ -322,7 +320,7 @@ def test_a_missing_or_odd_tensor_is_named(
     settings = tiny_settings(data, tmp_path / "run", **changes)
     path = checkpoint_path(whole_run[0], 6)
     with pytest.raises(RankFailed, match=rf"ValueError: checkpoint .*step-00000006 {said}"):
-        ranks.run(1, load_on, path, settings, check_run(settings).config)
+        ranks.run(1, load_on, path, settings, validated_run(settings).config)
 
 
 # -- saving that fails
@@ -345,7 +343,7 @@ class KilledWhenRenamed:
 
 def train_until_killed(rank: int, world: int, settings: Settings, config: ModelConfig) -> None:
     writing.publish = KilledWhenRenamed(writing.publish)
-    train_on(rank, world, settings, config, 0)
+    train_on(rank, world, Run(settings, Layout.parse(settings.run.layout), config, None), 0)
 
 
 def test_a_kill_while_saving_leaves_the_checkpoint_before(
@@ -357,7 +355,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(
     killed = tmp_path / "killed"
     trained(ranks, tiny_settings(data, straight))
     settings = tiny_settings(data, killed, keep_checkpoints=2)
-    run = check_run(settings)
+    run = validated_run(settings)
     prepare_folder(run, False, pytest.fail)
     with pytest.raises(RankFailed, match="ended with code -9"):
         ranks.run(1, train_until_killed, settings, run.config)
@@ -400,7 +398,7 @@ def save_on(
 ) -> object:
     """Save step 1, then fail to save step 2; what each rank then sees."""
     mesh = make_mesh(Layout.parse(settings.run.layout), rank, CPU)
-    program = make_program(settings, config, mesh, None, 0)
+    program = make_program(Run(settings, mesh.layout, config, None), mesh, 0)
 
     def save(step: int) -> None:
         save_checkpoint(folder / f"step-{step:08d}", program.store, mesh, program.specs, step)
@@ -429,7 +427,7 @@ def test_a_full_disk_is_an_error_on_every_rank(
     """None waits for the one that failed, the checkpoint before is whole, and a later save
     works."""
     settings = tiny_settings(data, tmp_path / "run", layout=layout, global_batch=6)
-    config = check_run(settings).config
+    config = validated_run(settings).config
     number = BREAKERS[breaker][2]
     answers = ranks.run(
         Layout.parse(layout).world_size, save_on, tmp_path, settings, config, breaker, timeout_s=20
@@ -449,7 +447,7 @@ def save_below_a_file(
     rank: int, world: int, folder: Path, settings: Settings, config: ModelConfig
 ) -> int | None:
     mesh = make_mesh(Layout.parse(settings.run.layout), rank, CPU)
-    program = make_program(settings, config, mesh, None, 0)
+    program = make_program(Run(settings, mesh.layout, config, None), mesh, 0)
     try:
         save_checkpoint(folder / "step-00000001", program.store, mesh, program.specs, 1)
     except OSError as error:
@@ -467,7 +465,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(
         save_below_a_file,
         tmp_path / "file" / "checkpoints",
         settings,
-        check_run(settings).config,
+        validated_run(settings).config,
     )
     assert answers == [errno.ENOTDIR, errno.ENOTDIR]
 
@@ -487,7 +485,7 @@ def test_diverging_keeps_the_last_checkpoint_and_takes_no_step(
     assert list_checkpoints(path.parent)[-1] == path
     assert all(
         bool(values.isfinite().all())
-        for values in whole_state(path, check_run(settings).config).values()
+        for values in whole_state(path, validated_run(settings).config).values()
     )
     assert [row["step"] for row in told(tmp_path / "run")][-1] == outcome.step
     assert not {"NaN", "Infinity"} & set(
@@ -680,9 +678,11 @@ def test_boxes_are_put_together_from_what_overlaps(whole_run: tuple[Path, ModelC
 def test_mesh_is_all_that_saving_asks(tmp_path: Path, data: Path) -> None:
     """Outside any process group: one rank saves and loads what it holds, exactly."""
     settings = tiny_settings(data, tmp_path / "run")
-    config = check_run(settings).config
+    config = validated_run(settings).config
     mesh: Mesh = make_mesh(Layout(), 0, CPU)
-    program, other = (make_program(settings, config, mesh, None, 0) for _ in range(2))
+    program, other = (
+        make_program(Run(settings, mesh.layout, config, None), mesh, 0) for _ in range(2)
+    )
     for number, (*_, view) in enumerate(writing.owned(program.store, mesh)):
         view.copy_(torch.randn(view.shape, generator=seeded(number)))
     save_checkpoint(tmp_path / "step-00000004", program.store, mesh, program.specs, 4)

@@ -42,8 +42,8 @@ from shardwise.parallel.mesh import Axis, Mesh, Pending, make_mesh
 from shardwise.params import model_specs, num_params
 from shardwise.train.checkpoint import load_state, save_checkpoint
 from shardwise.train.loop import DTYPES, take_step, train
-from shardwise.train.run import check_run
 from shardwise.train.settings import Settings
+from shardwise.train.validate import validated_run
 from tiny_training import (
     FAMILIES,
     LLAMA,
@@ -856,7 +856,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_on(rank: int, world: int, runs: Sequence[Settings]) -> None:
     for run in runs:
         Path(run.run.folder).mkdir(exist_ok=True)
-        train(Place(rank, world, CPU), run, check_run(run).config, None, 0)
+        train(Place(rank, world, CPU), validated_run(run), 0)
 
 
 def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -912,11 +912,11 @@ def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: 
             r"over tp x cp = 4, which 2 kv heads do not allow; the ring",
         ),
         ({"layout": "dp2.a2a"}, "a2a is a way to do context parallel; add cp2, or leave a2a out"),
-        ({"layout": "cp2", "seq_len": 65}, "seq_len 65 is longer than the model's 64 positions"),
+        ({"layout": "cp2", "seq_len": 65}, "seq_len 65 exceeds the model's context length of 64"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_what_can(
     data: Path, tmp_path: Path, changes: dict[str, str | int], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        check_run(tiny_settings(data, tmp_path / "run", **changes))
+        validated_run(tiny_settings(data, tmp_path / "run", **changes))

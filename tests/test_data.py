@@ -197,7 +197,7 @@ def test_long_documents_are_read_in_pieces(tmp_path: Path, suffix: str) -> None:
         write_jsonl(source, [text])
     pieces = list(documents.read_file(source, "text"))
     assert len(pieces) > 3
-    assert max(len(piece.text) for piece in pieces) <= 2 * documents.PIECE_CHARACTERS
+    assert max(len(piece.text) for piece in pieces) <= 2 * documents.CHUNK_CHARACTERS
     assert pieces[0].text.endswith("\n")
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(piece.text for piece in pieces) == text
@@ -302,7 +302,7 @@ def test_source_without_files(tmp_path: Path) -> None:
 
 def test_unfit_tokenizer_and_share(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("7 400")
-    with pytest.raises(ValueError, match=r"gave token 400, outside its vocabulary of 301"):
+    with pytest.raises(ValueError, match=r"returned token 400, outside its vocabulary of 301"):
         build(tmp_path / "t.txt", tmp_path / "data", Words())
     with pytest.raises(ValueError, match=r"below 1, not 1\.0"):
         build(tmp_path / "t.txt", tmp_path / "data", Bytes(), held_out=1.0)
@@ -376,7 +376,7 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
         TokenFile(tmp_path / "data", "held_out")
     (tmp_path / "data/train.bin").write_bytes(b"\0\0")
     with pytest.raises(
-        ValueError, match=r"train\.bin is damaged: it holds 2 bytes where data\.json says 8"
+        ValueError, match=r"train\.bin is damaged: it has 2 bytes where data\.json says 8"
     ):
         TokenFile(tmp_path / "data")
     record = json.loads((tmp_path / "data/data.json").read_text())

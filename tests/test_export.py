@@ -555,7 +555,7 @@ def test_a_data_set_of_another_tokenizer_is_refused(
     flags = ("--quant", "int4-g32", "--method", "gptq", "--calibration", str(tmp_path / "data"))
     assert main(["convert", str(source), str(tmp_path / "new"), *flags]) == 2
     assert (
-        "was built with a tokenizer of 280 tokens and the model has one of 290"
+        "was built with a tokenizer of 280 tokens, but that of the model has 290"
         in capsys.readouterr().err
     )
 

@@ -40,7 +40,7 @@ from shardwise.parallel.pipeline.actions import stage_pieces
 from shardwise.parallel.unit import Owned
 from shardwise.params import Box, ParamSpec, boxes, model_specs, stage_units
 from shardwise.train.data import Batch
-from shardwise.train.loop import all_loss, take_step
+from shardwise.train.loop import global_loss, take_step
 from tiny_training import fill_store, plain_loss, tiny_weights
 
 CPU = torch.device("cpu")
@@ -190,14 +190,14 @@ def run_on(rank: int, world: int, case: Case, layout: Layout) -> RankResult:
     for step in range(NUM_STEPS):
         batch = part_of(batch_of(case, step), layout, side.mesh.coord.dp)
         loss, norm = take_step(program, side.mesh, batch, LR, MAX_NORM)
-        losses.append(all_loss(side.mesh, loss))
+        losses.append(global_loss(side.mesh, loss))
         norms.append(norm)
         gradients.append(shares("gradient"))
         if step == 0:
             summed = sum(
                 program.pipeline.evaluate(program.evaluation, each) for each in batch.microbatches
             )
-            evaluation = all_loss(side.mesh, summed) / side.mesh.dp.sum(batch.num_targets)[0]
+            evaluation = global_loss(side.mesh, summed) / side.mesh.dp.sum(batch.num_targets)[0]
     weights = {name: weight.clone() for name, weight in store.gathered()}
     return RankResult(losses, evaluation, norms, gradients, shares("master"), weights)
 

@@ -23,7 +23,7 @@ from shardwise.parallel.pipeline.deferred import Deferred, Owed
 from shardwise.parallel.pipeline.executor import Pipeline
 from shardwise.parallel.zero import Store
 from shardwise.train.checkpoint import load_state, save_checkpoint
-from shardwise.train.loop import DTYPES, all_loss, take_step
+from shardwise.train.loop import DTYPES, global_loss, take_step
 from tiny_training import (
     FAMILIES,
     LLAMA,
@@ -66,7 +66,7 @@ def make(short: str, model: str, rank: int, precision: str = "fp32") -> tuple[Pr
 def step_once(program: Program, mesh: Mesh, step: int) -> tuple[float, float]:
     batch = share_of(in_one_piece(*global_batch(step)), mesh.layout, mesh.coord.dp)
     loss, norm = take_step(program, mesh, batch, RATE.at(step), MAX_NORM)
-    return all_loss(mesh, loss), norm
+    return global_loss(mesh, loss), norm
 
 
 def states_of(program: Program, mesh: Mesh) -> State:
@@ -87,7 +87,7 @@ def steps_on(rank: int, world: int, short: str, model: str, spoil: str = "") -> 
         summed = sum(
             program.pipeline.evaluate(program.evaluation, each) for each in batch.microbatches
         )
-        evaluation = all_loss(mesh, summed) / mesh.dp.sum(batch.num_targets)[0]
+        evaluation = global_loss(mesh, summed) / mesh.dp.sum(batch.num_targets)[0]
         states = states_of(program, mesh)
     losses, norms = map(list, zip(*told, strict=True))
     return Told(losses, norms, evaluation, {} if rank else grads, {} if rank else states)
@@ -306,7 +306,7 @@ def forget_a_weight(patch: pytest.MonkeyPatch) -> None:
 
 
 def loss_of_one_stage(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("test_pipeline.all_loss", lambda mesh, mine: mesh.data.sum(mine)[0])
+    patch.setattr("test_pipeline.global_loss", lambda mesh, mine: mesh.data.sum(mine)[0])
 
 
 BATCHES = share_of(in_one_piece(*global_batch(0)), Layout.parse("pp2.1f1b.m4"), 0).microbatches

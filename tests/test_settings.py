@@ -135,8 +135,8 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, said: str) -> None:
     ("override", "said"),
     [
         ("run.stps=5", "did you mean run.steps?"),
-        ("steps=5", "'steps=5' is not of the form section.key=value"),
-        ("run.steps", "'run.steps' is not of the form section.key=value"),
+        ("steps=5", "'steps=5' must have the form section.key=value"),
+        ("run.steps", "'run.steps' must have the form section.key=value"),
         ("rum.steps=5", "rum is not a setting; did you mean run?"),
         ("run.steps=many", "run.steps must be a whole number, not 'many'"),
         ("run.steps=", "run.steps must be a whole number, not ''"),

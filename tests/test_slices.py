@@ -28,9 +28,10 @@ from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.train.data import TokenFile, held_out_batches
 from shardwise.train.loop import train
+from shardwise.train.resolve import Run
 from shardwise.train.run import prepare_folder
 from shardwise.train.settings import ModelSettings
-from shardwise.train.validate import Run, check_run
+from shardwise.train.validate import validated_run
 from tiny_models import our_weights, tiny_model
 from tiny_training import OPTIMIZER, build_data, tiny_settings
 
@@ -182,7 +183,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_on(rank: int, world: int, run: Run) -> None:
-    train(Place(rank, world, CPU), run.settings, run.config, run.weights, 0)
+    train(Place(rank, world, CPU), run, 0)
 
 
 @torch.no_grad()
@@ -243,7 +244,7 @@ def test_what_ranks_trained_is_one_ordinary_folder(
     settings = tiny_settings(
         data, run_path, layout=layout, steps=2, eval_every=2, eval_sequences=6, warmup_steps=0
     )
-    run = check_run(replace(settings, model=ModelSettings(name=str(source), weights="given")))
+    run = validated_run(replace(settings, model=ModelSettings(name=str(source), weights="given")))
     assert run.weights == source
     prepare_folder(run, False, print)
     ranks.run(Layout.parse(layout).world_size, train_on, run)

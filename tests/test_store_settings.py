@@ -21,7 +21,7 @@ from shardwise.train.loop import Outcome, make_program
 from shardwise.train.metrics import Metrics
 from shardwise.train.run import start_run
 from shardwise.train.settings import Settings
-from shardwise.train.validate import check_run
+from shardwise.train.validate import validated_run
 from tiny_training import build_data, tiny_settings
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def store_of(settings: Settings) -> Store:
     mesh = make_mesh(Layout.parse(settings.run.layout), 0, CPU)
-    store = make_program(settings, check_run(settings).config, mesh, None, 0).store
+    store = make_program(validated_run(settings), mesh, 0).store
     assert isinstance(store, Store)
     return store
 
@@ -61,7 +61,7 @@ def test_settings_reach_the_store(data: Path, tmp_path: Path) -> None:
 
 
 def run_on(rank: int, world: int, settings: Settings) -> Outcome:
-    return loop.train(loop.Place(rank, world, CPU), settings, check_run(settings).config, None, 0)
+    return loop.train(loop.Place(rank, world, CPU), validated_run(settings), 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -104,8 +104,8 @@ def test_they_change_no_number(ranks: Ranks, data: Path, tmp_path: Path, precisi
 )
 def test_fsdp_decides_for_itself(data: Path, tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"run\.{key} does not apply to fsdp.*dp2\.z3"):
-        check_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp", **{key: value}))
-    check_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp"))
+        validated_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp", **{key: value}))
+    validated_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp"))
 
 
 def test_no_room_for_the_file_is_a_sentence(

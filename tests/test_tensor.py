@@ -29,8 +29,9 @@ from shardwise.parallel.unit import Owned
 from shardwise.params import model_specs, num_params, partial_axes
 from shardwise.train.checkpoint import load_state, save_checkpoint
 from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
-from shardwise.train.run import check_run
+from shardwise.train.resolve import Run
 from shardwise.train.settings import Settings
+from shardwise.train.validate import validated_run
 from tiny_training import (
     FAMILIES,
     LLAMA,
@@ -757,9 +758,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def held_out_on(rank: int, world: int, runs: Sequence[Settings]) -> list[float]:
     told = []
     for run in runs:
-        config = check_run(run).config
+        config = validated_run(run).config
         mesh = make_mesh(Layout.parse(run.run.layout), rank, CPU, config.num_kv_heads)
-        told.append(evaluate(run, make_program(run, config, mesh, None, 0), mesh))
+        told.append(evaluate(run, make_program(Run(run, mesh.layout, config, None), mesh, 0), mesh))
     return told
 
 

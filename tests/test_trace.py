@@ -25,7 +25,7 @@ from shardwise.plan.measured import Event, Traced, mean_seconds, measured_timeli
 from shardwise.plan.simulate import Timeline, simulate
 from shardwise.train import loop
 from shardwise.train.settings import Settings
-from shardwise.train.validate import check_run
+from shardwise.train.validate import validated_run
 from tiny_training import build_data, tiny_settings
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_on(rank: int, world: int, settings: Settings) -> None:
-    loop.train(Place(rank, world, CPU), settings, check_run(settings).config, None, 0)
+    loop.train(Place(rank, world, CPU), validated_run(settings), 0)
 
 
 def trained(ranks: Ranks, data: Path, run: Path, layout: str, **changes: Any) -> Path:
@@ -153,7 +153,7 @@ def test_a_run_writes_down_what_every_rank_did(
     run = trained(ranks, data, tmp_path / "run", short)
     path = run / "trace" / "step-3.json"
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
-    config = check_run(tiny_settings(data, run, layout=short, num_layers=5)).config
+    config = validated_run(tiny_settings(data, run, layout=short, num_layers=5)).config
     for rank in range(layout.world_size):
         mine = [
             event
@@ -219,7 +219,7 @@ def test_the_command_shows_a_run(
     assert sum(text.startswith(("measured", "simulated")) for text in texts) == 2
     assert main(["schedule", str(run / "trace" / "step-3.json")]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "measured" in out and "simulated with the same times" in out and traced.told in out
+    assert "measured" in out and "simulated with the same times" in out and traced.summary in out
 
 
 def test_a_step_that_is_not_asked_for_or_cannot_be_written_is_no_reason_to_stop(
@@ -239,7 +239,7 @@ def train_on_disks_of_their_own(rank: int, world: int, settings: Settings) -> No
     with pytest.MonkeyPatch.context() as patch:
         if rank:
             patch.setattr(
-                "shardwise.train.trace_writer.part_of",
+                "shardwise.train.trace_writer.rank_path",
                 lambda path, rank: path.with_name(f"elsewhere-{rank}"),
             )
         train_on(rank, world, settings)
@@ -340,7 +340,7 @@ def test_a_schedule_that_does_not_suit_is_refused(
 ) -> None:
     path = write(tmp_path / "own.csv", text)
     with pytest.raises(ValueError) as refused:
-        check_run(
+        validated_run(
             tiny_settings(
                 data, tmp_path / "run", layout=short, pipeline_table=str(path), num_layers=5
             )

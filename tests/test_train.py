@@ -32,9 +32,10 @@ from shardwise.plan.traffic import comm_bytes
 from shardwise.train import loop
 from shardwise.train import metrics as telling
 from shardwise.train.metrics import Metrics, StepMetrics
+from shardwise.train.resolve import resized
 from shardwise.train.run import locked
-from shardwise.train.settings import ModelSettings, Settings, read_settings, shaped, to_toml
-from shardwise.train.validate import check_run
+from shardwise.train.settings import ModelSettings, Settings, read_settings, to_toml
+from shardwise.train.validate import validated_run
 from tiny_training import build_data, tiny_settings, write_source
 
 DEADLINE_S = 90.0
@@ -221,7 +222,7 @@ def test_two_ranks_train_and_tell(straight: tuple[Path, str, str]) -> None:
     assert list(held_out) == [0, 50, 100, 150]
     assert answer["loss"] == steps[-1]["loss"] < steps[0]["loss"] - 1.5
     assert answer["held_out_loss"] == held_out[150] < held_out[50] < held_out[0] - 1.0
-    config = check_run(read_settings(run / "config.toml")).config
+    config = validated_run(read_settings(run / "config.toml")).config
     padded = sum(
         Layout(dp=2).padded(num_params(owned)) for owned in units(model_specs(config)).values()
     )
@@ -387,9 +388,7 @@ def test_a_signal_while_ranks_start_waits_until_they_can_save(data: Path, tmp_pa
 
 
 def train_on(rank: int, world: int, settings: Settings) -> None:
-    loop.train(
-        Place(rank, world, torch.device("cpu")), settings, check_run(settings).config, None, 0
-    )
+    loop.train(Place(rank, world, torch.device("cpu")), validated_run(settings), 0)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +401,7 @@ def test_a_row_says_what_its_step_or_its_evaluation_sent(
     stages 1 and 2, so the step after it gathers none: the two together send what one step does."""
     settings = tiny_settings(data, tmp_path, layout=layout, steps=7, eval_every=3, save_every=2)
     ranks.run(2, train_on, settings)
-    config = check_run(settings).config
+    config = validated_run(settings).config
     cut = Layout.parse(layout)
     planned = comm_bytes(config, cut, "fp32")["dp"]
     gathered = (
@@ -532,7 +531,7 @@ def test_a_run_that_diverges_says_so(
     assert main(
         ["train", f"{tmp_path}/run", "--resume", "--set", "optimizer.lr=1e-3", "--json"]
     ) in (0, 1)
-    assert "shardwise: optimizer.lr was 1e+30 and is 0.001 from here on" in capsys.readouterr().err
+    assert "shardwise: optimizer.lr changed from 1e+30 to 0.001" in capsys.readouterr().err
 
 
 def test_weights_that_are_given(
@@ -564,7 +563,7 @@ def test_a_run_is_resumed_as_it_was_begun(
     capsys.readouterr()
     assert main(["train", str(run), "--resume", "--set", "run.precision=bf16"]) == 2
     assert capsys.readouterr().err == (
-        f"shardwise: {run} was begun with run.precision = 'fp32', not 'bf16'; resume it with the same\n"
+        f"shardwise: {run} started with run.precision = 'fp32', not 'bf16'; resume it with the same value\n"
     )
     assert main(["train", str(run), "--resume", "--set", "run.steps=2"]) == 0
     assert (
@@ -588,7 +587,7 @@ def test_a_run_goes_on_with_the_data_it_was_begun_with(
     assert main(["train", str(path), "--resume", "--set", "run.steps=9"]) == 2
     assert (
         capsys.readouterr().err
-        == f"shardwise: {data} is another data set than {run} was begun with; build that again\n"
+        == f"shardwise: {data} is not the data set that {run} started with; build the same one again\n"
     )
 
 
@@ -631,7 +630,7 @@ def test_what_could_not_be_read_back_or_run_is_refused(
 
 def test_a_window_on_every_layer_stays_on_every_layer() -> None:
     settings = replace(Settings().model, num_layers=3)
-    assert shaped(
+    assert resized(
         CATALOGUE["mistral-7b"], settings, 100, 16, counted=False
     ).windowed_layers == frozenset(range(3))
 
@@ -654,8 +653,8 @@ def test_a_model_that_does_not_fit_is_refused(
     )
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"shardwise: the parameters, gradients and optimizer of dp2 take [\d,.]+ GB a rank, on 2 ranks more than the "
-        r"[\d.,]+ GB there are; `shardwise plan` tells what would fit",
+        r"shardwise: the parameters, gradients and optimizer states of dp2 take [\d,]+ GB per rank, "
+        r"[\d,]+ GB for 2 ranks, but there are [\d.,]+ GB; `shardwise plan` shows what fits",
         line,
     ), line
     assert not (tmp_path / "run").exists()
@@ -728,10 +727,10 @@ def files_under(folder: Path) -> dict[Path, bytes]:
         (["--layout", "tp4"], "layout tp4: tp4 does not divide 2 heads"),
         (["--layout", "fsdp.dp2.pp2"], "fsdp with pp is not supported; z3 in its place works"),
         (["--layout", "dp2.q"], "'q' is not a part of a layout"),
-        (["--set", "data.seq_len=65"], "data.seq_len 65 is longer than the model's 64 positions"),
+        (["--set", "data.seq_len=65"], "data.seq_len 65 exceeds the model's context length of 64"),
         (
             ["--set", "data.seq_len=40", "--set", "model.max_positions=39"],
-            "longer than the model's 39 positions",
+            "exceeds the model's context length of 39",
         ),
         (["--set", "data.folder=nowhere"], "nowhere is not a data set"),
         (
@@ -743,7 +742,7 @@ def files_under(folder: Path) -> dict[Path, bytes]:
             [*GIVEN, "--set", "model.num_layers=2"],
             "model.num_layers changes the shape, so the given weights do not",
         ),
-        (GIVEN, "model 1M names a shape and has no weights; name a folder, hub id or file"),
+        (GIVEN, "'1M' is only a shape, without weights; name a folder, hub id or file"),
         (["--set", "model.hidden_size=15"], "model.hidden_size 15 is not a multiple of 2 heads"),
         (["--set", "run.stps=5"], "run.stps is not a setting; did you mean run.steps?"),
         (["--set", "run.steps=many"], "run.steps must be a whole number, not 'many'"),
@@ -767,8 +766,8 @@ def test_a_run_that_cannot_be_is_one_sentence_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda data: os.truncate(data / "train.bin", 100), "is damaged: it holds 100 bytes"),
-        (lambda data: os.truncate(data / "train.bin", 0), "is damaged: it holds 0 bytes"),
+        (lambda data: os.truncate(data / "train.bin", 100), "is damaged: it has 100 bytes"),
+        (lambda data: os.truncate(data / "train.bin", 0), "is damaged: it has 0 bytes"),
         (lambda data: (data / "held_out.idx").unlink(), "held_out.idx is damaged"),
         (lambda data: (data / "data.json").write_text("{}"), "does not describe a data set"),
         (lambda data: (data / "tokenizer.json").unlink(), "holds no tokenizer"),
@@ -794,16 +793,13 @@ def test_a_folder_with_a_run_or_something_else_is_left_alone(
     assert main(["train", str(path)]) == 0
     before = files_under(run)
     for flags, said in (
-        ([], "already holds a run; add --resume to go on with it, or choose another run.folder"),
+        ([], "already holds a run; resume it with --resume, or choose another run.folder"),
         (
             ["--resume", "--set", "run.seed=1"],
-            "was begun with run.seed = 0, not 1; resume it with the same",
+            "started with run.seed = 0, not 1; resume it with the same",
         ),
-        (
-            ["--resume", "--set", "data.global_batch=8"],
-            "was begun with data.global_batch = 4, not 8",
-        ),
-        (["--resume", "--set", "model.num_layers=3"], "was begun with model.num_layers = 2, not 3"),
+        (["--resume", "--set", "data.global_batch=8"], "started with data.global_batch = 4, not 8"),
+        (["--resume", "--set", "model.num_layers=3"], "started with model.num_layers = 2, not 3"),
         (
             ["--set", f"run.folder={data}"],
             f"{data} is not empty and not a run; choose another run.folder",

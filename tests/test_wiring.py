@@ -32,7 +32,7 @@ from shardwise.train.data import Batches, MicroBatch, TokenFile
 from shardwise.train.loop import evaluate, make_batches, make_program, take_step
 from shardwise.train.optim import LearningRate
 from shardwise.train.settings import OptimizerSettings, Settings, to_toml
-from shardwise.train.validate import check_run
+from shardwise.train.validate import validated_run
 from tiny_training import LLAMA, fill_store, seeded, tiny_settings, write_source
 
 PEAK_FLOPS = 1e9
@@ -105,7 +105,7 @@ def steps_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def program_of(settings: Settings) -> tuple[Program, Mesh]:
     """The program before its first step."""
     mesh = make_mesh(Layout.parse(settings.run.layout), 0, torch.device("cpu"))
-    return make_program(settings, check_run(settings).config, mesh, None, 0), mesh
+    return make_program(validated_run(settings), mesh, 0), mesh
 
 
 def weights_of(program: Program) -> dict[str, Tensor]:
@@ -421,7 +421,7 @@ def test_operations_of_a_token_by_hand(config: ModelConfig, seq_len: int, flops:
 
 def test_mfu_is_the_share_of_the_peak(data: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     _, rows = run(steps=2, eval_every=0)
-    config = check_run(tiny_settings(data, tmp_path)).config
+    config = validated_run(tiny_settings(data, tmp_path)).config
     for row in rows:
         used = row["tokens_per_s"] * flops_per_token(config, 16)
         assert row["mfu"] * PEAK_FLOPS == pytest.approx(used, rel=1e-9)

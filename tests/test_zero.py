@@ -32,8 +32,8 @@ from shardwise.parallel.zero import BUCKET_BYTES, Store
 from shardwise.params import Init, ParamSpec, model_specs, num_params, units
 from shardwise.plan.ledger import Precision
 from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
-from shardwise.train.run import check_run
 from shardwise.train.settings import Settings
+from shardwise.train.validate import validated_run
 from tiny_training import (
     FAMILIES,
     OPTIMIZER,
@@ -689,7 +689,7 @@ def held_out_on(rank: int, world: int, changes: list[Settings]) -> list[float]:
     told = []
     for changed in changes:
         mesh = make_mesh(Layout.parse(changed.run.layout), rank, CPU)
-        program = make_program(changed, check_run(changed).config, mesh, None, 0)
+        program = make_program(validated_run(changed), mesh, 0)
         told.append(evaluate(changed, program, mesh))
     return told
 

@@ -136,7 +136,7 @@ def show_trace(args: argparse.Namespace) -> int:
         ("simulated with the same times", traced.predicted),
     ):
         print_timeline(timeline, f"{title}, {what}", NO_LIMIT, console)
-    console.print(f"{traced.told}, without transfers")
+    console.print(f"{traced.summary}, without transfers")
     return 0
 
 

@@ -31,7 +31,7 @@ from shardwise.parallel.zero import BUCKET_BYTES
 from shardwise.params import Box, ParamSpec, boxes, model_specs, num_params
 from shardwise.plan.ledger import training_ledgers
 from shardwise.train.data import Batch, MicroBatch, batch_rows, num_targets
-from shardwise.train.loop import all_loss, take_step
+from shardwise.train.loop import global_loss, take_step
 from shardwise.train.optim import AdamW
 from shardwise.train.signals import StopRequest
 from shardwise.train.validate import check_joined, memory_bytes, ranks_here
@@ -210,7 +210,7 @@ class Side:
         """The mean loss of the whole batch and the norm of the whole gradient, on every rank."""
         batch = part_of(tokens, targets, self.mesh.layout, self.mesh.coord.dp)
         mine, norm = take_step(self.program, self.mesh, batch, LR, MAX_NORM)
-        return all_loss(self.mesh, mine), norm
+        return global_loss(self.mesh, mine), norm
 
     def wholes(self, kind: Owned) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter put together from its owners, on every rank, one at a time, in the order

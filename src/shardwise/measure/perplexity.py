@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.kernels.reference.bundle import TORCH
 from shardwise.model.layers import DTYPES, Causal
 from shardwise.model.transformer import Transformer
+from shardwise.precision import Precision
 from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.serve.request import SamplingParams
 
@@ -165,7 +166,7 @@ def row_logits(model: LoadedModel, ids: Tensor) -> Iterator[Tensor]:
 
 
 def agreement(
-    path: Path, tokens: Sequence[int], dtype: str, context: int | None, advance: Advance
+    path: Path, tokens: Sequence[int], dtype: Precision, context: int | None, advance: Advance
 ) -> Agreement:
     """The log-probabilities of a text as the trainer has them, against those that the server tells
     of a prompt."""

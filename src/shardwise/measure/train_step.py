@@ -18,7 +18,7 @@ from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.peak_memory import peak_memory_bytes, peak_resident_bytes, reset_peaks
 from shardwise.plan.ledger import training_ledgers
 from shardwise.train.data import Batch, MicroBatch
-from shardwise.train.loop import all_loss, take_step
+from shardwise.train.loop import global_loss, take_step
 from shardwise.train.optim import AdamW
 from shardwise.train.signals import StopRequest
 from shardwise.train.validate import check_batch, check_fits, check_joined
@@ -122,7 +122,7 @@ def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Mea
         int(resident),
         int(gpu) if mesh.device.type == "cuda" else None,
         sum(sent[axis] for axis in ("dp", "tp", "pp", "cp")) // steps,
-        all_loss(mesh, loss),
+        global_loss(mesh, loss),
     )
 
 

@@ -53,7 +53,7 @@ class Traced:
         )
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         return (
             f"bubble {self.measured.bubble_fraction:.1%} measured, {self.predicted.bubble_fraction:.1%} predicted from "
             "these times"

@@ -1,5 +1,5 @@
-"""Writing checkpoints and resuming from them; `model/checkpoint.py` says what one holds and reads
-it."""
+"""Writing checkpoints, and loading them into a store of any layout. `formats/run_checkpoint.py`
+describes and reads the files."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def save_checkpoint(
     """Write the state after `step` steps to the folder `target`. Every rank calls it; replicas
     write nothing.
 
-    Raises OSError, on every rank, when a rank cannot write: the checkpoint before stays as it was.
+    Raises OSError on every rank if one cannot write; the previous checkpoint stays as it was.
     """
     aside = partial_path(target)
     error: OSError | None = None
@@ -59,7 +59,7 @@ def make_empty(folder: Path) -> None:
 
 
 def write_rank(folder: Path, store: States, mesh: Mesh) -> None:
-    """What this rank owns, as a stream, and beside it its entries with the checksum."""
+    """Write what this rank owns as a stream, and next to it its entries and the checksum."""
     name = f"rank-{mesh.rank:05d}.safetensors"
     shapes = {}
     entries = []
@@ -74,8 +74,8 @@ def write_rank(folder: Path, store: States, mesh: Mesh) -> None:
 
 
 def owned(store: States, mesh: Mesh) -> Iterator[tuple[State, ParamSpec, Box, Tensor]]:
-    """All that this rank is the first to hold. A view that is left behind may go back to the
-    disk."""
+    """Yield the states that this rank owns and no lower rank holds. Offloaded memory behind a view
+    may be released once the next one is taken."""
     for state in STATES:
         for spec, box, view in store.owned(state):
             if is_first_holder(spec, spec.part(box.part), mesh.layout, mesh.coord):
@@ -83,7 +83,7 @@ def owned(store: States, mesh: Mesh) -> Iterator[tuple[State, ParamSpec, Box, Te
 
 
 def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], step: int) -> None:
-    """Join the ranks' records into one index and give the checkpoint its name."""
+    """Join the records of the ranks into one index, and give the checkpoint its name."""
     files = {}
     entries = []
     for path in sorted(aside.glob("rank-*.safetensors.json")):
@@ -111,6 +111,7 @@ def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], 
 
 
 def attempt(work: Callable[[], None]) -> OSError | None:
+    """Run `work` and return its OSError, if any, so that all ranks can raise together."""
     try:
         work()
     except OSError as error:
@@ -119,38 +120,35 @@ def attempt(work: Callable[[], None]) -> OSError | None:
 
 
 def raise_together(mesh: Mesh, error: OSError | None) -> None:
-    """No rank goes on to wait for one that failed."""
+    """Raise OSError on every rank if one has an error, so that no rank waits for one that
+    failed."""
     failed = mesh.world.gather(0.0 if error is None else float(error.errno or errno.EIO))
     if error is not None:
         raise error
     for rank, number in enumerate(failed):
         if number:
-            why = os.strerror(int(number))
+            reason = os.strerror(int(number))
             raise OSError(
-                int(number), f"rank {rank} could not write its part of the checkpoint: {why}"
+                int(number), f"rank {rank} could not write its part of the checkpoint: {reason}"
             )
 
 
 def remove_old(latest: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints up to `latest`.
-
-    Later ones, which the run could not go on from, push out none and are left to whoever can mend
-    them.
-    """
-    for path in [path for path in list_checkpoints(latest.parent) if path.name <= latest.name][
-        :-keep
-    ]:
+    """Remove all but the last `keep` checkpoints up to `latest`. Later ones, which are damaged
+    since the run did not resume from them, are not counted and not removed."""
+    usable = [path for path in list_checkpoints(latest.parent) if path.name <= latest.name]
+    for path in usable[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove from a run's checkpoints what a kill left half written."""
+    """Remove the checkpoints that were incomplete when the run was killed."""
     for partial in folder.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def load_state(checkpoint: Checkpoint, store: States, specs: Iterable[ParamSpec]) -> None:
-    """Fill the store from a checkpoint of any layout."""
+    """Fill the store from a checkpoint, which any layout may have written."""
     checkpoint.check_model(specs)
     for state in STATES:
         for spec, box, view in store.owned(state):

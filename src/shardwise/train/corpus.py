@@ -1,14 +1,14 @@
-"""Text files, tokenized once into files of tokens that training maps into memory.
+"""Building data sets: text is tokenized once into files that training maps into memory.
 
 A data set is a folder:
 
-    train.bin, held_out.bin   the tokens of all documents, one after another, little-endian uint16 or uint32
-    train.idx, held_out.idx   where each document starts, in tokens, little-endian int64
+    train.bin, held_out.bin   tokens of all documents in order, little-endian uint16 or uint32
+    train.idx, held_out.idx   start of each document, in tokens, little-endian int64
     data.json                 counts, dtype, vocabulary size, end-of-text token, source files
-    tokenizer files           what `tokenizer.save` writes, so that the data set is self-contained
+    tokenizer files           written by `tokenizer.save`, so that the data set is self-contained
 
 Every document ends with the end-of-text token. Memory stays bounded whatever the size of the
-source: long documents are tokenized in pieces.
+source: long documents are tokenized in chunks.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from shardwise.atomic import exclusive, partial_path, remove, written_aside
-from shardwise.train.documents import Piece, read_file, source_files
+from shardwise.train.documents import TextChunk, read_file, source_files
 
 FORMAT_VERSION = 1
 TRAIN = "train"
@@ -32,13 +32,13 @@ HELD_OUT = "held_out"
 START_DTYPE = np.dtype("<i8")
 
 BATCH_CHARACTERS = 1 << 22
-BATCH_PIECES = 1 << 12
+BATCH_CHUNKS = 1 << 12
 
-Progress = Callable[[int, int, int], None]  # source bytes done, source bytes in all, tokens so far
+Progress = Callable[[int, int, int], None]  # source bytes done, total, tokens
 
 
 class Encoder(Protocol):
-    """What building needs of a tokenizer; `encode_batch` adds no special tokens."""
+    """The part of a tokenizer that building needs; `encode_batch` adds no special tokens."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -53,7 +53,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """How much one part of a data set holds, and the checksum of its tokens."""
+    """The size of one split of a data set, and the checksum of its tokens."""
 
     tokens: int
     documents: int
@@ -62,8 +62,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a data set holds: the content of its `data.json`. `files` are the source files, in
-    reading order."""
+    """The content of `data.json`: what a data set holds. `files` are the source files in reading
+    order."""
 
     dtype: str
     vocab_size: int
@@ -88,26 +88,30 @@ def build(
     progress: Progress | None = None,
     field: str = "text",
 ) -> Corpus:
-    """Tokenize text once, so that training reads tokens at the speed of memory and any layout reads
-    the same ones.
+    """Tokenize text into a data set, and return what it holds.
 
-    `source` is a file, a folder (walked in sorted order, without hidden files, `__pycache__` and
-    what is no text) or a list of files. A `.jsonl` file holds a document a line and a `.parquet`
-    file one a row, under `field`; any other file is one document of UTF-8 text. Empty documents are
-    left out. `held_out` is the share of documents put into the held-out split, chosen by a hash of
-    the document's number; each split gets at least one, and a last document that is most of the
-    text is cut in two.
+    Training then reads tokens at the speed of memory, and any layout reads the same ones. The
+    folder `destination` appears only when it is complete.
 
-    The folder appears under its name only when complete. Raises ValueError for a destination in
-    use, a source without text, and a file that cannot be read (with its line or row).
+    Args:
+        source: a file, a folder (walked in sorted order, without hidden files, `__pycache__` and
+            binary files) or a list of files. A `.jsonl` file holds one document per line, a
+            `.parquet` file one per row, under `field`; any other file is one document of UTF-8
+            text. Empty documents are skipped.
+        held_out: the share of documents in the held-out split, chosen by a hash of the document's
+            number. Each split gets at least one document; a last document that is most of the text
+            is split in two.
+
+    Raises ValueError for a destination in use, a source without text, and a file that cannot be
+    read (with its line or row).
     """
     if not 0 <= held_out < 1:
         raise ValueError(
-            f"held_out is a share of the documents, at least 0 and below 1, not {held_out}."
+            f"held_out is a share of the documents: at least 0 and below 1, not {held_out}."
         )
     if not tokenizer.eos_ids:
         raise ValueError(
-            "The tokenizer names no end-of-text token, so documents could not be told apart; name one."
+            "The tokenizer has no end-of-text token to separate documents; define one."
         )
     destination = destination.resolve()
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -138,8 +142,8 @@ def build(
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """What the data set in `folder` holds; ValueError if there is none or this version cannot read
-    it."""
+    """Return what the data set in `folder` holds. Raises ValueError if there is none, or if this
+    version cannot read it."""
     path = folder / "data.json"
     if not path.is_file():
         raise ValueError(
@@ -149,8 +153,8 @@ def read_corpus(folder: Path) -> Corpus:
         record = json.loads(path.read_bytes())
         if record["format_version"] != FORMAT_VERSION:
             raise ValueError(
-                f"{folder} is a data set of format version {record['format_version']}, and this program reads version "
-                f"{FORMAT_VERSION}; build it again."
+                f"{folder} has format version {record['format_version']}, but this program reads "
+                f"version {FORMAT_VERSION}; build it again."
             )
         if record["dtype"] not in ("uint16", "uint32") or type(record["vocab_size"]) is not int:
             raise TypeError(record["dtype"])
@@ -194,10 +198,11 @@ def refuse_used(destination: Path) -> None:
 
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
-    """A folder to write in, renamed to `destination` when the block ends well and removed when it
-    does not.
+    """Yield an empty folder, which is renamed to `destination` when the block succeeds and removed
+    when it fails.
 
-    What a killed build left behind is cleared by the next one; a lock keeps two at a time apart.
+    The next build clears what a killed one left. Raises ValueError if another process is building
+    the same data set.
     """
     partial = partial_path(destination)
     partial.mkdir(parents=True, exist_ok=True)
@@ -209,7 +214,7 @@ def staged(destination: Path) -> Iterator[Path]:
 
 
 class SplitWriter:
-    """One split being written: its tokens and the starts of its documents."""
+    """Writes the tokens of one split and the starts of its documents."""
 
     def __init__(
         self, folder: Path, name: str, dtype: np.dtype, vocab_size: int, files: ExitStack
@@ -220,20 +225,20 @@ class SplitWriter:
         self.vocab_size = vocab_size
         self.num_tokens = 0
         self.num_documents = 0
-        self.document_start = 0  # of the document being written, or else of the next
+        self.document_start = 0  # of the current document, or of the next one
 
     def append(self, tokens: Sequence[int]) -> None:
         wide = np.asarray(tokens, dtype=np.int64)
         if wide.size and not 0 <= wide.min() <= wide.max() < self.vocab_size:
             raise ValueError(
-                f"The tokenizer gave token {wide.max()}, outside its vocabulary of {self.vocab_size}; "
-                "its files do not belong together."
+                f"The tokenizer returned token {wide.max()}, outside its vocabulary of "
+                f"{self.vocab_size}; its files do not belong together."
             )
         self.tokens_file.write(wide.astype(self.dtype).tobytes())
         self.num_tokens += wide.size
 
     def end_document(self, end_of_text: int) -> bool:
-        """Close the document being written; False if it was empty, and so is none."""
+        """End the current document; return False if it was empty and so does not count."""
         if self.num_tokens == self.document_start:
             return False
         self.append([end_of_text])
@@ -256,8 +261,8 @@ class SplitWriter:
         return int(np.frombuffer(self.starts_file.read(START_DTYPE.itemsize), START_DTYPE)[0])
 
     def move_tail(self, start: int, empty: "SplitWriter") -> None:
-        """Move the tokens from `start` on, the last document or its end, into an empty split as its
-        one document."""
+        """Move the tokens from `start` to the end, which are the last document or its tail, to an
+        empty split as its only document."""
         if start == self.last_start():
             self.num_documents -= 1
             self.starts_file.truncate(self.num_documents * START_DTYPE.itemsize)
@@ -278,6 +283,7 @@ def write_splits(
     progress: Progress | None,
     field: str,
 ) -> dict[str, Split]:
+    """Tokenize the files into one or two splits in `folder`, and return their sizes."""
     end_of_text = min(tokenizer.eos_ids)
     total_bytes = sum(file.stat().st_size for file in files)
     done_bytes = number = 0
@@ -286,51 +292,48 @@ def write_splits(
         writers = {
             name: SplitWriter(folder, name, dtype, tokenizer.vocab_size, stack) for name in names
         }
-        for batch in batched(piece for file in files for piece in read_file(file, field)):
-            for piece, tokens in zip(
-                batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True
-            ):
+        for batch in batched(chunk for file in files for chunk in read_file(file, field)):
+            encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
+            for chunk, tokens in zip(batch, encoded, strict=True):
                 writer = writers[HELD_OUT if held_out and is_held_out(number, held_out) else TRAIN]
                 writer.append(tokens)
-                if piece.ends_document and writer.end_document(end_of_text):
+                if chunk.ends_document and writer.end_document(end_of_text):
                     number += 1
-                done_bytes += piece.source_bytes
+                done_bytes += chunk.source_bytes
             if progress:
-                progress(
-                    done_bytes, total_bytes, sum(writer.num_tokens for writer in writers.values())
-                )
+                num_tokens = sum(writer.num_tokens for writer in writers.values())
+                progress(done_bytes, total_bytes, num_tokens)
         if not number:
-            raise ValueError("The source holds no text: every document in it is empty.")
+            raise ValueError("The source holds no text: all its documents are empty.")
         if held_out and not writers[HELD_OUT].num_documents:
             hold_out_last(writers[TRAIN], writers[HELD_OUT], held_out)
         return {name: writer.split() for name, writer in writers.items()}
 
 
 def is_held_out(number: int, share: float) -> bool:
-    """Whether document `number` is held out, as if drawn at random; the first never is."""
+    """Return whether document `number` is held out: pseudo-random, and never the first."""
     digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8).digest()
     return number > 0 and int.from_bytes(digest, "little") < share * 2**64
 
 
 def hold_out_last(train: SplitWriter, held_out: SplitWriter, share: float) -> None:
-    """Hold out the last document where the hash chose none; where it is most of the text, its last
-    tokens alone."""
+    """Hold out the last document where the hash chose none, or only its last tokens if it is most
+    of the text."""
     start = train.last_start()
     if 2 * (train.num_tokens - start) > train.num_tokens:
-        start = train.num_tokens - min(
-            train.num_tokens - start - 1, max(1, round(share * train.num_tokens))
-        )
+        num_held_out = max(1, round(share * train.num_tokens))
+        start = train.num_tokens - min(train.num_tokens - start - 1, num_held_out)
     train.move_tail(start, held_out)
 
 
-def batched(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Enough pieces at a time to keep a tokenizer with many threads busy."""
-    batch: list[Piece] = []
+def batched(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
+    """Yield batches of chunks, large enough to keep a tokenizer with many threads busy."""
+    batch: list[TextChunk] = []
     num_characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_characters += len(piece.text)
-        if num_characters >= BATCH_CHARACTERS or len(batch) == BATCH_PIECES:
+    for chunk in chunks:
+        batch.append(chunk)
+        num_characters += len(chunk.text)
+        if num_characters >= BATCH_CHARACTERS or len(batch) == BATCH_CHUNKS:
             yield batch
             batch = []
             num_characters = 0

@@ -1,12 +1,11 @@
-"""What a training step reads: packed samples of a token file, in an order given by one seed and one
-number.
+"""Training data: packed samples of a token file, in an order that follows from a seed and the step.
 
 Sample i is the window [i T, i T + T + 1) of the concatenated documents: T inputs, and the same
 shifted by one as targets. Step s of a run takes the samples `order[s G] .. order[s G + G - 1]`,
-whatever the layout, so the whole state of the loader is the number of the step.
+whatever the layout, so the step is the whole state of the loader.
 
-B sequences of a micro-batch on one data rank, T tokens, G sequences of a global batch, M
-micro-batches, D data ranks.
+B sequences per micro-batch and data rank, T tokens, G sequences per global batch, M micro-batches,
+D data ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +20,14 @@ from shardwise.model.batch import MicroBatch
 from shardwise.model.loss import IGNORED
 from shardwise.train.corpus import START_DTYPE, read_corpus
 
-NUM_ROUNDS = 8  # four suffice for many samples; eight also shuffle a handful evenly
+NUM_ROUNDS = 8  # 4 suffice for many samples; 8 also shuffle a handful evenly
 
 
 class TokenFile:
-    """One split of a data set, mapped into memory: ranks of a machine share its pages and read only
-    what they use.
+    """One split of a data set, mapped into memory: the ranks of a machine share its pages and read
+    only what they use.
 
-    `split` is "train" or "held_out". Raises ValueError if the folder is no data set, lacks the
+    `split` is "train" or "held_out". Raises ValueError if the folder is not a data set, lacks the
     split or is damaged.
     """
 
@@ -36,7 +35,8 @@ class TokenFile:
         corpus = read_corpus(folder)
         if split not in corpus.splits:
             raise ValueError(
-                f"{folder} has no {split} split, only {', '.join(corpus.splits)}; build it with one."
+                f"{folder} has no {split} split, only {', '.join(corpus.splits)}; "
+                "build it with one."
             )
         self.name = f"The {split} split of {folder}"
         self.vocab_size = corpus.vocab_size
@@ -49,7 +49,7 @@ class TokenFile:
         self.starts = mapped(folder / f"{split}.idx", START_DTYPE, self.num_documents)
 
     def num_samples(self, seq_len: int) -> int:
-        """How many samples of `seq_len` inputs the split packs into; ValueError if not even one."""
+        """Return the number of samples of `seq_len` inputs. Raises ValueError if there is none."""
         if seq_len < 1:
             raise ValueError(f"A sequence has at least 1 token, not {seq_len}.")
         num_samples = (self.num_tokens - 1) // seq_len
@@ -64,12 +64,12 @@ class TokenFile:
         return num_samples
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """The tokens [start, start + length), a view of the file in its own dtype."""
+        """Return the tokens [start, start + length), a view of the file in its own dtype."""
         assert start >= 0 and start + length <= self.num_tokens
         return self.tokens[start : start + length]
 
     def documents(self, start: int, length: int) -> np.ndarray:
-        """The number of the document of each token of a window, int64."""
+        """Return the document number of each token of a window, int64 [length]."""
         first_in, first_after = np.searchsorted(self.starts, [start + 1, start + length])
         steps = np.zeros(length, dtype=np.int64)
         steps[self.starts[first_in:first_after] - start] = 1
@@ -77,11 +77,13 @@ class TokenFile:
 
 
 def mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
+    """Map a file of `length` elements into memory. Raises ValueError if it has another size."""
     expected_bytes = length * dtype.itemsize
-    held_bytes = path.stat().st_size if path.is_file() else 0
-    if held_bytes != expected_bytes or not length:
+    file_bytes = path.stat().st_size if path.is_file() else 0
+    if file_bytes != expected_bytes or not length:
         raise ValueError(
-            f"{path} is damaged: it holds {held_bytes} bytes where data.json says {expected_bytes}; build it again."
+            f"{path} is damaged: it has {file_bytes} bytes where data.json says {expected_bytes}; "
+            "build it again."
         )
     return np.memmap(path, dtype=dtype, mode="r", shape=(length,))
 
@@ -92,14 +94,14 @@ def mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Order:
-    """A shuffled order of samples without end, a function of (seed, index) in constant memory.
+    """An endless shuffled order of samples: a function of (seed, index) in constant memory.
 
-    `order[index]` for index 0, 1, 2, ... goes through all samples once an epoch, each epoch
-    differently. Within an epoch the place is encrypted by a small block cipher, which is a
-    permutation by construction: a Feistel network with a hash as round function (Luby and Rackoff,
-    1988) over the smallest 2^(2h) places that hold all samples. A place that lands beyond the last
-    sample is encrypted again until it does not; this "cycle walking" (Black and Rogaway, 2002)
-    keeps it a permutation of the samples, and takes at most four turns on average.
+    `order[index]` for index 0, 1, 2, ... visits all samples once per epoch, in another order in
+    each. Within an epoch the index is encrypted by a small block cipher, which is a permutation by
+    construction: a Feistel network with a hash as round function (Luby and Rackoff, 1988) over the
+    smallest domain of 2^(2h) numbers that holds all samples. A number beyond the last sample is
+    encrypted again until it is not; this "cycle walking" (Black and Rogaway, 2002) keeps it a
+    permutation of the samples, and takes at most four rounds on average.
     """
 
     num_samples: int
@@ -110,13 +112,13 @@ class Order:
 
     def __getitem__(self, index: int) -> int:
         assert index >= 0
-        epoch, place = divmod(index, self.num_samples)
+        epoch, number = divmod(index, self.num_samples)
         keys = round_keys(self.seed, epoch)
         half_bits = ((self.num_samples - 1).bit_length() + 1) // 2
         while True:
-            place = feistel(place, half_bits, keys)
-            if place < self.num_samples:
-                return place
+            number = feistel(number, half_bits, keys)
+            if number < self.num_samples:
+                return number
 
 
 @lru_cache(maxsize=8)
@@ -124,18 +126,18 @@ def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(mix(mix(mix(seed) + epoch) + number) for number in range(NUM_ROUNDS))
 
 
-def feistel(place: int, half_bits: int, keys: tuple[int, ...]) -> int:
-    """A keyed permutation of the numbers of 2 x `half_bits` bits."""
+def feistel(number: int, half_bits: int, keys: tuple[int, ...]) -> int:
+    """Permute the numbers of 2 x `half_bits` bits by a key."""
     mask = (1 << half_bits) - 1
-    left = place >> half_bits
-    right = place & mask
+    left = number >> half_bits
+    right = number & mask
     for key in keys:
         left, right = right, left ^ (mix(right ^ key) & mask)
     return left << half_bits | right
 
 
 def mix(number: int) -> int:
-    """A hash of 64 bits: a step of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Hash 64 bits by a step of SplitMix64 (Steele, Lea and Flood, 2014)."""
     word = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ word >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -148,8 +150,7 @@ def mix(number: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One data rank's part of a global batch, with the count of its targets (those that are not
-    -100)."""
+    """One data rank's part of a global batch; targets of -100 are not counted in `num_targets`."""
 
     microbatches: tuple[MicroBatch, ...]
     num_targets: int
@@ -171,16 +172,15 @@ class Batches:
     """One data rank's training batches, each a function of its step alone: resuming needs the step
     and nothing else.
 
-    Row j of the global batch of step s is sample `order[s G + j]`. With B = G / (M D), micro-batch
-    m of data rank d holds the rows (m D + d) B + b for b < B: the ranks side by side, one
-    micro-batch after another. Ranks that share sequences (tensor, pipeline and context parallel)
-    ask with the same `data_rank` and get the same.
+    Row j of the global batch of step s is sample `order[s G + j]`; `batch_rows` gives the rows of a
+    data rank. Ranks that share sequences (tensor, pipeline and context parallel) pass the same
+    `data_rank` and get the same rows.
 
-    `separate_documents`: positions restart where a document does (and at the window's start),
-    `documents` are given, and a document's last token has no target. Otherwise positions are 0 .. T
-    - 1.
+    With `separate_documents`, positions restart where a document starts (and at the start of the
+    window), `documents` are set, and the last token of a document has no target. Otherwise
+    positions are 0 .. T - 1.
 
-    Raises ValueError if G does not divide by M D, or the split is shorter than one sample.
+    Raises ValueError if G is not a multiple of M D, or if the split is shorter than one sample.
     """
 
     token_file: TokenFile
@@ -195,16 +195,17 @@ class Batches:
     def __post_init__(self) -> None:
         assert self.microbatches >= 1 and 0 <= self.data_rank < self.data_size
         self.token_file.num_samples(self.seq_len)
-        unit = self.microbatches * self.data_size
-        if self.global_batch < 1 or self.global_batch % unit:
-            below = self.global_batch // unit * unit
-            nearest = f"{below} or {below + unit} would" if below > 0 else f"{unit} would"
+        multiple = self.microbatches * self.data_size
+        if self.global_batch < 1 or self.global_batch % multiple:
+            below = self.global_batch // multiple * multiple
+            nearest = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
             raise ValueError(
-                f"A global batch of {self.global_batch} sequences does not divide among {self.data_size} data ranks "
-                f"x {self.microbatches} micro-batches; {nearest}."
+                f"A global batch of {self.global_batch} sequences does not divide among "
+                f"{self.data_size} data ranks x {self.microbatches} micro-batches; {nearest} would."
             )
 
     def batch(self, step: int) -> Batch:
+        """Return the batch of `step`, counting from 0."""
         order = Order(self.token_file.num_samples(self.seq_len), self.seed)
         rows = batch_rows(self.global_batch, self.microbatches, self.data_rank, self.data_size)
         first = step * self.global_batch
@@ -221,13 +222,13 @@ def held_out_batches(
     limit: int | None = None,
     separate_documents: bool = False,
 ) -> Iterator[Batch]:
-    """One data rank's part of the samples in their own order, for an evaluation that is the same in
-    every layout.
+    """Return one data rank's part of the samples in their own order, for an evaluation that is the
+    same in every layout.
 
-    At most `limit` samples over all ranks (None: all of them). Each batch has one micro-batch of
+    At most `limit` samples are used over all ranks (None: all). Each batch has one micro-batch of
     `batch` sequences; rank d takes the samples (k D + d) B + b of batch k. Every rank gets the same
-    number of batches, since a collective may follow each: rows beyond the last sample have only
-    -100 as targets.
+    number of batches, since a collective may follow each: rows beyond the last sample have -100 as
+    targets.
     """
     assert batch >= 1 and 0 <= data_rank < data_size
     num_samples = token_file.num_samples(seq_len)
@@ -248,7 +249,7 @@ def collate(
     seq_len: int,
     separate_documents: bool,
 ) -> Batch:
-    """The named samples, a list for each micro-batch, as tensors; None is a row without targets."""
+    """Return samples, listed per micro-batch, as tensors; None is a row without targets."""
     microbatches = tuple(stack(token_file, rows, seq_len, separate_documents) for rows in samples)
     return Batch(microbatches, num_targets(microbatches))
 
@@ -260,6 +261,7 @@ def num_targets(microbatches: Sequence[MicroBatch]) -> int:
 def stack(
     token_file: TokenFile, samples: Sequence[int | None], seq_len: int, separate_documents: bool
 ) -> MicroBatch:
+    """Return the samples of one micro-batch as int64 tensors [B, T]."""
     shape = (len(samples), seq_len)
     tokens = np.zeros(shape, dtype=np.int64)
     targets = np.full(shape, IGNORED, dtype=np.int64)
@@ -273,9 +275,9 @@ def stack(
         targets[row] = window[1:]
         if separate_documents:
             numbers = token_file.documents(sample * seq_len, seq_len + 1)
-            goes_on = numbers[1:] == numbers[:-1]
-            targets[row, ~goes_on] = IGNORED
-            starts = np.where(goes_on[:-1], 0, positions[row, 1:])
+            continues = numbers[1:] == numbers[:-1]
+            targets[row, ~continues] = IGNORED
+            starts = np.where(continues[:-1], 0, positions[row, 1:])
             positions[row, 1:] -= np.maximum.accumulate(starts)
             documents[row] = numbers[:-1]
     return MicroBatch(

@@ -1,7 +1,7 @@
-"""Documents of text read from files: plain text, JSON lines, Parquet, and the text that every
-machine has.
+"""Reading documents from files: plain text, JSON lines and Parquet, and Python's standard library
+as text that every machine has.
 
-They come in pieces of about a million characters, so that memory stays bounded however long a
+Documents come in chunks of about a million characters, so that memory stays bounded however long a
 document is.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PIECE_CHARACTERS = 1 << 20
+CHUNK_CHARACTERS = 1 << 20
 
 COMPILED = frozenset({"__pycache__"})
 NOT_LIBRARY = COMPILED | {
@@ -23,8 +23,8 @@ NOT_LIBRARY = COMPILED | {
 }
 
 
-class Piece(NamedTuple):
-    """A document or a part of one, with the number of source bytes that were read for it."""
+class TextChunk(NamedTuple):
+    """A document or a part of one, and the number of source bytes read for it."""
 
     text: str
     ends_document: bool
@@ -32,7 +32,8 @@ class Piece(NamedTuple):
 
 
 def source_files(source: Path | Sequence[Path]) -> list[Path]:
-    """The files to read, in the order in which to read them."""
+    """Return the files of a source in reading order. Raises ValueError if one is missing, or if
+    there are none."""
     roots = [source] if isinstance(source, Path) else list(source)
     for root in roots:
         if not root.exists():
@@ -45,67 +46,67 @@ def source_files(source: Path | Sequence[Path]) -> list[Path]:
 
 
 def text_files(root: Path) -> list[Path]:
-    """The files under `root` but those that are no text: a folder of texts holds pictures too."""
+    """Return the files under `root` without binary ones: folders of text may hold pictures too."""
     return [file for file in walk(root) if not is_binary(file)]
 
 
 def is_binary(path: Path) -> bool:
-    """Whether a file is of none of the known formats and, like any that is no text, has a zero byte
-    near its start."""
+    """Return whether a file has none of the known formats and a zero byte near its start."""
     if path.suffix.lower() in (".jsonl", ".parquet"):
         return False
     with path.open("rb") as file:
         return b"\0" in file.read(8192)
 
 
-def walk(root: Path, left_out: frozenset[str] = COMPILED) -> list[Path]:
-    """The files under `root`, sorted by the parts of their paths, without hidden ones and the
-    folders left out."""
+def walk(root: Path, excluded: frozenset[str] = COMPILED) -> list[Path]:
+    """Return the files under `root`, sorted by the parts of their paths, without hidden files and
+    excluded folders."""
 
-    def refuse(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}.")
 
     files = []
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in excluded]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
 
 
-def read_file(path: Path, field: str) -> Iterator[Piece]:
-    """The documents of one file."""
+def read_file(path: Path, field: str) -> Iterator[TextChunk]:
+    """Yield the documents of one file. Raises ValueError with the line or row that cannot be
+    read."""
     readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
     reader = readers.get(path.suffix.lower())
     return reader(path, field) if reader else read_text(path)
 
 
-def read_text(path: Path) -> Iterator[Piece]:
+def read_text(path: Path) -> Iterator[TextChunk]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
     offset_bytes = reported_bytes = 0
     with path.open("rb") as file:
         while True:
-            chunk = file.read(PIECE_CHARACTERS)
+            chunk = file.read(CHUNK_CHARACTERS)
             pending_bytes = len(decoder.getstate()[0])
             try:
                 text += decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
+                position = offset_bytes - pending_bytes + error.start
                 raise ValueError(
-                    f"{path} is not UTF-8 text (byte {offset_bytes - pending_bytes + error.start}); convert it or "
-                    "leave it out."
+                    f"{path} is not UTF-8 text (byte {position}); convert it or exclude it."
                 ) from error
             offset_bytes += len(chunk)
             if not chunk:
-                yield Piece(text, True, offset_bytes - reported_bytes)
+                yield TextChunk(text, True, offset_bytes - reported_bytes)
                 return
-            if len(text) >= PIECE_CHARACTERS:
-                cut = border(text, 0, len(text))
-                yield Piece(text[:cut], False, offset_bytes - reported_bytes)
+            if len(text) >= CHUNK_CHARACTERS:
+                end = break_point(text, 0, len(text))
+                yield TextChunk(text[:end], False, offset_bytes - reported_bytes)
                 reported_bytes = offset_bytes
-                text = text[cut:]
+                text = text[end:]
 
 
-def read_jsonl(path: Path, field: str) -> Iterator[Piece]:
+def read_jsonl(path: Path, field: str) -> Iterator[TextChunk]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
@@ -113,7 +114,7 @@ def read_jsonl(path: Path, field: str) -> Iterator[Piece]:
                 line_text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{where} is not UTF-8 text; convert the file or take the line out."
+                    f"{where} is not UTF-8 text; convert the file or remove the line."
                 ) from error
             if not line_text.strip():
                 continue
@@ -123,14 +124,14 @@ def read_jsonl(path: Path, field: str) -> Iterator[Piece]:
                 raise ValueError(f"{where} is not JSON: {error}.") from error
             if not isinstance(record, dict):
                 raise ValueError(
-                    f'{where} is not a JSON object; each line is to look like {{"{field}": "..."}}.'
+                    f'{where} is not a JSON object; each line must look like {{"{field}": "..."}}.'
                 )
             if field not in record:
                 raise ValueError(f'{where} has no field "{field}", only {names_of(record)}.')
-            yield from pieces_of(record[field], len(line), f'The field "{field}" of {where}')
+            yield from text_chunks(record[field], len(line), f'The field "{field}" of {where}')
 
 
-def read_parquet(path: Path, field: str) -> Iterator[Piece]:
+def read_parquet(path: Path, field: str) -> Iterator[TextChunk]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -147,7 +148,7 @@ def read_parquet(path: Path, field: str) -> Iterator[Piece]:
             row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 for text in batch.column(0).to_pylist():
-                    yield from pieces_of(
+                    yield from text_chunks(
                         text, row_bytes, f'The column "{field}" of {path}, row {row},'
                     )
                     row += 1
@@ -156,11 +157,11 @@ def read_parquet(path: Path, field: str) -> Iterator[Piece]:
 
 
 def names_of(names: Mapping[str, object] | Sequence[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names) or "none at all"
+    return ", ".join(f'"{name}"' for name in names) or "none"
 
 
-def pieces_of(text: object, source_bytes: int, where: str) -> Iterator[Piece]:
-    """A document that is already in memory, in pieces; `where` names it in errors."""
+def text_chunks(text: object, source_bytes: int, where: str) -> Iterator[TextChunk]:
+    """Yield the chunks of a document that is in memory; `where` names it in errors."""
     if not isinstance(text, str):
         raise ValueError(f"{where} is not text but {json.dumps(text, default=repr)[:40]}.")
     if not text.isascii():
@@ -168,25 +169,25 @@ def pieces_of(text: object, source_bytes: int, where: str) -> Iterator[Piece]:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{where} holds half of a surrogate pair, which is no text."
+                f"{where} holds half of a surrogate pair, which is not valid text."
             ) from error
     start = 0
-    while len(text) - start > PIECE_CHARACTERS:
-        cut = border(text, start, start + PIECE_CHARACTERS)
-        yield Piece(text[start:cut], False, 0)
-        start = cut
-    yield Piece(text[start:], True, source_bytes)
+    while len(text) - start > CHUNK_CHARACTERS:
+        end = break_point(text, start, start + CHUNK_CHARACTERS)
+        yield TextChunk(text[start:end], False, 0)
+        start = end
+    yield TextChunk(text[start:], True, source_bytes)
 
 
-def border(text: str, start: int, stop: int) -> int:
-    """Where to cut a long text so that few tokens notice: after the last line break, else space, in
-    [start, stop)."""
+def break_point(text: str, start: int, stop: int) -> int:
+    """Return where to split a long text in [start, stop) so that few tokens change: after the last
+    line break, otherwise after the last space."""
     return (text.rfind("\n", start, stop) + 1) or (text.rfind(" ", start, stop) + 1) or stop
 
 
 def python_source_files() -> list[Path]:
-    """The source of Python's own standard library, in a fixed order: real text to train on when
-    there is no other."""
+    """Return the source files of Python's standard library in a fixed order: real text to train on
+    where there is no other."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         file

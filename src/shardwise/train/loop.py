@@ -1,17 +1,17 @@
-"""The training loop: one for every layout. A single stage is the pipeline F0 B0 F1 B1 ..."""
+"""The training loop: one for every layout. A layout without a pipeline is the schedule F0 B0 F1 B1
+and so on."""
 
 import math
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from shardwise.config import ModelConfig
 from shardwise.formats.load import open_weights
 from shardwise.formats.run_checkpoint import Checkpoint, checkpoint_path
-from shardwise.layout import Layout
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
 from shardwise.parallel.launch import STOP_SIGNALS, Place
@@ -23,16 +23,24 @@ from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.data import Batch, Batches, MicroBatch, TokenFile, held_out_batches
 from shardwise.train.metrics import Meter, Metrics
 from shardwise.train.optim import AdamW, LearningRate
-from shardwise.train.settings import Settings
+from shardwise.train.resolve import Run
+from shardwise.train.settings import OptimizerSettings, Settings
 from shardwise.train.signals import StopRequest
 from shardwise.train.trace_writer import write_trace
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: after `step` steps, `stopped` by a signal (its number), `diverged` at a step
-    that is not finite and is not kept, `unsaved` (why) because a rank could not write, or done; the
-    losses last seen."""
+    """How far a run came, and why it ended.
+
+    Attributes:
+        step: the last step whose result is in the weights
+        loss: the loss of the last finite step; None before the first
+        held_out_loss: the last finite held-out loss
+        stopped: the number of the signal that stopped the run
+        diverged: the step whose gradient or loss was not finite; it is not saved
+        unsaved: why a checkpoint could not be written
+    """
 
     step: int
     loss: float | None
@@ -42,25 +50,20 @@ class Outcome:
     unsaved: str | None = None
 
 
-def train(
-    place: Place, settings: Settings, config: ModelConfig, weights: Path | None, resumed: int
-) -> Outcome:
-    """Train on this rank until the last step or a signal; every rank of the layout calls it. Saves
-    at the end.
-
-    `weights` is what to start from, None for weights drawn from the seed. With `resumed` above 0 it
-    goes on from the checkpoint of that step in the run's folder.
-    """
-    run = settings.run
-    folder = Path(settings.run.folder)
-    mesh = make_mesh(Layout.parse(run.layout), place.rank, place.device, config.num_kv_heads)
-    start = int(mesh.world.max(resumed)[0])  # under torchrun the first rank alone chose
-    program = make_program(settings, config, mesh, weights, start)
-    metrics = Metrics(folder, run.steps, start, run.tensorboard, active=place.rank == 0)
-    metrics.say(f"kernels: {program.kernels}")
+def train(place: Place, run: Run, resumed: int) -> Outcome:
+    """Train on this rank until the last step or a signal, and save. Every rank of the layout calls
+    it. A run continues from its checkpoint of step `resumed`, if that is above 0."""
+    settings = run.settings.run
+    mesh = make_mesh(run.layout, place.rank, place.device, run.config.num_kv_heads)
+    start = int(mesh.world.max(resumed)[0])  # under torchrun only the first rank looked
+    program = make_program(run, mesh, start)
+    folder = Path(settings.folder)
+    active = place.rank == 0
+    metrics = Metrics(folder, settings.steps, start, settings.tensorboard, active)
+    metrics.log(f"kernels: {program.kernels}")
     try:
         with StopRequest(patient=place.world_size > 1) as stop:
-            return run_steps(settings, program, mesh, metrics, stop, start)
+            return run_steps(run.settings, program, mesh, metrics, stop, start)
     finally:
         metrics.close()
 
@@ -73,62 +76,83 @@ def run_steps(
     stop: StopRequest,
     start: int,
 ) -> Outcome:
+    """Take the steps after `start`, with metrics, trace, evaluation and checkpoints where they are
+    due, until the last step, a signal, a result that is not finite or a failed write."""
     run = settings.run
-    optimizer = settings.optimizer
     batches = make_batches(settings, mesh)
-    lr = LearningRate(
-        optimizer.lr,
-        run.steps,
-        optimizer.warmup_steps,
-        optimizer.schedule,
-        optimizer.final_lr,
-        optimizer.decay_steps,
-    )
+    lr = learning_rate(settings.optimizer, run.steps)
     meter = make_meter(settings, program, mesh)
-    loss = held_out_loss = stopped = None
-    mesh.bytes_sent()  # what starting took is told nowhere
+    outcome = Outcome(start, None, None)
+    mesh.bytes_sent()  # discard what starting sent
     if run.eval_every and start == 0:
         metrics.held_out(0, evaluate(settings, program, mesh), mesh.bytes_sent())
     for step in range(start + 1, run.steps + 1):
-        rate = lr.at(step - 1)
-        mesh.bytes_sent()  # from here on, those of this step
+        mesh.bytes_sent()  # count the bytes of this step
         mesh.trace.is_on = step == run.trace_step
-        began = time.perf_counter()
-        mine, norm = take_step(program, mesh, batches.batch(step - 1), rate, optimizer.max_norm)
-        asked = [float(stop.signal == number) for number in STOP_SIGNALS]
-        summed = all_loss(mesh, mine)
-        asked = mesh.world.sum(*asked)
-        seconds = time.perf_counter() - began
-        if not math.isfinite(norm):
-            return Outcome(step - 1, loss, held_out_loss, diverged=step)
-        loss = summed
-        stopped = next(
-            (int(number) for number, ranks in zip(STOP_SIGNALS, asked, strict=True) if ranks), None
-        )
-        metrics.step(meter.read(step, loss, norm, rate, seconds))
-        if mesh.trace.is_on and (told := write_trace(Path(run.folder), mesh, step)):
-            metrics.say(f"step {step:>6}  {told}")
-        last = step == run.steps or stopped is not None
-        if run.eval_every and (step % run.eval_every == 0 or step == run.steps):
+        rate = lr.at(step - 1)
+        taken = timed_step(program, mesh, batches, step, rate, settings.optimizer.max_norm, stop)
+        if not math.isfinite(taken.norm):
+            return replace(outcome, diverged=step)
+        outcome = replace(outcome, step=step, loss=taken.loss)
+        metrics.step(meter.read(step, taken.loss, taken.norm, rate, taken.seconds))
+        if mesh.trace.is_on and (line := write_trace(Path(run.folder), mesh, step)):
+            metrics.log(f"step {step:>6}  {line}")
+        if is_due(step, run.eval_every) or (run.eval_every and step == run.steps):
             held_out_loss = evaluate(settings, program, mesh)
             metrics.held_out(step, held_out_loss, mesh.bytes_sent())
             if not math.isfinite(held_out_loss):
-                return Outcome(step - 1, loss, None, diverged=step)
-        if last or (run.save_every and step % run.save_every == 0):
+                return Outcome(step - 1, taken.loss, None, diverged=step)
+            outcome = replace(outcome, held_out_loss=held_out_loss)
+        if is_due(step, run.save_every) or step == run.steps or taken.stopped is not None:
             try:
                 save(settings, program, mesh, step)
             except OSError as error:  # on every rank alike
-                return Outcome(step, loss, held_out_loss, unsaved=str(error))
-        if stopped is not None:
-            return Outcome(step, loss, held_out_loss, stopped)
-    return Outcome(max(start, run.steps), loss, held_out_loss)
+                return replace(outcome, unsaved=str(error))
+        if taken.stopped is not None:
+            return replace(outcome, stopped=taken.stopped)
+    return outcome
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether `step` is one of every `every` steps; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+class StepResult(NamedTuple):
+    """One step over all ranks; `stopped` is the number of a signal that a rank received."""
+
+    loss: float
+    norm: float
+    seconds: float
+    stopped: int | None
+
+
+def timed_step(
+    program: Program,
+    mesh: Mesh,
+    batches: Batches,
+    step: int,
+    lr: float,
+    max_norm: float,
+    stop: StopRequest,
+) -> StepResult:
+    """Take step `step`, counting from 1, sum its loss over all ranks, and agree on whether to
+    stop."""
+    began = time.perf_counter()
+    rank_loss, norm = take_step(program, mesh, batches.batch(step - 1), lr, max_norm)
+    requests = [float(stop.signal == number) for number in STOP_SIGNALS]
+    loss = global_loss(mesh, rank_loss)
+    requests = mesh.world.sum(*requests)
+    seconds = time.perf_counter() - began
+    received = [int(number) for number, ranks in zip(STOP_SIGNALS, requests, strict=True) if ranks]
+    return StepResult(loss, norm, seconds, received[0] if received else None)
 
 
 def take_step(
     program: Program, mesh: Mesh, batch: Batch, lr: float, max_norm: float
 ) -> tuple[float, float]:
-    """One optimizer step on a global batch; returns this rank's term of its mean loss, and the
-    gradient's norm. No step is taken with a norm that is not finite."""
+    """Take one optimizer step on a global batch. Returns this rank's term of the mean loss, and the
+    norm of the gradient. The weights stay as they are if the norm is not finite."""
     batch = on_device(batch, mesh.device)
     scale = 1 / max(1.0, *mesh.dp.sum(batch.num_targets))  # the only scaling of loss and gradients
     span = mesh.trace.span
@@ -147,31 +171,30 @@ def take_step(
     return loss, norm
 
 
-def all_loss(mesh: Mesh, mine: float) -> float:
-    """The sum of what the ranks with a head have of a loss, on all ranks."""
-    return mesh.pp.sum(*mesh.data.sum(mine))[0]
+def global_loss(mesh: Mesh, rank_loss: float) -> float:
+    """Return the sum of the terms of a loss over the ranks that have the head, on all ranks."""
+    return mesh.pp.sum(*mesh.data.sum(rank_loss))[0]
 
 
 def evaluate(settings: Settings, program: Program, mesh: Mesh) -> float:
-    """The mean loss over the held-out sequences, which is the same in every layout."""
+    """Return the mean loss over the held-out sequences, which is the same in every layout."""
     data = settings.data
-    run = settings.run
     held_out = TokenFile(Path(data.folder), "held_out")
-    rows = data.global_batch // (mesh.dp.size * mesh.layout.microbatches)
-    summed = targets = 0.0
+    num_rows = data.global_batch // (mesh.dp.size * mesh.layout.microbatches)
+    summed_loss = num_targets = 0.0
     for batch in held_out_batches(
         held_out,
         data.seq_len,
-        rows,
+        num_rows,
         mesh.dp.rank,
         mesh.dp.size,
-        run.eval_sequences,
+        settings.run.eval_sequences,
         data.separate_documents,
     ):
         (microbatch,) = on_device(batch, mesh.device).microbatches
-        summed += program.pipeline.evaluate(program.evaluation, microbatch)
-        targets += batch.num_targets
-    return all_loss(mesh, summed) / max(1.0, *mesh.dp.sum(targets))
+        summed_loss += program.pipeline.evaluate(program.evaluation, microbatch)
+        num_targets += batch.num_targets
+    return global_loss(mesh, summed_loss) / max(1.0, *mesh.dp.sum(num_targets))
 
 
 def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:
@@ -181,43 +204,57 @@ def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:
         remove_old(path, settings.run.keep_checkpoints)
 
 
-def make_program(
-    settings: Settings, config: ModelConfig, mesh: Mesh, weights: Path | None, resumed: int
-) -> Program:
-    optimizer = settings.optimizer
-    dtype = DTYPES[settings.run.precision]
-    run = settings.run
-    grad_dtype = torch.float32 if run.gradients == "fp32" else dtype
-    reduce_dtype = torch.float32 if run.reduction == "fp32" else grad_dtype
-    update = AdamW(optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay).update
-    offload = make_offload(run.offload, offload_folder(settings))
-    schedule = read_csv(Path(run.pipeline_table)) if run.pipeline_table else None
+# -- what a run is made of
+# ----------------------------------------------------------------------------------
+
+
+def make_program(run: Run, mesh: Mesh, step: int) -> Program:
+    """Build the program of this rank, with the state of the checkpoint of `step`, or with the first
+    weights if that is 0."""
+    settings = run.settings.run
+    dtype = DTYPES[settings.precision]
+    grad_dtype = torch.float32 if settings.gradients == "fp32" else dtype
     program = apply(
-        config,
+        run.config,
         mesh,
         dtype,
         grad_dtype,
-        update,
-        reduce_dtype,
-        run.bucket_bytes,
-        run.overlap,
-        offload,
-        schedule,
+        make_optimizer(run.settings.optimizer).update,
+        torch.float32 if settings.reduction == "fp32" else grad_dtype,
+        settings.bucket_bytes,
+        settings.overlap,
+        make_offload(settings.offload, offload_folder(run.settings)),
+        read_csv(Path(settings.pipeline_table)) if settings.pipeline_table else None,
     )
-    if resumed:
-        checkpoint = Checkpoint(checkpoint_path(Path(run.folder), resumed), verify=False)
+    if step:
+        checkpoint = Checkpoint(checkpoint_path(Path(settings.folder), step), verify=False)
         load_state(checkpoint, program.store, program.specs)
-    elif weights is None:
-        draw_weights(program, run.seed)
+    elif run.weights is None:
+        draw_weights(program, settings.seed)
     else:
-        with closing(open_weights(weights, config)) as reader:
+        with closing(open_weights(run.weights, run.config)) as reader:
             read_weights(program, reader)
     return program
 
 
 def offload_folder(settings: Settings) -> Path:
-    """Where files with the optimizer's state lie. A link there puts them on another disk."""
+    """Return the folder of files with optimizer states. A link there puts them on another disk."""
     return Path(settings.run.folder) / "offload"
+
+
+def make_optimizer(settings: OptimizerSettings) -> AdamW:
+    return AdamW(settings.beta1, settings.beta2, settings.eps, settings.weight_decay)
+
+
+def learning_rate(settings: OptimizerSettings, num_steps: int) -> LearningRate:
+    return LearningRate(
+        settings.lr,
+        num_steps,
+        settings.warmup_steps,
+        settings.schedule,
+        settings.final_lr,
+        settings.decay_steps,
+    )
 
 
 def make_batches(settings: Settings, mesh: Mesh) -> Batches:
@@ -237,24 +274,19 @@ def make_batches(settings: Settings, mesh: Mesh) -> Batches:
 
 def make_meter(settings: Settings, program: Program, mesh: Mesh) -> Meter:
     tokens = settings.data.global_batch * settings.data.seq_len
-    return Meter(
-        mesh,
-        tokens,
-        flops_per_token(program.config, settings.data.seq_len),
-        DTYPES[settings.run.precision],
-    )
+    flops = flops_per_token(program.config, settings.data.seq_len)
+    return Meter(mesh, tokens, flops, DTYPES[settings.run.precision])
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model is."""
+    """Return the batch with its tensors on the device of the model."""
     if device.type == "cpu":
         return batch
-    return replace(
-        batch, microbatches=tuple(move(microbatch, device) for microbatch in batch.microbatches)
-    )
+    microbatches = tuple(moved(microbatch, device) for microbatch in batch.microbatches)
+    return replace(batch, microbatches=microbatches)
 
 
-def move(microbatch: MicroBatch, device: torch.device) -> MicroBatch:
+def moved(microbatch: MicroBatch, device: torch.device) -> MicroBatch:
     documents = microbatch.documents
     return MicroBatch(
         microbatch.tokens.to(device),

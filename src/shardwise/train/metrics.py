@@ -1,5 +1,4 @@
-"""What a run tells: a line of JSON a step, a progress bar, and TensorBoard for those who look
-there."""
+"""Metrics of a run: one line of JSON per step, a progress bar, and TensorBoard events."""
 
 import json
 import sys
@@ -19,14 +18,18 @@ from shardwise.parallel.peak_memory import peak_memory_bytes
 
 MATRIX_SIZE = 1024
 SECONDS_BETWEEN_LINES = 10.0
-"""Of progress, where there is no terminal to draw a bar on."""
+"""The interval of progress lines where there is no terminal to draw a bar on."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step over all ranks. `mfu` is the share of the devices' peak that model operations used
-    (recompute not counted); `peak_bytes` is each rank's, `comm_bytes` what rank 0 sent, by the axis
-    that caused it."""
+    """One step over all ranks.
+
+    Attributes:
+        mfu: FLOPs of the model, recompute excluded, over the peak of the devices
+        peak_bytes: peak memory of each rank
+        comm_bytes: bytes that rank 0 sent, by axis
+    """
 
     step: int
     loss: float
@@ -40,8 +43,8 @@ class StepMetrics:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of this rank's device: published for a known GPU, else measured on a
-    matrix product."""
+    """Return the peak FLOPs per second of this rank's device: the published figure of a known GPU
+    in bf16, otherwise measured on a matrix product."""
     if (
         device.type == "cuda"
         and dtype == torch.bfloat16
@@ -59,8 +62,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Meter:
-    """Turns the time of a step into what is told of it. Every rank makes one and reads it at every
-    step."""
+    """Computes the metrics of a step from its duration. Every rank creates one and reads it at
+    every step, since it communicates."""
 
     def __init__(self, mesh: Mesh, tokens: int, flops_per_token: int, dtype: torch.dtype) -> None:
         self.mesh = mesh
@@ -80,17 +83,14 @@ class Meter:
             step * self.tokens,
             rate,
             rate * self.flops_per_token / self.peak_flops,
-            [
-                int(num_bytes)
-                for num_bytes in self.mesh.world.gather(peak_memory_bytes(self.mesh.device))
-            ],
+            [int(peak) for peak in self.mesh.world.gather(peak_memory_bytes(self.mesh.device))],
             self.mesh.bytes_sent(),
         )
 
 
 class LastingStream:
-    """A stream that may go away, as a closed terminal does: the run that writes to it goes on, and
-    can be saved."""
+    """A stream that ignores failed writes, so that a run survives the loss of its terminal and can
+    still be saved."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -109,11 +109,11 @@ class LastingStream:
 
 
 class Metrics:
-    """Writes `metrics.jsonl` in the run's folder and shows progress on stderr: on rank 0 only,
-    elsewhere silent.
+    """Writes `metrics.jsonl` in the run's folder and shows progress on stderr, on the rank that is
+    `active`; on the others it does nothing.
 
-    Lines after `resumed_step` are of a run that was cut off and are dropped; at 0 all are, since it
-    starts anew.
+    Lines after `resumed_step` come from steps that were not saved and are dropped; at 0 all lines
+    are dropped.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class Metrics:
         if not active:
             return
         path = folder / "metrics.jsonl"
-        kept = [line for line in read_lines(path) if resumed_step and step_of(line) <= resumed_step]
-        path.write_text("".join(line + "\n" for line in kept))
+        lines = read_lines(path) if resumed_step else []
+        path.write_text("".join(line + "\n" for line in lines if step_of(line) <= resumed_step))
         self._file = path.open("a", buffering=1)
         self._is_written = True
         self._board = open_tensorboard(folder) if tensorboard else None
@@ -133,45 +133,45 @@ class Metrics:
             TextColumn("[bold]train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=steps, completed=resumed_step, told="")
-        self._told_at = 0.0
+        self._task = self._progress.add_task(
+            "train", total=steps, completed=resumed_step, status=""
+        )
+        self._logged_at = 0.0
         self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
         if not self.active:
             return
         self._write(asdict(metrics))
-        told = (
-            f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  MFU {metrics.mfu:.0%}  "
-            f"{max(metrics.peak_bytes) / 1e9:.2f} GB"
+        status = (
+            f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  "
+            f"MFU {metrics.mfu:.0%}  {max(metrics.peak_bytes) / 1e9:.2f} GB"
         )
-        self._progress.update(self._task, completed=metrics.step, told=told)
-        if (
-            not self._console.is_terminal
-            and time.monotonic() - self._told_at >= SECONDS_BETWEEN_LINES
-        ):
-            self._told_at = time.monotonic()
-            self.say(f"step {metrics.step:>6}  {told}")
+        self._progress.update(self._task, completed=metrics.step, status=status)
+        is_due = time.monotonic() - self._logged_at >= SECONDS_BETWEEN_LINES
+        if is_due and not self._console.is_terminal:
+            self._logged_at = time.monotonic()
+            self.log(f"step {metrics.step:>6}  {status}")
 
     def held_out(self, step: int, loss: float, comm_bytes: dict[str, int]) -> None:
         if self.active:
             self._write({"step": step, "held_out_loss": loss, "comm_bytes": comm_bytes})
-            self.say(f"step {step:>6}  held-out loss {loss:.3f}")
+            self.log(f"step {step:>6}  held-out loss {loss:.3f}")
 
-    def say(self, text: str) -> None:
-        """A line for people, above the progress bar."""
+    def log(self, text: str) -> None:
+        """Print a line above the progress bar."""
         if self.active:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self.active:
             self._progress.stop()
-            with suppress(OSError):  # of lines that could not be written, which was told
+            with suppress(OSError):  # a failed write was logged already
                 self._file.close()
             if self._board is not None:
                 self._board.close()
@@ -179,10 +179,11 @@ class Metrics:
     def _write(self, row: dict[str, Any]) -> None:
         try:
             self._file.write(json.dumps(row) + "\n")
-        except OSError as error:  # a full disk is no reason to lose the run
+        except OSError as error:  # a full disk must not end the run
             if self._is_written:
-                self.say(
-                    f"{self._file.name} cannot be written: {error.strerror}; the run goes on without"
+                self.log(
+                    f"{self._file.name} cannot be written: {error.strerror}; "
+                    "the run continues without it"
                 )
             self._is_written = False
         if self._board is not None:
@@ -192,7 +193,7 @@ class Metrics:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Whole lines of a JSON lines file; the last one may have been cut off by a kill."""
+    """Return the complete lines of a JSON lines file; a kill may have truncated the last one."""
     if not path.exists():
         return []
     whole = path.read_text().rpartition("\n")[0]
@@ -200,7 +201,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def step_of(line: str) -> float:
-    """The step of a line of metrics; one that is none is of no step that was ever reached."""
+    """Return the step of a line of metrics; infinity for a line that is not valid."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):

@@ -13,8 +13,8 @@ Schedule = Literal["cosine", "wsd", "constant"]
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov & Hutter 2019), on fp32 tensors in place. Weight decay shrinks what is
-    `decayed`."""
+    """AdamW (Loshchilov and Hutter 2019) on fp32 tensors, in place. Weight decay applies to
+    parameters that are `decayed`."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -31,7 +31,7 @@ class AdamW:
         lr: float,
         decayed: bool,
     ) -> None:
-        """One step, `step` counting from 1, through torch's fused kernel."""
+        """Take step `step`, counting from 1, with the fused kernel of torch."""
         steps_before = torch.tensor(float(step - 1), device=master.device)
         adamw(
             [master.detach()],
@@ -61,7 +61,8 @@ def adamw_naive(
     lr: float,
     decayed: bool,
 ) -> None:
-    """The definition, to read and to test the fused one against."""
+    """Take the same step as `AdamW.update` in plain operations: the definition that it is tested
+    against."""
     if decayed:
         weight.mul_(1 - lr * optimizer.weight_decay)
     m.mul_(optimizer.beta1).add_(grad, alpha=1 - optimizer.beta1)
@@ -73,9 +74,12 @@ def adamw_naive(
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A pure function of the step. All warm up linearly over `warmup_steps`; then `cosine` falls to
-    `final` x peak at `steps`, `wsd` (warm-up, stable, decay) stays and falls linearly over the last
-    `decay_steps`, `constant` stays."""
+    """Learning rate as a pure function of the step.
+
+    All schedules warm up linearly over `warmup_steps`. Then `cosine` decays to `final` x `peak` at
+    `steps`; `wsd` (warm-up, stable, decay) stays at the peak and decays linearly over the last
+    `decay_steps`; `constant` stays at the peak.
+    """
 
     peak: float
     steps: int
@@ -85,16 +89,16 @@ class LearningRate:
     decay_steps: int = 0
 
     def at(self, step: int) -> float:
-        """The rate of `step`, counting from 0."""
+        """Return the learning rate of `step`, counting from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        return self.peak * (self.final + (1 - self.final) * self.left(step))
+        return self.peak * (self.final + (1 - self.final) * self.remaining(step))
 
-    def left(self, step: int) -> float:
-        """1 before the decay begins, 0 at its end."""
+    def remaining(self, step: int) -> float:
+        """Return the share of the decay that is still to come: 1 before it begins, 0 at its end."""
         if self.schedule == "cosine":
-            through = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-            return (1 + math.cos(math.pi * min(1.0, through))) / 2
+            done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+            return (1 + math.cos(math.pi * min(1.0, done))) / 2
         if self.schedule == "wsd" and self.decay_steps:
             return min(1.0, max(0.0, (self.steps - step) / self.decay_steps))
         return 1.0

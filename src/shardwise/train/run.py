@@ -1,8 +1,8 @@
-"""A run from its settings to its folder, and on again from there.
+"""The folder of a run, and starting or resuming one.
 
 RUN/config.toml      the resolved settings
 RUN/model/           config.json and tokenizer files, as in a Hugging Face folder
-RUN/metrics.jsonl    a line a step
+RUN/metrics.jsonl    one line per step
 RUN/checkpoints/
 """
 
@@ -13,21 +13,23 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from shardwise.atomic import exclusive, written_aside
+from shardwise.atomic import exclusive, partial_path, written_aside
 from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.run_checkpoint import list_checkpoints, newest
 from shardwise.formats.tokenizers.tokenizer import load_tokenizer
-from shardwise.layout import Layout
 from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_room
 from shardwise.train.checkpoint import remove_partial
 from shardwise.train.loop import Outcome, offload_folder, train
+from shardwise.train.resolve import Run
 from shardwise.train.settings import Settings, to_toml
-from shardwise.train.validate import Run, check_run, offloaded_bytes, ranks_here
+from shardwise.train.validate import offloaded_bytes, ranks_here, validated_run
 
-MADE_FIRST = {"model", "offload", "data.json", ".config.toml.partial"}
-"""What the folder of a run that was cut off at its very start may hold."""
+SETTINGS_FILE = "config.toml"
+WRITTEN_FIRST = {"model", "offload", "data.json", partial_path(Path(SETTINGS_FILE)).name}
+"""Names in the folder of a run that was killed before it wrote its settings."""
 FIXED = {("run", "seed"), ("run", "precision"), ("run", "gradients")}
+"""Settings that cannot change when a run resumes, in addition to those of model and data."""
 
 
 def start_run(
@@ -36,108 +38,117 @@ def start_run(
     warn: Callable[[str], None] = print,
     begin: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Check, make the folder, start the ranks, train. Raises ValueError before anything is written
-    or started.
+    """Validate the settings, prepare the folder, start the ranks and train.
 
-    `resume` goes on from the newest whole checkpoint; `warn` is told of damaged ones. `begin` is
-    called when nothing is left to refuse.
+    With `resume` the run continues from its newest complete checkpoint; `warn` receives a line for
+    each damaged one. `begin` is called once nothing is left to refuse. Raises ValueError before
+    anything is written or started.
     """
-    run = check_run(settings)
-    layout = Layout.parse(settings.run.layout)
+    run = validated_run(settings)
     with locked(Path(settings.run.folder)) if is_first_rank() else nullcontext():
-        resumed = 0
+        step = 0
         if is_first_rank():
             if settings.run.offload == "file":
-                check_room(
-                    offload_folder(settings),
-                    offloaded_bytes(run.config, layout) * ranks_here(layout),
-                )
-            resumed = prepare_folder(run, resume, warn)
+                num_bytes = offloaded_bytes(run.config, run.layout) * ranks_here(run.layout)
+                check_room(offload_folder(settings), num_bytes)
+            step = prepare_folder(run, resume, warn)
             begin()
-        outcome: Outcome = run_ranks(
-            train, layout.world_size, run.settings, run.config, run.weights, resumed
-        )
+        outcome: Outcome = run_ranks(train, run.layout.world_size, run, step)
     return outcome
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep every other process out of a run's folder; ValueError if one is in it. The folder is
-    made if need be."""
-    made = not folder.exists()
+    """Lock the folder of a run, which is created if need be. Raises ValueError if another process
+    is training in it, or if it cannot be written."""
+    is_new = not folder.exists()
     in_use = f"{folder} is being trained by another process; choose another run.folder"
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(exclusive(folder, in_use))
         except FileExistsError:
-            raise ValueError(
-                f"{folder} is not empty and not a run; choose another run.folder"
-            ) from None
+            raise not_a_run(folder) from None
         except (OSError, UnicodeEncodeError) as error:
-            raise ValueError(
-                f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}"
-            ) from None
+            raise not_writable(folder, error) from None
         try:
             yield
         finally:
-            if made and not any(folder.iterdir()):
+            if is_new and not any(folder.iterdir()):
                 folder.rmdir()
 
 
+def not_a_run(folder: Path) -> ValueError:
+    return ValueError(f"{folder} is not empty and not a run; choose another run.folder")
+
+
+def not_writable(folder: Path, error: OSError | UnicodeEncodeError) -> ValueError:
+    return ValueError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}")
+
+
 def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
-    """Make the run's folder, or hold a run that goes on against the one there. Returns the step to
-    go on from."""
+    """Create the folder of a run, or update that of a run to resume, and return the step to start
+    from."""
     folder = Path(run.settings.run.folder)
-    begun = (folder / "config.toml").is_file()
-    if begun and not resume:
+    check_folder(folder, resume)
+    step = resume_step(folder, run, warn) if resume else 0
+    if step < run.settings.run.steps:
+        write_folder(folder, run)
+    return step
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """Raise ValueError unless there is a run to resume, or a new run can use the folder."""
+    is_run = (folder / SETTINGS_FILE).is_file()
+    if is_run and not resume:
         raise ValueError(
-            f"{folder} already holds a run; add --resume to go on with it, or choose another run.folder"
+            f"{folder} already holds a run; resume it with --resume, or choose another run.folder"
         )
-    if resume and not begun:
+    if resume and not is_run:
         raise ValueError(f"{folder} holds no run to resume; leave out --resume to start one")
-    held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if not begun and held - MADE_FIRST:
-        raise ValueError(f"{folder} is not empty and not a run; choose another run.folder")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if not is_run and names - WRITTEN_FIRST:
+        raise not_a_run(folder)
+
+
+def resume_step(folder: Path, run: Run, warn: Callable[[str], None]) -> int:
+    """Return the step of the newest complete checkpoint, 0 without one. Raises ValueError if the
+    settings do not continue the run in `folder`."""
+    remove_partial(folder / "checkpoints")
+    check_same_run(folder, run, warn)
+    if not list_checkpoints(folder / "checkpoints"):
+        warn(f"{folder} holds no checkpoint, so it restarts from step 0")
+        return 0
+    return newest(folder, warn).step
+
+
+def write_folder(folder: Path, run: Run) -> None:
+    """Write what describes a run. The settings come last: a folder that has them is complete."""
     data = Path(run.settings.data.folder)
-    resumed = 0
-    if begun:
-        remove_partial(folder / "checkpoints")
-        check_same_run(folder, run, warn)
-        if list_checkpoints(folder / "checkpoints"):
-            resumed = newest(folder, warn).step
-        else:
-            warn(f"{folder} holds no checkpoint, so it starts anew")
-        if resumed >= run.settings.run.steps:
-            return resumed  # nothing to do, and nothing to write down
     try:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         load_tokenizer(data).save(folder / "model")
-        (folder / "model" / "config.json").write_text(
-            json.dumps(to_hugging_face(run.config), indent=2) + "\n"
-        )
+        config = json.dumps(to_hugging_face(run.config), indent=2) + "\n"
+        (folder / "model" / "config.json").write_text(config)
         shutil.copyfile(data / "data.json", folder / "data.json")
-        with written_aside(folder / "config.toml", unique=False) as aside:  # last: makes it a run
+        with written_aside(folder / SETTINGS_FILE, unique=False) as aside:
             aside.write_text(to_toml(run.settings), encoding="utf-8")
     except (OSError, UnicodeEncodeError) as error:
-        raise ValueError(
-            f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    return resumed
+        raise not_writable(folder, error) from None
 
 
 def check_same_run(folder: Path, run: Run, warn: Callable[[str], None]) -> None:
-    """What the weights are and in which order the data comes may not change in the middle of a run;
-    other settings may, and are told."""
+    """Raise ValueError if the settings change what the weights are or the order of the data. `warn`
+    receives a line for every other change."""
+    path = folder / SETTINGS_FILE
     try:
-        before = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        before = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{folder / 'config.toml'} is not valid TOML: {error}") from None
-    if (folder / "data.json").read_bytes() != (
-        Path(run.settings.data.folder) / "data.json"
-    ).read_bytes():
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    data = Path(run.settings.data.folder)
+    if (folder / "data.json").read_bytes() != (data / "data.json").read_bytes():
         raise ValueError(
-            f"{run.settings.data.folder} is another data set than {folder} was begun with; build that again"
+            f"{data} is not the data set that {folder} started with; build the same one again"
         )
     now = tomllib.loads(to_toml(run.settings))
     for section, key in ((name, key) for name, values in now.items() for key in values):
@@ -148,6 +159,7 @@ def check_same_run(folder: Path, run: Run, warn: Callable[[str], None]) -> None:
             continue
         if section in ("model", "data") or (section, key) in FIXED:
             raise ValueError(
-                f"{folder} was begun with {section}.{key} = {old!r}, not {new!r}; resume it with the same"
+                f"{folder} started with {section}.{key} = {old!r}, not {new!r}; resume it with the "
+                "same value"
             )
-        warn(f"{section}.{key} was {old!r} and is {new!r} from here on")
+        warn(f"{section}.{key} changed from {old!r} to {new!r}")

@@ -1,8 +1,8 @@
-"""The settings of a run: one TOML file, every field of which `--set section.key=value` can set too.
+"""Settings of a training run: one TOML file, each field of which `--set section.key=value` can also
+set.
 
-The dataclasses below are the only list of them: the reader, the errors and the commented template
-come from it.
-"""
+The dataclasses below are the only list of settings: reader, errors and the commented template
+follow from it."""
 
 import difflib
 import json
@@ -10,11 +10,10 @@ import math
 import tomllib
 import types
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from shardwise.config import ModelConfig
 from shardwise.parallel.pipeline.actions import BUCKET_BYTES
 from shardwise.precision import GradientPrecision, Precision
 from shardwise.setting import setting
@@ -23,89 +22,86 @@ from shardwise.setting import setting
 @dataclass(frozen=True)
 class ModelSettings:
     name: str = setting(
-        "10M",
-        "a catalogue name (smollm2-135m), a folder, a hub id, a .gguf file, or a count of parameters",
+        "10M", "catalogue name (smollm2-135m), folder, hub id, .gguf file, or number of parameters"
     )
     weights: Literal["random", "given"] = setting(
-        "random", "random | given: drawn from the seed, or those of the named model"
+        "random", "random (from run.seed) | given (those of model.name, for fine-tuning)"
     )
     num_layers: int = setting(
-        0, "0: as the model has; so for every number below. They need random weights"
+        0, "0 = the model's own value, as for the numbers below; only with random weights"
     )
     hidden_size: int = setting(0, "width of the residual stream")
-    ffn_size: int = setting(0, "width inside the MLP")
+    ffn_size: int = setting(0, "intermediate size of the MLP")
     num_heads: int = setting(0, "query heads")
     num_kv_heads: int = setting(0, "key and value heads")
     vocab_size: int = setting(
-        0, "0: the tokenizer's for a count of parameters, else as the model has"
+        0, "0 = the model's own; the tokenizer's if model.name is a number of parameters"
     )
-    max_positions: int = setting(0, "the longest sequence the model may see")
+    max_positions: int = setting(0, "context length")
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    folder: str = setting("data", "what `shardwise data build` made")
-    seq_len: int = setting(512, "tokens of a sequence")
-    global_batch: int = setting(16, "sequences of one step, over all ranks and micro-batches")
+    folder: str = setting("data", "a data set, written by `shardwise data build`")
+    seq_len: int = setting(512, "tokens per sequence")
+    global_batch: int = setting(16, "sequences per step, over all ranks and micro-batches")
     separate_documents: bool = setting(False, "keep packed documents from attending to each other")
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    lr: float = setting(1e-3, "the peak learning rate")
+    lr: float = setting(1e-3, "peak learning rate")
     schedule: Literal["cosine", "wsd", "constant"] = setting(
-        "cosine", "cosine | wsd | constant: after warm-up falls, or stays and then falls, or stays"
+        "cosine", "cosine decay | wsd (warm-up, stable, decay) | constant, after warm-up"
     )
     warmup_steps: int = setting(20, "steps of linear warm-up")
-    decay_steps: int = setting(0, "wsd: steps of the final linear decay")
-    final_lr: float = setting(0.1, "where the decay ends, as a share of the peak")
-    beta1: float = setting(0.9, "decay of the mean of gradients")
-    beta2: float = setting(0.95, "decay of the mean of squared gradients")
-    eps: float = setting(1e-8, "keeps the division finite")
-    weight_decay: float = setting(0.1, "shrinks matrices, not norms and biases")
-    max_norm: float = setting(1.0, "gradients are clipped to this 2-norm; 0: not at all")
+    decay_steps: int = setting(0, "steps of the final linear decay of wsd")
+    final_lr: float = setting(0.1, "learning rate at the end of the decay, as a share of the peak")
+    beta1: float = setting(0.9, "decay rate of the first moment")
+    beta2: float = setting(0.95, "decay rate of the second moment")
+    eps: float = setting(1e-8, "added to the denominator of the update")
+    weight_decay: float = setting(0.1, "applies to matrices, not to norms and biases")
+    max_norm: float = setting(1.0, "gradient clipping: largest 2-norm (0 = no clipping)")
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    folder: str = setting("runs/first", "where metrics, checkpoints and the resolved settings go")
-    layout: str = setting("dp1", "how the work is cut, e.g. dp4 or dp2.m4; see docs/layout.md")
+    folder: str = setting("runs/first", "folder of metrics, checkpoints and the resolved settings")
+    layout: str = setting("dp1", "how the model is sharded, e.g. dp4 or dp2.m4; see docs/layout.md")
     pipeline_table: str = setting(
-        "",
-        "a .csv file with a schedule of your own, in place of the layout's; see docs/schedules.md",
+        "", "a .csv file with a custom schedule, instead of the layout's; see docs/schedules.md"
     )
-    steps: int = setting(200, "optimizer steps in all")
-    seed: int = setting(0, "of the first weights and of the order of the data")
+    steps: int = setting(200, "optimizer steps")
+    seed: int = setting(0, "seed of the random weights and of the order of the data")
     precision: Precision = setting(
-        "bf16", "bf16 | fp32, of weights, activations and gradients; bf16 keeps fp32 masters"
+        "bf16",
+        "bf16 (with fp32 master weights) | fp32: dtype of weights, activations and gradients",
     )
     gradients: GradientPrecision = setting(
-        "same", "same (as the weights) | fp32: what micro-batches add up in"
+        "same", "same (as the weights) | fp32: dtype of gradient accumulation over micro-batches"
     )
     reduction: GradientPrecision = setting(
-        "fp32", "fp32 | same (as the gradients): what ranks add up in"
+        "fp32", "fp32 | same (as the gradients): dtype of gradient reduction across ranks"
     )
-    overlap: bool = setting(
-        True, "move weights and gradients beside the computation; false: in between"
-    )
+    overlap: bool = setting(True, "overlap communication with compute")
     bucket_bytes: int = setting(
-        BUCKET_BYTES, "gradients travel in buckets of at most this, of which two are held"
+        BUCKET_BYTES, "largest bucket of gradients to reduce at a time; two are in flight"
     )
     offload: Literal["none", "host", "file"] = setting(
         "none",
-        "none | host | file: keep the optimizer's states in host memory, or in the run's folder",
+        "none | host | file: keep optimizer states in host memory, or in files in RUN/offload",
     )
-    eval_every: int = setting(50, "steps between evaluations on held-out data; 0: never")
-    eval_sequences: int = setting(64, "held-out sequences of one evaluation")
+    eval_every: int = setting(50, "steps between evaluations on held-out data (0 = never)")
+    eval_sequences: int = setting(64, "held-out sequences per evaluation")
     save_every: int = setting(
-        100, "steps between checkpoints; the last step is saved as well; 0: the last only"
+        100, "steps between checkpoints (0 = only the last step, which is always saved)"
     )
-    keep_checkpoints: int = setting(2, "older ones are removed; 0: keep all")
-    trace_step: int = setting(
-        3, "of this step it is written down which rank did what when, in RUN/trace; 0: of none"
+    keep_checkpoints: int = setting(
+        2, "number of checkpoints to keep; older ones are removed (0 = keep all)"
     )
+    trace_step: int = setting(3, "step to trace (0 = never); written to RUN/trace")
     tensorboard: bool = setting(
-        False, "write TensorBoard events too (needs the extra shardwise[tensorboard])"
+        False, "also write TensorBoard events (needs the extra shardwise[tensorboard])"
     )
 
 
@@ -142,7 +138,7 @@ class Settings:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if not optimizer.eps > 0:
             raise ValueError(
-                f"optimizer.eps must be above 0, not {optimizer.eps}, or the first step divides by zero"
+                f"optimizer.eps must be above 0, not {optimizer.eps}, to avoid division by zero"
             )
         for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
             if not 0 <= beta < 1:
@@ -150,33 +146,35 @@ class Settings:
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
-    """The settings in a TOML file or a run's folder, with `section.key=value` overrides. Raises
-    ValueError that names the nearest key."""
+    """Return the settings in a TOML file or the folder of a run, with `section.key=value`
+    overrides. Raises ValueError for an unknown key, with the nearest one, or a value of the wrong
+    type."""
     if (path / "config.toml").is_file():
-        path = path / "config.toml"  # of a run
+        path = path / "config.toml"  # the folder of a run
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{path} does not exist; `shardwise config > {path}` writes one to start from"
+            f"{path} does not exist; `shardwise config > run.toml` writes a file to start from"
         ) from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder, not a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
-        put(raw, override)
+        override_setting(raw, override)
     return parse_section(Settings, raw, "")
 
 
-def put(raw: dict[str, Any], override: str) -> None:
-    """Write `section.key=value` into the nested dicts; the value is TOML, or else taken as a
-    string."""
+def override_setting(raw: dict[str, Any], override: str) -> None:
+    """Write `section.key=value` into nested dicts. The value is parsed as TOML, or taken as a
+    string if it is not valid TOML."""
     key, equals, value = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not equals or not dot:
         raise ValueError(
-            f"--set {override!r} is not of the form section.key=value, as in run.steps=100"
+            f"--set {override!r} must have the form section.key=value, such as run.steps=100"
+            f"{'' if dot else suggestion(key.strip())}"
         )
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
@@ -184,18 +182,19 @@ def put(raw: dict[str, Any], override: str) -> None:
         parsed = value
     table = raw.setdefault(section, {})
     if not isinstance(table, dict):
-        raise ValueError(f"{section} is not a section")
+        raise ValueError(f"--set {override!r}: {section} is not a section")
     table[name] = parsed
 
 
 def parse_section(kind: type, raw: dict[str, Any], prefix: str) -> Any:
+    """Return an instance of a settings class from a TOML table."""
     hints = get_type_hints(kind)
-    given = {}
+    values = {}
     for key, value in raw.items():
         if key not in hints:
-            raise ValueError(f"{prefix}{key} is not a setting{nearest(prefix + key)}")
-        given[key] = parse_value(hints[key], value, prefix + key)
-    return kind(**given)
+            raise ValueError(f"{prefix}{key} is not a setting{suggestion(prefix + key)}")
+        values[key] = parse_value(hints[key], value, prefix + key)
+    return kind(**values)
 
 
 def parse_value(kind: Any, value: Any, name: str) -> Any:
@@ -215,14 +214,14 @@ def parse_value(kind: Any, value: Any, name: str) -> Any:
             int: "a whole number",
             float: "a finite number",
             bool: "true or false",
-            str: "a text in quotes",
+            str: "a string in quotes",
         }[kind]
         raise ValueError(f"{name} must be {word}, not {value!r}")
     return value
 
 
 def all_fields() -> list[tuple[str, Field[Any]]]:
-    """Every setting as (section, field), in the order of the template."""
+    """Return every setting as (section, field), in the order of the template."""
     return [
         (section.name, entry)
         for section in fields(Settings)
@@ -235,18 +234,19 @@ def default_of(section: Field[Any]) -> Any:
     return section.default_factory()
 
 
-def nearest(name: str) -> str:
+def suggestion(name: str) -> str:
+    """Return the end of an error about an unknown setting: the nearest one, or the sections."""
     sections = [section.name for section in fields(Settings)]
     known = [f"{section}.{entry.name}" for section, entry in all_fields()]
-    found = [
-        key for key in known if key.split(".")[1] == name.split(".")[-1]
-    ]  # the right key, in the wrong section
+    key = name.split(".")[-1]
+    found = [setting for setting in known if setting.split(".")[1] == key]  # in another section
     found += difflib.get_close_matches(name, known if "." in name else sections + known, 1, 0.5)
     return f"; did you mean {found[0]}?" if found else f"; sections are {', '.join(sections)}"
 
 
 def to_toml(settings: Settings, explained: bool = False) -> str:
-    """The settings as TOML, each with its explanation if wanted: what `shardwise config` prints."""
+    """Return the settings as TOML; `explained`: with comments, as `shardwise config` prints
+    them."""
     lines = []
     for section in fields(Settings):
         lines.append(f"[{section.name}]")
@@ -259,48 +259,5 @@ def to_toml(settings: Settings, explained: bool = False) -> str:
 
 
 def to_toml_value(value: str | float | bool) -> str:
-    """JSON but for one character, which TOML wants escaped."""
+    """Return a TOML value: JSON except for one character, which TOML requires to be escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def shaped(
-    config: ModelConfig,
-    settings: ModelSettings,
-    tokenizer_vocab_size: int,
-    seq_len: int,
-    counted: bool,
-) -> ModelConfig:
-    """The model with the sizes that the settings change; a counted one takes the vocabulary of the
-    tokenizer, and the positions that it is trained on."""
-    sizes = (
-        "num_layers",
-        "hidden_size",
-        "ffn_size",
-        "num_heads",
-        "num_kv_heads",
-        "vocab_size",
-        "max_positions",
-    )
-    changed = {name: size for name in sizes if (size := getattr(settings, name))}
-    if changed and settings.weights == "given":
-        raise ValueError(
-            f"model.{next(iter(changed))} changes the shape, so the given weights do not fit; use random"
-        )
-    if counted:
-        changed = {"vocab_size": tokenizer_vocab_size, "max_positions": seq_len} | changed
-    heads = changed.get("num_heads", config.num_heads)
-    if "num_heads" in changed and "num_kv_heads" not in changed:
-        changed["num_kv_heads"] = max(
-            n for n in range(1, config.num_kv_heads + 1) if heads % n == 0
-        )
-    if {"hidden_size", "num_heads"} & changed.keys():
-        hidden = changed.get("hidden_size", config.hidden_size)
-        if hidden % heads:
-            raise ValueError(f"model.hidden_size {hidden} is not a multiple of {heads} heads")
-        changed["head_dim"] = hidden // heads
-    if config.windowed_layers and "num_layers" in changed:
-        kept = range(changed["num_layers"])
-        everywhere = len(config.windowed_layers) == config.num_layers
-        windowed = frozenset(kept) if everywhere else config.windowed_layers & frozenset(kept)
-        return replace(config, **changed, windowed_layers=windowed)
-    return replace(config, **changed)

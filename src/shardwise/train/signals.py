@@ -1,4 +1,4 @@
-"""Ending well: a signal asks for a stop, the step is finished, the run is saved."""
+"""Graceful stop: on a signal the step is finished and the run is saved."""
 
 import signal
 from types import FrameType
@@ -8,32 +8,31 @@ from shardwise.parallel.launch import STOP_SIGNALS, is_taken
 
 
 class StopRequest:
-    """Set by one of STOP_SIGNALS while the block runs; a second Ctrl-C in the only process
-    interrupts at once.
+    """Context manager that records in `signal` the last of STOP_SIGNALS that arrived in its block.
 
-    A context manager. `patient` ranks, which a launcher also signals, never interrupt, since
-    terminal and launcher each tell them; signals held back while they started come now, and those
-    that come after the block are ignored, since such a rank is ending anyway. Elsewhere, and after
-    an error, the former handlers are put back.
+    In the only process of a run, a second Ctrl-C raises KeyboardInterrupt. `patient` ranks, which
+    belong to a launcher, never do: terminal and launcher may both send the same signal. Signals
+    blocked while such a rank started are delivered now, and those after the block are ignored,
+    since the rank is ending. Otherwise, and after an error, the previous handlers are restored.
     """
 
     def __init__(self, patient: bool) -> None:
         self.patient = patient
         self.signal: int | None = None
-        self._former: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         for number in STOP_SIGNALS:
             if is_taken(number):
-                self._former[number] = signal.signal(number, self._ask)
+                self._previous[number] = signal.signal(number, self._record)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self.patient and error is None else handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT and not self.patient:
             raise KeyboardInterrupt
         self.signal = number

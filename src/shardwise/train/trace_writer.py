@@ -1,8 +1,8 @@
-"""Writes the trace of a step: every rank what it did, the first rank one file of it all, with a
+"""Writing the trace of a step: each rank its own events, the first rank one file of them all and a
 picture.
 
 RUN/trace/step-3.json   Chrome's trace format, for Perfetto or chrome://tracing
-RUN/trace/step-3.svg    of a pipeline: measured, and simulated with the same times
+RUN/trace/step-3.svg    with a pipeline: the measured timeline above the simulated one
 """
 
 import json
@@ -20,8 +20,8 @@ from shardwise.plan.svg import draw_timelines
 
 
 def write_trace(folder: Path, mesh: Mesh, step: int) -> str:
-    """Turn the trace off and write it down; every rank calls it. Returns what is to be told of it:
-    a pipeline's bubble. That nothing could be written ends no run."""
+    """Stop tracing and write the trace of `step`. Every rank calls it. Returns a line to log: the
+    bubble of a pipeline, or why nothing could be written, which does not end the run."""
     spans = mesh.trace.spans
     mesh.trace.spans = []
     mesh.trace.is_on = False
@@ -29,83 +29,79 @@ def write_trace(folder: Path, mesh: Mesh, step: int) -> str:
     failure = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(event) for event in events(spans, mesh))
-        part_of(path, mesh.rank).write_text(",\n".join(lines), encoding="utf-8")
+        lines = (json.dumps(event) for event in trace_events(spans, mesh))
+        rank_path(path, mesh.rank).write_text(",\n".join(lines), encoding="utf-8")
     except OSError as error:
         failure = f"{path} cannot be written: {error.strerror}"
     mesh.world.barrier()
     if mesh.rank or failure:
         return failure
     try:
-        join_parts(path, mesh, step)
-        if mesh.layout.pp == 1:
-            return ""
-        traced = read_trace(path)
-        title = f"Step {step} of {folder.name}, {mesh.layout}"
-        path.with_suffix(".svg").write_text(
-            draw_timelines(title, traced.panels, "seconds"), encoding="utf-8"
-        )
+        join_ranks(path, mesh, step)
+        return draw_trace(path, f"Step {step} of {folder.name}, {mesh.layout}", mesh)
     except OSError as error:
         return f"{path} cannot be written: {error.strerror}"
-    except ValueError as error:  # ranks wrote to disks that this one does not see
-        return f"{path} is not drawn: {error}"
-    return f"{traced.told}: {path.with_suffix('.svg')}"
 
 
-def part_of(path: Path, rank: int) -> Path:
+def draw_trace(path: Path, title: str, mesh: Mesh) -> str:
+    """Draw the trace of a pipeline, and return its bubble with the path of the picture."""
+    if mesh.layout.pp == 1:
+        return ""
+    try:
+        trace = read_trace(path)
+    except ValueError as error:  # the ranks do not share a file system
+        return f"{path} cannot be drawn: {error}"
+    picture = path.with_suffix(".svg")
+    picture.write_text(draw_timelines(title, trace.panels, "seconds"), encoding="utf-8")
+    return f"{trace.summary}: {picture}"
+
+
+def rank_path(path: Path, rank: int) -> Path:
+    """Return the path of the events of one rank."""
     return path.with_name(f".{path.stem}.rank-{rank}.partial")
 
 
-def join_parts(path: Path, mesh: Mesh, step: int) -> None:
-    """One file of what the ranks wrote, as far as this rank sees their disks."""
-    about = {"layout": str(mesh.layout), "step": step}
-    with written_aside(path, unique=False) as whole, whole.open("w", encoding="utf-8") as file:
+def join_ranks(path: Path, mesh: Mesh, step: int) -> None:
+    """Join the events of all ranks whose files this rank can see into one file."""
+    header = {"layout": str(mesh.layout), "step": step}
+    paths = [rank_path(path, rank) for rank in range(mesh.layout.world_size)]
+    paths = [each for each in paths if each.exists()]
+    with written_aside(path, unique=False) as aside, aside.open("w", encoding="utf-8") as file:
         file.write(
-            f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
+            f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(header)}, "traceEvents": [\n'
         )
-        parts = [
-            part for rank in range(mesh.layout.world_size) if (part := part_of(path, rank)).exists()
-        ]
-        for part in parts:
-            file.write((",\n" if part != parts[0] else "") + part.read_text(encoding="utf-8"))
-            part.unlink()
+        for each in paths:
+            file.write((",\n" if each != paths[0] else "") + each.read_text(encoding="utf-8"))
+            each.unlink()
         file.write("\n]}\n")
 
 
-def events(spans: list[Span], mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """As Chrome's format has them, in microseconds of the clock that all machines share."""
-    place = " ".join(f"{axis}{at}" for axis, at in mesh.coord._asdict().items())
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        "pid": mesh.rank,
-        "args": {"name": f"rank {mesh.rank} ({place})"},
-    }
-    yield {
-        "ph": "M",
-        "name": "process_sort_index",
-        "pid": mesh.rank,
-        "args": {"sort_index": mesh.rank},
-    }
-    shared_s = time.time() - time.perf_counter()
+def trace_events(spans: list[Span], mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """Yield the events of this rank in Chrome's format, in microseconds of the wall clock, which
+    all machines share."""
+    coord = " ".join(f"{axis}{index}" for axis, index in mesh.coord._asdict().items())
+    process = {"ph": "M", "pid": mesh.rank}
+    yield process | {"name": "process_name", "args": {"name": f"rank {mesh.rank} ({coord})"}}
+    yield process | {"name": "process_sort_index", "args": {"sort_index": mesh.rank}}
+    wall_clock_s = time.time() - time.perf_counter()
     for span in spans:
-        start = 1e6 * (span.start_s + shared_s)
-        took = 1e6 * (span.end_s - span.start_s)
+        start = 1e6 * (span.start_s + wall_clock_s)
+        duration = 1e6 * (span.end_s - span.start_s)
         yield named(span.what) | {
             "ph": "X",
             "ts": round(start, 1),
-            "dur": round(took, 1),
+            "dur": round(duration, 1),
             "pid": mesh.rank,
             "tid": 0,
         }
 
 
 def named(what: Action | str) -> dict[str, Any]:
+    """Return the name, category and arguments of an event."""
     if isinstance(what, str):
         return {"name": what, "cat": "wait" if what.startswith(WAIT) else "step"}
-    args = {"stage": what.stage, "microbatch": what.microbatch}
     return {
         "name": f"{what.kind}{what.microbatch} {what.piece or what.unit}",
         "cat": what.kind,
-        "args": args,
+        "args": {"stage": what.stage, "microbatch": what.microbatch},
     }
