@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from shardwise.formats.tokenizers.tokenizer import train_bpe
-from shardwise.kernels.interface import Kernels
-from shardwise.kernels.reference.bundle import TORCH
-from shardwise.kernels.reference.paged_attention import Span
-from shardwise.kernels.registry import kernels_for
+from shardwise.kernels.reference.serving import REFERENCE
+from shardwise.kernels.registry import serving_kernels
+from shardwise.kernels.serving_interface import ServingKernels
+from shardwise.kernels.spans import Span
 from shardwise.layout import Layout
 from shardwise.measure.perplexity import (
     ROWS,
@@ -146,14 +146,14 @@ def measure_cache(task: Task) -> Iterator[Row]:
         )
         plain = partial(row_logits, task.model)
         ids = torch.tensor(task.held_out)
-        served = over_pages(task.model, task.context, TORCH, kv_dtype)
+        served = over_pages(task.model, task.context, REFERENCE, kv_dtype)
         yield Row(f"KV {kv_dtype}", None, bits, likeness_of(served, plain, ids, task.context))
 
 
 def measure_served(task: Task, path: Path) -> Iterator[Row]:
     """The stored model as a server has it by default here, in bf16 and with native kernels where
     they are built: made plain, and kept, when activations of its products are rounded to 8 bits."""
-    kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+    kernels = serving_kernels(torch.device("cpu"), torch.bfloat16)
     device = torch.device("cpu")
     plain = partial(row_logits, task.model)
     ids = torch.tensor(task.held_out)
@@ -164,7 +164,9 @@ def measure_served(task: Task, path: Path) -> Iterator[Row]:
         yield Row(name, None, 5.0 if quant else 16.0, likeness_of(served, plain, ids, task.context))
 
 
-def over_pages(model: LoadedModel, context: int, kernels: Kernels, kv_dtype: KvDtype) -> RowLogits:
+def over_pages(
+    model: LoadedModel, context: int, kernels: ServingKernels, kv_dtype: KvDtype
+) -> RowLogits:
     """Logits as a server computes them."""
     page_tokens = 16
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)

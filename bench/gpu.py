@@ -27,15 +27,16 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE, llama
-from shardwise.kernels.interface import Attention, Heads, Kernels
-from shardwise.kernels.kv_cache import CODES, KVPages, quantize
+from shardwise.kernels.interface import RopeTables
+from shardwise.kernels.kv_cache import CODES, KVPages, quantize_vectors
 from shardwise.kernels.reference.batch_invariant import RowWeight, row_quantized, row_weights
-from shardwise.kernels.reference.bundle import TORCH
 from shardwise.kernels.reference.gated import gated_naive
 from shardwise.kernels.reference.norm import rms_norm_naive
-from shardwise.kernels.reference.paged_attention import Span
-from shardwise.kernels.reference.rotary import rotate_naive
+from shardwise.kernels.reference.rope import apply_rope_naive
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import triton_kernels
+from shardwise.kernels.serving_interface import Attention, AttentionShape, ServingKernels
+from shardwise.kernels.spans import Span
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs
@@ -133,7 +134,7 @@ def far(found: Tensor, expected: Tensor) -> float:
     )
 
 
-def check_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
+def check_attention(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     kinds: list[tuple[int | None, KvDtype]] = [
         (None, "auto"),
         (100, "auto"),
@@ -143,7 +144,7 @@ def check_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
     for (num_heads, num_kv, size), dtype, (window, kv_dtype) in product(
         work.heads, work.dtypes, kinds
     ):
-        heads = Heads(
+        heads = AttentionShape(
             num_heads, num_kv, size, PAGE_TOKENS, frozenset([window]), dtype, work.device, kv_dtype
         )
         attention = kernels.attention(heads)
@@ -164,13 +165,13 @@ def check_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
         )
         same = all(map(torch.equal, alone, together))
         yield Row(
-            f"{name}: same bits in company, tiles of {attention.sizes}", float(same), "", same
+            f"{name}: same bits in company, tiles of {attention.row_sizes}", float(same), "", same
         )
 
 
 def attended(
     attention: Attention,
-    heads: Heads,
+    heads: AttentionShape,
     texts: Sequence[Tensor],
     window: int | None,
     steps: Sequence[Step],
@@ -199,11 +200,11 @@ def attended(
     return out
 
 
-def defined(text: Tensor, heads: Heads, window: int | None) -> Tensor:
+def defined(text: Tensor, heads: AttentionShape, window: int | None) -> Tensor:
     """Softmax of all scores, in fp64, over what is kept of keys and values."""
     q, k, v = text.double().transpose(0, 1).split((heads.num_heads, heads.num_kv, heads.num_kv))
     if heads.kv_dtype != "auto":
-        pairs = [quantize(x.float(), CODES[heads.kv_dtype]) for x in (k, v)]
+        pairs = [quantize_vectors(x.float(), CODES[heads.kv_dtype]) for x in (k, v)]
         k, v = (codes.double() * scales.double()[..., None] for codes, scales in pairs)
     k, v = (x.repeat_interleave(heads.group, 0) for x in (k, v))
     at = torch.arange(len(text), device=text.device)
@@ -213,7 +214,7 @@ def defined(text: Tensor, heads: Heads, window: int | None) -> Tensor:
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def check_small(work: Work, kernels: Kernels) -> Iterator[Row]:
+def check_small(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     for dtype in work.dtypes:
         kind = str(dtype)[6:]
         x = drawn((7, 576), dtype, work.device)
@@ -229,19 +230,19 @@ def check_small(work: Work, kernels: Kernels) -> Iterator[Row]:
 
 
 def check_turned(work: Work, dtype: torch.dtype) -> Row:
-    from shardwise.kernels.triton.pointwise import turn_and_write
+    from shardwise.kernels.triton.pointwise import rope_and_write_kv
 
     q, k, v = drawn((5, 15, 64), dtype, work.device).split((9, 3, 3), 1)
     angles = 10 * drawn((5, 1, 32), torch.float32, work.device)
-    turns = angles.cos().to(dtype), angles.sin().to(dtype)
+    rope = RopeTables(angles.cos().to(dtype), angles.sin().to(dtype))
     pages = KVPages.empty((3, 2, PAGE_TOKENS, 64), "auto", dtype, work.device)
     slots = torch.tensor([20, 3, -1, 4, 31], dtype=torch.int32, device=work.device)
-    turned = turn_and_write(q, k, v, turns, pages, slots)
+    rotated = rope_and_write_kv(q, k, v, rope, pages, slots)
     there = [0, 1, 3, 4]
     written = [each.flatten(1, 2)[:, slots[there].long()].transpose(0, 1) for each in pages.tensors]
     pairs = (
-        (turned, rotate_naive(q, *turns)),
-        (written[0], rotate_naive(k, *turns)[there]),
+        (rotated, apply_rope_naive(q, *rope)),
+        (written[0], apply_rope_naive(k, *rope)[there]),
         (written[1], v[there]),
     )
     error = max(far(found, expected) for found, expected in pairs)
@@ -250,7 +251,7 @@ def check_turned(work: Work, dtype: torch.dtype) -> Row:
 
 def check_codes(work: Work, dtype: torch.dtype, kv_dtype: KvDtype) -> Row:
     """The same codes and scales as by their definition."""
-    from shardwise.kernels.triton.pointwise import turn_and_write
+    from shardwise.kernels.triton.pointwise import rope_and_write_kv
 
     q, k, v = drawn((40, 9, 80), dtype, work.device).split((3, 3, 3), 1)
     slots = torch.arange(40, dtype=torch.int32, device=work.device)
@@ -260,7 +261,7 @@ def check_codes(work: Work, dtype: torch.dtype, kv_dtype: KvDtype) -> Row:
     for pages in (found, wanted):
         for each in pages.tensors:
             each.zero_()
-    turn_and_write(q, k, v, None, found, slots)
+    rope_and_write_kv(q, k, v, None, found, slots)
     wanted.keys.write(slots.long(), k)
     wanted.values.write(slots.long(), v)
     same = all(
@@ -274,12 +275,12 @@ def quantized(name: str, num_out: int, num_in: int, device: torch.device) -> Qua
     return format.quantize(drawn((num_out, num_in), torch.float32, device), Scheme.parse(name))
 
 
-def check_products(work: Work, kernels: Kernels) -> Iterator[Row]:
+def check_products(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     cases = [*product(work.products, SCHEMES, (torch.bfloat16,))]
     cases += product(work.products[:1], ("int4z-g128",), set(work.dtypes) - {torch.bfloat16})
     for (num_out, num_in), name, dtype in cases:
         held = quantized(name, num_out, num_in, work.device)
-        head, table = kernels.head(QuantizedWeight((held,)), dtype)
+        head, table = kernels.pack_head(QuantizedWeight((held,)), dtype)
         x = drawn((300 if work.device.type == "cuda" else 40, num_in), dtype, work.device, 1)
         found = head.apply(x)
         error = far(found, x.double() @ plain_in_fp64(held).t())
@@ -329,7 +330,7 @@ PRECISIONS = Precision(), Precision("int4-g32", "int8")
 
 
 def runner_of(
-    work: Work, config: ModelConfig, kernels: Kernels, num_pages: int, precision: Precision
+    work: Work, config: ModelConfig, kernels: ServingKernels, num_pages: int, precision: Precision
 ) -> Runner:
     """With drawn weights: norms of ones, matrices that keep the size of what they multiply."""
     weights: dict[str, Tensor | QuantizedWeight] = {
@@ -369,7 +370,7 @@ def parts(work: Work, config: ModelConfig, count: int, num_tokens: int, start: i
     ]
 
 
-def run_models(work: Work, kernels: Kernels) -> Iterator[Row]:
+def run_models(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     num_pages = MAX_RUNNING * -(-(work.context + 1) // PAGE_TOKENS)
     for config, precision in product(work.models, PRECISIONS):
         name = f"{config.num_layers} layers of {config.hidden_size}"
@@ -377,7 +378,7 @@ def run_models(work: Work, kernels: Kernels) -> Iterator[Row]:
             name += f", {precision.quant}, keys and values in {precision.kv_dtype}"
         counts = (1, 8, MAX_RUNNING) if work.device.type == "cuda" else (1, 3)
         logits: dict[str, Tensor] = {}
-        for kind, each in (("torch", TORCH), ("Triton", kernels)):
+        for kind, each in (("torch", REFERENCE), ("Triton", kernels)):
             runner = runner_of(work, config, each, num_pages, precision)
             for part in parts(work, config, counts[-1], work.context, 0):
                 runner.run(Batch((part,), ()))
@@ -450,13 +451,13 @@ def kernel_s(run: Callable[[], object], rounds: int = 20) -> float:
     return began.elapsed_time(ended) / rounds / 1000
 
 
-def time_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
+def time_attention(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     num_heads = 32
     num_kv = 8
     size = 128
     counts = (1, 1024), (1, 16384), (32, 1024), (32, 8192)
     for (count, context), kv_dtype in product(counts, get_args(KvDtype)):
-        heads = Heads(
+        heads = AttentionShape(
             num_heads,
             num_kv,
             size,
@@ -488,7 +489,7 @@ def time_attention(work: Work, kernels: Kernels) -> Iterator[Row]:
     yield from time_prompt(work, kernels)
 
 
-def time_prompt(work: Work, kernels: Kernels) -> Iterator[Row]:
+def time_prompt(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     num_heads = 32
     num_kv = 8
     size = 128
@@ -499,7 +500,7 @@ def time_prompt(work: Work, kernels: Kernels) -> Iterator[Row]:
     )
     flops = 2 * num_heads * num_tokens**2 * size  # half of the scores are seen
     for kv_dtype in get_args(KvDtype):
-        heads = Heads(
+        heads = AttentionShape(
             num_heads,
             num_kv,
             size,
@@ -525,7 +526,7 @@ def time_prompt(work: Work, kernels: Kernels) -> Iterator[Row]:
     yield Row("the same by torch, not paged", flops / theirs / 1e12, "TFLOP/s")
 
 
-def time_products(work: Work, kernels: Kernels) -> Iterator[Row]:
+def time_products(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     """Of integers, by torch's operations, and of bf16 by cuBLAS: bytes of the weight read, and
     operations."""
     num_out = 4096
@@ -543,7 +544,7 @@ def time_products(work: Work, kernels: Kernels) -> Iterator[Row]:
             "norm": norm,
         }
         theirs = row_quantized(weights)["blocks.0.w"]
-        ours = kernels.weights(dict(weights))["blocks.0.w"]
+        ours = kernels.pack_weights(dict(weights))["blocks.0.w"]
         products |= {
             name: (ours.apply, held.num_bytes),
             f"{name} by torch": (theirs.apply, held.num_bytes),
@@ -557,7 +558,7 @@ def time_products(work: Work, kernels: Kernels) -> Iterator[Row]:
             yield Row(told, rate / seconds, "GB/s" if few else "TFLOP/s")
 
 
-def time_small(work: Work, kernels: Kernels) -> Iterator[Row]:
+def time_small(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     x = drawn((2048, 4096), torch.bfloat16, work.device)
     weight = drawn((4096,), torch.bfloat16, work.device)
     inner = drawn((2048, 2 * 8192), torch.bfloat16, work.device)
@@ -566,13 +567,13 @@ def time_small(work: Work, kernels: Kernels) -> Iterator[Row]:
             "norm",
             2 * x.nbytes,
             lambda: kernels.rms_norm(x, weight, 1e-5),
-            lambda: TORCH.rms_norm(x, weight, 1e-5),
+            lambda: REFERENCE.rms_norm(x, weight, 1e-5),
         ),
         (
             "gated",
             1.5 * inner.nbytes,
             lambda: kernels.gated(inner, "silu"),
-            lambda: TORCH.gated(inner, "silu"),
+            lambda: REFERENCE.gated(inner, "silu"),
         ),
     ):
         yield Row(name, num_bytes / kernel_s(run) / 1e9, "GB/s")

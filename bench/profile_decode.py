@@ -203,7 +203,7 @@ def put_clock_in(runner: Runner, clock: Clock) -> None:
         runner.config,
         runner.model.kernels,
         runner.model.seams,
-        turns=runner.model.turns,
+        applies_rope=runner.model.applies_rope,
         clock=clock,
     )
 

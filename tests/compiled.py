@@ -22,12 +22,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
-from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.attention import paged_attention
 from shardwise.kernels.triton.batch import table_batch
 from shardwise.kernels.triton.linear import TritonQuantized, pack, product
-from shardwise.kernels.triton.pointwise import gated, rms_norm, turn_and_write
+from shardwise.kernels.triton.pointwise import gated, rms_norm, rope_and_write_kv
 from shardwise.quant.format import quantize
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme
@@ -98,11 +99,11 @@ def launch_small(dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu", "gelu_tanh"):
         gated(inner, activation)
     q, k, v = torch.empty(5, 15, 64, dtype=dtype).split((9, 3, 3), 1)
-    turns = (torch.empty(5, 1, 32, dtype=dtype),) * 2
+    rope = RopeTables(*(torch.empty(5, 1, 32, dtype=dtype),) * 2)
     slots = torch.zeros(5, dtype=torch.int32)
     for kv_dtype in get_args(KvDtype):
-        turn_and_write(q, k, v, turns, KVPages.empty((3, 4, 16, 64), kv_dtype, dtype), slots)
-    turn_and_write(q, k, v, None, KVPages.empty((3, 4, 16, 64), "auto", dtype), slots)
+        rope_and_write_kv(q, k, v, rope, KVPages.empty((3, 4, 16, 64), kv_dtype, dtype), slots)
+    rope_and_write_kv(q, k, v, None, KVPages.empty((3, 4, 16, 64), "auto", dtype), slots)
 
 
 def launch_product(dtype: torch.dtype, name: str, num_rows: int, split: bool) -> None:

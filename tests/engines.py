@@ -10,9 +10,10 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, byte_tokenizer
-from shardwise.kernels.interface import Kernels
 from shardwise.kernels.kv_cache import KVPages
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
+from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
@@ -39,7 +40,7 @@ def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: obj
 
 
 def runner_of(
-    model: LoadedModel, kv_dtype: KvDtype = "auto", kernels: Kernels | None = None
+    model: LoadedModel, kv_dtype: KvDtype = "auto", kernels: ServingKernels | None = None
 ) -> Runner:
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
     return Runner(model.config, dict(model.weights), mesh, model.dtype, 16, kernels, kv_dtype)
@@ -82,7 +83,7 @@ class AsLeader:
     runner: Runner
 
     @property
-    def kernels(self) -> Kernels:
+    def kernels(self) -> ServingKernels:
         return self.runner.kernels
 
     def run(self, batch: Any) -> Any:
@@ -197,8 +198,8 @@ def plain_logprobs(model: LoadedModel, tokens: Sequence[int]) -> Tensor:
     """log_softmax [T, V] of a plain forward of the model over a text, with logits in fp32."""
 
     ids = torch.tensor([list(tokens)])
-    plain = Transformer(model.config, TORCH)
+    plain = Transformer(model.config, REFERENCE)
     hidden = plain.hidden(
-        model.weights, ids, torch.arange(len(tokens))[None], Causal(model.config)
+        model.weights, ids, torch.arange(len(tokens))[None], Causal(model.config, causal_attention)
     )[0]
     return (hidden.float() @ model.weights[plain.head_name].float().T).log_softmax(-1)

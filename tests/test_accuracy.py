@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwise.kernels.reference.attention import causal_attention
 from shardwise.measure.perplexity import likeness, perplexity
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 from accuracy import GROUPS, Row, Task, measure, measure_cache, schemes, small, train_small
 
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.serving import REFERENCE
 
 BITS = ("int3", "int4")
 Rows = dict[tuple[str, str | None], Row]
@@ -133,8 +134,8 @@ def test_likeness_is_its_formulas(task: Task) -> None:
     inputs = ids[:300].view(3, 100)
     positions = torch.arange(100)[None]
     q, p = (
-        Transformer(model.config, TORCH)
-        .forward(weights, inputs, positions, Causal(model.config))
+        Transformer(model.config, REFERENCE)
+        .forward(weights, inputs, positions, Causal(model.config, causal_attention))
         .double()
         .log_softmax(-1)
         for weights in (other, model.weights)

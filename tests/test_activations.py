@@ -20,7 +20,8 @@ from memory import peak_bytes
 from ranks import Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.chunks import chunks as chunks_of_loss
 from shardwise.model.chunks import longest_chunk
@@ -266,7 +267,7 @@ def measured_block(case: Case, rank: int) -> int:
     layout = Layout.parse(case.layout)
     dtype = DTYPES[case.precision]
     mesh = make_mesh(layout, rank, CPU, config.num_kv_heads)
-    model = Transformer(config, TORCH, seams_of(mesh), layout.recompute == "selective")
+    model = Transformer(config, REFERENCE, seams_of(mesh), layout.recompute == "selective")
     share = share_of(config, layout, MicroBatchShape(SEQUENCES, TOKENS))
     whole = tiny_weights(config)
     weights = {}
@@ -277,11 +278,11 @@ def measured_block(case: Case, rank: int) -> int:
         SEQUENCES, share.outer_tokens // SEQUENCES, config.hidden_size, generator=seeded(1)
     )
     x = x.to(dtype).requires_grad_()
-    turned = model.rotation(torch.arange(share.tokens // SEQUENCES).expand(SEQUENCES, -1), dtype)
+    rope = model.rope_tables(torch.arange(share.tokens // SEQUENCES).expand(SEQUENCES, -1), dtype)
     block = BlockWeights.of(weights, 0)
     attend = make_attend(config, layout, mesh.cp, None)
     return saved_bytes(
-        lambda: model.block(x, 0, block, turned, attend), [*weights.values(), *(turned or ())]
+        lambda: model.block(x, 0, block, rope, attend), [*weights.values(), *(rope or ())]
     )
 
 
@@ -407,7 +408,7 @@ class Keeping:
         )
         weights = storages(unit.weights for unit in store.units.values())
         apart = weights | storages(
-            x for context in pipeline._contexts.values() for x in context.turned or ()
+            x for context in pipeline._contexts.values() for x in context.rope or ()
         )
         sent = [*(x for x, _ in pipeline._leaving.values()), *pipeline._activations.values()]
         kept = storages([*(each.tensor for each in self.alive), *inputs, *owed, *sent])
@@ -511,7 +512,7 @@ def test_the_loss_keeps_two_gradients(dtype: torch.dtype) -> None:
     x = torch.randn(2, 9, config.hidden_size, dtype=dtype, requires_grad=True)
     weight = torch.randn(config.vocab_size, config.hidden_size, dtype=dtype, requires_grad=True)
     targets = torch.randint(config.vocab_size, (2, 9))
-    kept = saved_bytes(lambda: cross_entropy(x, weight, targets), [x, weight])
+    kept = saved_bytes(lambda: cross_entropy(x, weight, targets, cross_entropy_grad_), [x, weight])
     share = share_of(config, Layout(), microbatch)
     final_norm = share.tokens * (config.hidden_size * element_bytes + 4)
     chunk = 18 * config.vocab_size * (element_bytes + (4 if element_bytes < 4 else 0))
@@ -530,7 +531,9 @@ def test_the_row_of_logits_is_what_the_loss_takes(
     x = torch.randn(1, tokens, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(32_000, 8, dtype=dtype, requires_grad=True)
     targets = torch.randint(32_000, (1, tokens))
-    peak, _ = peak_bytes(lambda: cross_entropy(x, weight, targets), tmp_path / "trace.json")
+    peak, _ = peak_bytes(
+        lambda: cross_entropy(x, weight, targets, cross_entropy_grad_), tmp_path / "trace.json"
+    )
     planned = logits_bytes(config, Layout(), 0, MicroBatchShape(1, tokens), dtype.itemsize)
     assert 0 <= peak - x.nbytes - planned <= 100 * tokens
 

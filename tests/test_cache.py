@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.serve.cache import Cache
@@ -58,15 +59,15 @@ def over_cache(
 ) -> Tensor:
     """Logits of the next tokens [T] of a sequence."""
     positions = torch.arange(cache.length, cache.length + len(tokens))[None]
-    logits = Transformer(config, TORCH).forward(weights, tokens[None], positions, cache)
+    logits = Transformer(config, REFERENCE).forward(weights, tokens[None], positions, cache)
     cache.advance(len(tokens))
     return logits[0]
 
 
 @torch.no_grad()
 def at_once(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    return Transformer(config, TORCH).forward(
-        weights, tokens[None], torch.arange(len(tokens))[None], Causal(config)
+    return Transformer(config, REFERENCE).forward(
+        weights, tokens[None], torch.arange(len(tokens))[None], Causal(config, causal_attention)
     )[0]
 
 
@@ -131,7 +132,7 @@ def test_nothing_is_kept_until_it_is_advanced() -> None:
     cache = new_cache(config, 12)
     over_cache(config, weights, cache, tokens[:8])
     with torch.no_grad():
-        Transformer(config, TORCH).forward(
+        Transformer(config, REFERENCE).forward(
             weights, tokens[None, :4] + 50, torch.arange(8, 12)[None], cache
         )
     assert cache.length == 8

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal, Light, linear
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.params import model_specs
@@ -261,10 +262,10 @@ def test_what_a_block_computes_stays_when_scales_are_taken_in(
 
 
 def run_block(config: ModelConfig, block: Mapping[str, Tensor]) -> Tensor:
-    decoder = Transformer(config, TORCH)
-    turned = decoder.rotation(torch.arange(20)[None], torch.float32)
+    decoder = Transformer(config, REFERENCE)
+    rope = decoder.rope_tables(torch.arange(20)[None], torch.float32)
     x = drawn(20, config.hidden_size)[None]
-    return decoder.block(x, 0, BlockWeights(**block), turned, Causal(config))
+    return decoder.block(x, 0, BlockWeights(**block), rope, Causal(config, causal_attention))
 
 
 # -- a whole model
@@ -334,11 +335,11 @@ def test_a_block_sees_the_errors_of_those_before_it() -> None:
         for key, value in made.items()
         if not key.startswith("blocks.1.")
     }
-    decoder = Transformer(config, TORCH)
+    decoder = Transformer(config, REFERENCE)
     positions = torch.arange(50)[None]
     x = decoder.embed(first, text, positions)
-    turned = decoder.rotation(positions, torch.float32)
-    x = decoder.block(x, 0, BlockWeights.of(first, 0), turned, Causal(config))
+    rope = decoder.rope_tables(positions, torch.float32)
+    x = decoder.block(x, 0, BlockWeights.of(first, 0), rope, Causal(config, causal_attention))
     into = decoder.norm(x, weights["blocks.1.norm1"]).flatten(0, 1)
     wanted = gptq(weights["blocks.1.qkv"], recipe.scheme, into.t() @ into / len(into))
     found = made["blocks.1.qkv"]

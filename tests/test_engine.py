@@ -22,7 +22,8 @@ from engines import (
     tiny,
 )
 from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.serve.engine.batch import Batch, Part
@@ -122,8 +123,11 @@ def test_an_embedding_is_the_mean_of_the_last_hidden_states(name: str) -> None:
     engine = engine_of(runner_of(theirs), theirs.tokenizer)
     tokens = drawn_tokens(23, 0)
     with torch.inference_mode():
-        hidden = Transformer(theirs.config, TORCH).hidden(
-            theirs.weights, torch.tensor([tokens]), torch.arange(23)[None], Causal(theirs.config)
+        hidden = Transformer(theirs.config, REFERENCE).hidden(
+            theirs.weights,
+            torch.tensor([tokens]),
+            torch.arange(23)[None],
+            Causal(theirs.config, causal_attention),
         )[0]
     expected = torch.nn.functional.normalize(hidden.mean(0), dim=0)
     torch.testing.assert_close(torch.tensor(engine.embed(tokens)), expected, rtol=0, atol=1e-5)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.batch import NOWHERE, TableBatch, table_batch
 from shardwise.serve.engine.batch import Part
 from shardwise.serve.engine.cuda_graphs import DecodeGraphs, Step, captured_sizes, only_decodes

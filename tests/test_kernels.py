@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from shardwise.kernels.reference.gated import ACTIVATE, gated, gated_naive
 from shardwise.kernels.reference.norm import rms_norm, rms_norm_naive
-from shardwise.kernels.reference.rotary import rotate, rotate_naive
+from shardwise.kernels.reference.rope import apply_rope, apply_rope_naive
 from tiny_training import relative, seeded
 
 EPS = 1e-5
@@ -36,7 +36,7 @@ class Kernel:
 
 KERNELS = {
     "norm": Kernel(lambda x, w: rms_norm(x, w, EPS), lambda x, w: rms_norm_naive(x, w, EPS), 2),
-    "rotary": Kernel(rotate, rotate_naive),
+    "rotary": Kernel(apply_rope, apply_rope_naive),
     "silu": Kernel(lambda inner: gated(inner, "silu"), lambda inner: gated_naive(inner, "silu")),
     "gelu": Kernel(lambda inner: gated(inner, "gelu"), lambda inner: gated_naive(inner, "gelu")),
     "gelu_tanh": Kernel(
@@ -216,7 +216,7 @@ def test_a_norm_keeps_its_input_and_a_number_a_row(dtype: torch.dtype) -> None:
 
 def test_a_rotation_keeps_nothing_of_what_it_turns() -> None:
     (x, cos, sin), _ = inputs_of(Case("rotary", (2, 9), 8))
-    first, second = kept_by(rotate, x.requires_grad_(), cos, sin)
+    first, second = kept_by(apply_rope, x.requires_grad_(), cos, sin)
     assert is_view(first, cos) and is_view(second, sin)
 
 
@@ -279,7 +279,7 @@ def test_rotation_is_that_of_transformers() -> None:
     twice = [each.squeeze(-2).repeat(1, 1, 2) for each in (cos, sin)]
     theirs = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *twice)
     for x, other in zip((q, k), theirs, strict=True):
-        assert relative(rotate(x, cos, sin), other.transpose(1, 2)) < TOLERANCE
+        assert relative(apply_rope(x, cos, sin), other.transpose(1, 2)) < TOLERANCE
 
 
 @settings(max_examples=30)
@@ -289,7 +289,7 @@ def test_turned_there_and_back(case: Case) -> None:
     result lies in one piece, as attention wants it."""
     (x, cos, sin), _ = inputs_of(case)
     leaf = x.detach().requires_grad_()
-    y = rotate(leaf, cos, sin)
+    y = apply_rope(leaf, cos, sin)
     (back,) = torch.autograd.grad(y, leaf, y.detach())
     torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=TOLERANCE, atol=TOLERANCE)
@@ -302,7 +302,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
     q = x.expand(40, 1, 8)
     k = x.flip(-1).expand(40, 1, 8)
     angles = torch.arange(40.0)[:, None, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
-    q, k = (rotate(each, angles.cos(), angles.sin())[:, 0] for each in (q, k))
+    q, k = (apply_rope(each, angles.cos(), angles.sin())[:, 0] for each in (q, k))
     scores = q @ k.T
     for distance in (0, 1, 17):
         along = scores.diagonal(-distance)

@@ -15,7 +15,7 @@ from shardwise.cli import main
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
-from shardwise.kernels.kv_cache import CODES, FP8_NORMAL, quantize
+from shardwise.kernels.kv_cache import CODES, FP8_NORMAL, quantize_vectors
 from shardwise.layout import Layout
 from shardwise.parallel.launch import Place
 from shardwise.plan import plan
@@ -47,7 +47,7 @@ STEP = {"int8": 0.5 / 127, "fp8": 2.0**-4}
 
 def kept(x: Tensor, kv_dtype: KvDtype) -> Tensor:
     """What pages give back of vectors [..., C], in fp64."""
-    codes, scales = quantize(x, CODES[kv_dtype])
+    codes, scales = quantize_vectors(x, CODES[kv_dtype])
     return codes.double() * scales.double()[..., None]
 
 
@@ -78,7 +78,7 @@ def test_codes_are_the_nearest(kv_dtype: KvDtype, seed: int, size: int, power: i
             error
             <= torch.maximum(x.double().abs() * STEP["fp8"], largest * FP8_NORMAL / 448) * slack
         ).all()
-    codes, _ = quantize(x, CODES[kv_dtype])
+    codes, _ = quantize_vectors(x, CODES[kv_dtype])
     floats = codes.float().abs()
     assert (floats.amax(-1) == (127 if kv_dtype == "int8" else 448)).all(), (
         "the largest has the largest code"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.kernels.interface import Kernels
 from shardwise.kernels.reference.logprobs import most_probable
+from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.serve.request import Logprob, SamplingParams
 from shardwise.serve.sampling.logprobs import log_probabilities
 from shardwise.serve.sampling.penalties import Sampling
@@ -22,7 +22,7 @@ of_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: ker
 @of_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_log_probabilities_are_of_the_logits_as_they_came(
-    kernels: Kernels, dtype: torch.dtype
+    kernels: ServingKernels, dtype: torch.dtype
 ) -> None:
     """Against log_softmax in fp64 of the same (rounded) logits: within 1e-5, whatever is changed or
     filtered."""
@@ -69,7 +69,7 @@ def test_the_most_probable_of_equal_ones_have_the_lowest_ids(rows: list[list[int
 
 
 @of_kernels
-def test_log_probabilities_of_a_prompt(kernels: Kernels) -> None:
+def test_log_probabilities_of_a_prompt(kernels: ServingKernels) -> None:
     """Of the tokens that are there, not chosen: rows with and without the most probable beside
     them, of a vocabulary that no register divides."""
     logits = 3 * torch.randn(70, 5003, generator=torch.Generator().manual_seed(13)).round(
@@ -87,7 +87,7 @@ def test_log_probabilities_of_a_prompt(kernels: Kernels) -> None:
 
 @of_kernels
 @pytest.mark.parametrize("fault", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(kernels: Kernels, fault: float) -> None:
+def test_what_is_no_number_stays_none(kernels: ServingKernels, fault: float) -> None:
     """A row that has one has no log-probabilities; the others have those that they have alone, bit
     for bit."""
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(20))
@@ -99,7 +99,7 @@ def test_what_is_no_number_stays_none(kernels: Kernels, fault: float) -> None:
 
 
 @of_kernels
-def test_log_probabilities_are_told_to_those_who_ask(kernels: Kernels) -> None:
+def test_log_probabilities_are_told_to_those_who_ask(kernels: ServingKernels) -> None:
     asked = [SamplingParams(logprobs=num) for num in (None, 0, 2)]
     none, zero, two = pick(torch.randn(3, 20), [Sampling(each) for each in asked], kernels=kernels)
     assert (

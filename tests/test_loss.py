@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from memory import peak_bytes
+from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.model import loss
 from shardwise.model.loss import IGNORED, cross_entropy, cross_entropy_naive
 
@@ -101,7 +102,9 @@ def test_naive_is_the_definition() -> None:
 
 def test_published_value_of_equal_logits() -> None:
     """Without knowledge every token costs log V."""
-    total = cross_entropy(torch.zeros(7, 3), torch.randn(100, 3), torch.arange(7))
+    total = cross_entropy(
+        torch.zeros(7, 3), torch.randn(100, 3), torch.arange(7), cross_entropy_grad_
+    )
     assert total.item() == pytest.approx(7 * 4.605170185988092, rel=1e-6)
 
 
@@ -198,8 +201,11 @@ def test_only_the_wanted_gradient_is_worked_out(of_x: bool, of_weight: bool) -> 
     wanted = with_gradients(cross_entropy, x, weight, targets)
     x.requires_grad_(of_x)
     weight.requires_grad_(of_weight)
-    assert products(lambda: cross_entropy(x, weight, targets)) == 1 + of_x + of_weight
-    cross_entropy(x, weight, targets).backward()
+    assert (
+        products(lambda: cross_entropy(x, weight, targets, cross_entropy_grad_))
+        == 1 + of_x + of_weight
+    )
+    cross_entropy(x, weight, targets, cross_entropy_grad_).backward()
     grads = [
         wanted_grad for wanted_grad, on in zip(wanted[1:], (of_x, of_weight), strict=True) if on
     ]
@@ -210,12 +216,12 @@ def test_only_the_wanted_gradient_is_worked_out(of_x: bool, of_weight: bool) -> 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_does_no_work_for_gradients(mode) -> None:
     x, weight, targets = drawn(10, 4, 7)
-    wanted = cross_entropy(x, weight, targets)
+    wanted = cross_entropy(x, weight, targets, cross_entropy_grad_)
     x.requires_grad_()
     weight.requires_grad_()
     with mode():
-        assert products(lambda: cross_entropy(x, weight, targets)) == 1
-        assert torch.equal(cross_entropy(x, weight, targets), wanted)
+        assert products(lambda: cross_entropy(x, weight, targets, cross_entropy_grad_)) == 1
+        assert torch.equal(cross_entropy(x, weight, targets, cross_entropy_grad_), wanted)
 
 
 def products(run: Callable[[], object]) -> int:
@@ -257,7 +263,7 @@ def test_logits_are_never_held_whole(dtype: torch.dtype, tmp_path: Path) -> None
     assert naive > whole  # so the measure sees what it is meant to see
     with patch.multiple(loss, SOFTMAX_BYTES=1 << 20, PRODUCT_BYTES=2 << 20):
         peak, largest = peak_bytes(
-            lambda: cross_entropy(x, weight, targets), tmp_path / "ours.json"
+            lambda: cross_entropy(x, weight, targets, cross_entropy_grad_), tmp_path / "ours.json"
         )
     small = 200_000  # columns of one number a row
     assert largest <= max(2 << 20, weight.numel() * x.element_size())

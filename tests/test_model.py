@@ -13,10 +13,12 @@ from shardwise.config import ModelConfig, RopeScaling
 from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
 from shardwise.formats.load import load_weights, read_config
 from shardwise.formats.tokenizers.tokenizer import load_tokenizer
-from shardwise.kernels.reference.bundle import TORCH
-from shardwise.kernels.reference.rotary import rotate
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
+from shardwise.kernels.reference.rope import apply_rope
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
-from shardwise.model.layers import Causal, linear, rotary_frequencies, rotation
+from shardwise.model.layers import Causal, linear, rope_tables, rotary_frequencies
 from shardwise.model.loss import cross_entropy
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -86,8 +88,8 @@ def logits_of(
 ) -> Tensor:
     positions = torch.arange(first, first + tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
-        return Transformer(config, TORCH).forward(
-            weights, tokens, positions, Causal(config, **causal)
+        return Transformer(config, REFERENCE).forward(
+            weights, tokens, positions, Causal(config, causal_attention, **causal)
         )
 
 
@@ -149,10 +151,10 @@ def test_gradients_are_those_of_transformers(case: str) -> None:
     loss.backward()
     theirs = our_gradients(model, config)
     weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    decoder = Transformer(config, TORCH)
+    decoder = Transformer(config, REFERENCE)
     positions = torch.arange(40).expand(2, -1)
-    hidden = decoder.hidden(weights, tokens, positions, Causal(config))
-    ours = cross_entropy(hidden, weights[decoder.head_name], targets)
+    hidden = decoder.hidden(weights, tokens, positions, Causal(config, causal_attention))
+    ours = cross_entropy(hidden, weights[decoder.head_name], targets, cross_entropy_grad_)
     assert abs(ours.item() - loss.item()) <= 1e-6 * loss.item()
     for name, grad in zip(weights, torch.autograd.grad(ours, list(weights.values())), strict=True):
         assert theirs[name].abs().max() > 0, name
@@ -205,8 +207,8 @@ def test_packed_documents_are_as_if_apart(case: str) -> None:
     documents = torch.stack([torch.repeat_interleave(torch.tensor(row)) for row in lengths])
     positions = torch.stack([torch.cat([torch.arange(each) for each in row]) for row in lengths])
     with torch.no_grad():
-        packed = Transformer(config, TORCH).forward(
-            weights, tokens, positions, Causal(config, documents)
+        packed = Transformer(config, REFERENCE).forward(
+            weights, tokens, positions, Causal(config, causal_attention, documents)
         )
     for row, sizes in enumerate(lengths):
         start = 0
@@ -249,13 +251,13 @@ def test_rotation_turns_pairs_and_keeps_lengths() -> None:
     frequencies = rotary_frequencies(16, 10000.0, None)
 
     def score(m: int, n: int) -> float:
-        at = [rotation(torch.tensor([p]), frequencies, torch.float32) for p in (m, n)]
-        return float((rotate(q, *at[0]) * rotate(k, *at[1])).sum())
+        at = [rope_tables(torch.tensor([p]), frequencies, torch.float32) for p in (m, n)]
+        return float((apply_rope(q, *at[0]) * apply_rope(k, *at[1])).sum())
 
     for m, n in ((5, 2), (13, 10), (103, 100), (3, 0)):
         assert abs(score(m, n) - score(3, 0)) < 1e-5
     assert score(3, 0) != pytest.approx(score(9, 0), abs=0.1)
-    turned = rotate(q, *rotation(torch.tensor([7]), frequencies, torch.float32))
+    turned = apply_rope(q, *rope_tables(torch.tensor([7]), frequencies, torch.float32))
     torch.testing.assert_close(turned.norm(), q.norm(), rtol=1e-6, atol=0)
 
 
@@ -369,9 +371,16 @@ def test_the_real_model_expects_real_text(smollm2) -> None:
     places."""
     config, weights = smollm2
     tokens = torch.tensor([load_tokenizer(smollm2_gguf()).encode(TEXT)])
-    decoder = Transformer(config, TORCH)
+    decoder = Transformer(config, REFERENCE)
     with torch.no_grad():
         x = decoder.hidden(
-            weights, tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], Causal(config)
+            weights,
+            tokens[:, :-1],
+            torch.arange(tokens.shape[1] - 1)[None],
+            Causal(config, causal_attention),
         )
-        assert cross_entropy(x, weights["embed"], tokens[:, 1:]) / (tokens.shape[1] - 1) < 3
+        assert (
+            cross_entropy(x, weights["embed"], tokens[:, 1:], cross_entropy_grad_)
+            / (tokens.shape[1] - 1)
+            < 3
+        )

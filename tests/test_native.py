@@ -15,19 +15,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import fill_with_anything
-from shardwise.kernels.interface import Heads, Kernels, TrainingKernels
-from shardwise.kernels.kv_cache import CODES, KVPages, as_bytes
-from shardwise.kernels.kv_cache import quantize as quantize_vectors
-from shardwise.kernels.native.library import instruction_sets
-from shardwise.kernels.native.serving import Native, NativeAttention, PackedQuantized, PackedWeight
+from shardwise.kernels.interface import RopeTables, TrainingKernels
+from shardwise.kernels.kv_cache import CODES, KVPages, as_bytes, quantize_vectors
+from shardwise.kernels.native.library import CPU_KERNELS_VARIABLE, instruction_sets
+from shardwise.kernels.native.serving import (
+    NativePagedAttention,
+    NativeServing,
+    PackedQuantized,
+    PackedWeight,
+)
 from shardwise.kernels.native.training import NativeTraining
 from shardwise.kernels.reference.batch_invariant import Head, RowWeight
-from shardwise.kernels.reference.bundle import TORCH, TRAINING_IN_TORCH, TorchAttention
 from shardwise.kernels.reference.gated import gated, gated_naive
 from shardwise.kernels.reference.norm import rms_norm_naive
-from shardwise.kernels.reference.paged_attention import Span
-from shardwise.kernels.reference.rotary import rotate_naive
-from shardwise.kernels.registry import CHOICE, kernels_for, training_kernels
+from shardwise.kernels.reference.rope import apply_rope_naive
+from shardwise.kernels.reference.serving import REFERENCE, ReferenceAttention
+from shardwise.kernels.reference.training import REFERENCE_TRAINING
+from shardwise.kernels.registry import serving_kernels
+from shardwise.kernels.serving_interface import AttentionShape, ServingKernels
+from shardwise.kernels.spans import Span
+from shardwise.kernels.training_registry import training_kernels
 from shardwise.quant.dynamic import dynamic_matmul
 from shardwise.quant.format import Quantized, dequantize, quantize
 from shardwise.quant.kv_dtype import KvDtype
@@ -46,8 +53,8 @@ HALF_STEP = 2.0**-8
 
 
 @pytest.fixture(params=instruction_sets())
-def native(request: pytest.FixtureRequest) -> Native:
-    return Native.of(request.param)
+def native(request: pytest.FixtureRequest) -> NativeServing:
+    return NativeServing.of(request.param)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -58,11 +65,11 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 # -------------------------------------------------------------------------------------------------
 
 
-def weight_of(native: Native, weight: Tensor, wide: bool) -> PackedWeight:
+def weight_of(native: NativeServing, weight: Tensor, wide: bool) -> PackedWeight:
     packed = (
-        native.weights({"blocks.0.w": weight})["blocks.0.w"]
+        native.pack_weights({"blocks.0.w": weight})["blocks.0.w"]
         if not wide
-        else native.head(weight, BF16)[0]
+        else native.pack_head(weight, BF16)[0]
     )
     assert isinstance(packed, PackedWeight)
     return packed
@@ -78,7 +85,7 @@ def weight_of(native: Native, weight: Tensor, wide: bool) -> PackedWeight:
 def test_a_product_is_right_and_a_row_has_the_same_bits_alone(
     name: str, num_rows: int, num_in: int, num_out: int
 ) -> None:
-    native = Native.of(name)
+    native = NativeServing.of(name)
     x = drawn(num_rows, num_in)
     weight = drawn(num_out, num_in, seed=1)
     exact = x.double() @ weight.double().t()
@@ -93,7 +100,7 @@ def test_a_product_is_right_and_a_row_has_the_same_bits_alone(
         assert torch.equal(wide.apply(x[row]), found[row])
 
 
-def test_rows_may_lie_apart_and_have_leading_dims(native: Native) -> None:
+def test_rows_may_lie_apart_and_have_leading_dims(native: NativeServing) -> None:
     x = drawn(3, 5, 200)
     weight = drawn(40, 64, seed=1)
     packed = weight_of(native, weight, False)
@@ -102,7 +109,7 @@ def test_rows_may_lie_apart_and_have_leading_dims(native: Native) -> None:
     assert packed.apply(x[:0, 0, :64]).shape == (0, 40)
 
 
-def test_what_is_no_number_stays_in_its_row_and_column(native: Native) -> None:
+def test_what_is_no_number_stays_in_its_row_and_column(native: NativeServing) -> None:
     x = drawn(8, 32)
     weight = drawn(20, 32, seed=1)
     x[3, 5] = torch.nan
@@ -114,7 +121,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(native: Native) -> None:
     assert found[6, 7] == torch.inf and found[6, [0, 6, 8]].isfinite().all()
 
 
-def test_tiny_numbers_are_no_trouble(native: Native) -> None:
+def test_tiny_numbers_are_no_trouble(native: NativeServing) -> None:
     """Numbers too small to be normal may count as zero, as bf16 instructions have it, and nothing
     else."""
     x = torch.full((2, 64), 1e-39, dtype=BF16)
@@ -145,12 +152,12 @@ def test_a_quantized_product_is_as_defined_and_a_row_has_the_same_bits_alone(
 ) -> None:
     """Sums of integers are exact, so fp32 sums of a stretch each are all that differs from the
     definition in fp64."""
-    native = Native.of(name)
+    native = NativeServing.of(name)
     x = drawn(num_rows, num_in)
     held = with_numbers(
         quantize(drawn(num_out, num_in, seed=1).float(), Scheme.parse(scheme)), scales, minima
     )
-    head, table = native.head(QuantizedWeight((held,)), BF16)
+    head, table = native.pack_head(QuantizedWeight((held,)), BF16)
     found = head.apply(x)
     exact = dynamic_matmul(x.double(), held)
     most = x.double().abs() @ dequantize(held, torch.float64).abs().t() + x.double().abs().sum(
@@ -158,7 +165,7 @@ def test_a_quantized_product_is_as_defined_and_a_row_has_the_same_bits_alone(
     )
     assert found.dtype == torch.float32
     assert ((found - exact).abs() <= (num_in / 16 + 8) * 2.0**-23 * most).all()
-    narrow = native.weights({"blocks.0.w": QuantizedWeight((held,)), "norm": drawn(1)})[
+    narrow = native.pack_weights({"blocks.0.w": QuantizedWeight((held,)), "norm": drawn(1)})[
         "blocks.0.w"
     ]
     assert isinstance(narrow, PackedQuantized) and torch.equal(narrow.apply(x), found.to(BF16))
@@ -184,36 +191,36 @@ def test_one_scale_a_row_needs_no_whole_stretches(num_in: int, num_out: int) -> 
     held = quantize(drawn(num_out, num_in).float(), Scheme.parse("int8"))
     x = drawn(3, 2 * num_in, seed=1)[:, :num_in]
     for name in instruction_sets():
-        head, table = Native.of(name).head(QuantizedWeight((held,)), BF16)
+        head, table = NativeServing.of(name).pack_head(QuantizedWeight((held,)), BF16)
         torch.testing.assert_close(
             head.apply(x).double(), dynamic_matmul(x.double(), held), rtol=1e-5, atol=1e-4
         )
         assert torch.equal(table.look_up(torch.arange(num_out)), dequantize(held, BF16))
 
 
-def test_a_stretch_that_is_no_number_spoils_its_row_alone(native: Native) -> None:
+def test_a_stretch_that_is_no_number_spoils_its_row_alone(native: NativeServing) -> None:
     held = quantize(drawn(20, 96, seed=1).float(), Scheme.parse("int4-g32"))
     x = drawn(8, 96)
     x[3, 40] = torch.nan
     x[5, 95] = torch.inf
     x[6] = 1e-38
-    found = native.head(QuantizedWeight((held,)), BF16)[0].apply(x)
+    found = native.pack_head(QuantizedWeight((held,)), BF16)[0].apply(x)
     assert not found[[3, 5]].isfinite().any() and found[[0, 1, 2, 4, 6, 7]].isfinite().all()
     assert found[6].eq(0).all()
-    assert native.head(QuantizedWeight((held,)), BF16)[0].apply(x[:0]).shape == (0, 20)
+    assert native.pack_head(QuantizedWeight((held,)), BF16)[0].apply(x[:0]).shape == (0, 20)
 
 
-def test_what_has_no_native_product_is_made_plain_as_it_is_needed(native: Native) -> None:
+def test_what_has_no_native_product_is_made_plain_as_it_is_needed(native: NativeServing) -> None:
     """Pieces in two ways, floats, groups that are no whole stretches: rows a strip at a time."""
     names = ("int8", "int4", "fp8", "int4-g16", "int3-g16")
     int8, int4, *odd = [quantize(drawn(8, 80).float(), Scheme.parse(name)) for name in names]
     for weight in (QuantizedWeight((int8, int4)), *(QuantizedWeight((each,)) for each in odd)):
         x = drawn(3, weight.shape[1], seed=1)
-        ready = native.weights({"blocks.0.w": weight, "norm": drawn(1)})["blocks.0.w"]
+        ready = native.pack_weights({"blocks.0.w": weight, "norm": drawn(1)})["blocks.0.w"]
         assert isinstance(ready, RowWeight)
         torch.testing.assert_close(ready.apply(x), x @ weight.plain(BF16).t(), rtol=0.02, atol=0.05)
         if len(weight.pieces) == 1:
-            head, table = native.head(weight, BF16)
+            head, table = native.pack_head(weight, BF16)
             assert isinstance(head, Head) and isinstance(table, QuantizedTable)
             expected = x.double() @ weight.plain(torch.float64).t()
             torch.testing.assert_close(head.apply(x).double(), expected, rtol=1e-5, atol=1e-4)
@@ -229,7 +236,9 @@ def test_rows_are_looked_up_in_what_makes_logits(rows: int, num_out: int, num_in
     weight = drawn(num_out, num_in)
     ids = torch.arange(rows)[:, None] * 7 % num_out
     for name in instruction_sets():
-        assert torch.equal(Native.of(name).head(weight, BF16)[1].look_up(ids), weight[ids])
+        assert torch.equal(
+            NativeServing.of(name).pack_head(weight, BF16)[1].look_up(ids), weight[ids]
+        )
 
 
 # -- rows
@@ -237,7 +246,7 @@ def test_rows_are_looked_up_in_what_makes_logits(rows: int, num_out: int, num_in
 
 
 @pytest.mark.parametrize("size", [1, 15, 64, 100, 576])
-def test_norm(native: Native, size: int) -> None:
+def test_norm(native: NativeServing, size: int) -> None:
     x = drawn(7, size) * 3
     weight = drawn(size, seed=1)
     found = native.rms_norm(x, weight, 1e-5)
@@ -249,7 +258,7 @@ def test_norm(native: Native, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [96, 100])
-def test_gated(native: Native, size: int) -> None:
+def test_gated(native: NativeServing, size: int) -> None:
     inner = drawn(5, 2 * size) * 20
     found = native.gated(inner, "silu")
     expected = gated_naive(inner.double(), "silu")
@@ -258,7 +267,7 @@ def test_gated(native: Native, size: int) -> None:
     assert torch.equal(native.gated(inner, "gelu_tanh"), gated(inner, "gelu_tanh"))
 
 
-def test_a_rank_may_hold_nothing_of_an_mlp(native: Native) -> None:
+def test_a_rank_may_hold_nothing_of_an_mlp(native: NativeServing) -> None:
     """Where there are more ranks than units: no rows of one matrix, no columns of the next, plain
     and quantized."""
     x = drawn(3, 64)
@@ -267,7 +276,9 @@ def test_a_rank_may_hold_nothing_of_an_mlp(native: Native) -> None:
         (none, none.t()),
         tuple(QuantizedWeight((empty_codes(each),)) for each in (none, none.t())),
     ):
-        ready = native.weights({"blocks.0.gate_up": up, "blocks.0.down": down, "norm": drawn(1)})
+        ready = native.pack_weights(
+            {"blocks.0.gate_up": up, "blocks.0.down": down, "norm": drawn(1)}
+        )
         inner = ready["blocks.0.gate_up"].apply(x)  # type: ignore[union-attr]
         assert inner.shape == (3, 0) and native.gated(inner, "silu").shape == (3, 0)
         found = ready["blocks.0.down"].apply(inner)  # type: ignore[union-attr]
@@ -298,10 +309,10 @@ def empty_codes(weight: Tensor) -> Quantized:
 class Story:
     """Sequences that grow by chunks: the lengths to which each step brings each of them."""
 
-    heads: Heads
+    heads: AttentionShape
     window: int | None
     lengths: tuple[tuple[int, ...], ...]
-    turned: bool
+    rotated: bool
 
 
 @st.composite
@@ -315,7 +326,7 @@ def stories(draw: st.DrawFn) -> Story:
     steps = draw(st.lists(st.lists(step, min_size=1, max_size=3), min_size=1, max_size=3))
     lengths = tuple(tuple(sum(each[: number + 1]) for number in range(len(each))) for each in steps)
     kv_dtype = draw(st.sampled_from(get_args(KvDtype)))
-    heads = Heads(
+    heads = AttentionShape(
         num_kv * group, num_kv, head_dim, page_tokens, frozenset({window}), BF16, CPU, kv_dtype
     )
     return Story(heads, window, lengths, draw(st.booleans()))
@@ -343,7 +354,9 @@ class Told:
         fill_with_anything(self.kv)
 
     def step(
-        self, attention: NativeAttention | TorchAttention, parts: list[tuple[int, int, int]]
+        self,
+        attention: NativePagedAttention | ReferenceAttention,
+        parts: list[tuple[int, int, int]],
     ) -> Tensor:
         """Attention of tokens [start, stop) of each (sequence, start, stop)."""
         spans = [Span(start, stop - start, self.pages[number]) for number, start, stop in parts]
@@ -355,17 +368,17 @@ class Told:
             torch.cat([each[start:stop] for _, start, stop in parts])
             for each in (self.cos, self.sin)
         )
-        turns = (cos, sin) if self.story.turned else None
-        return attention.attend(q, k, v, turns, self.kv, attention.batch(spans), self.story.window)
+        rope = RopeTables(cos, sin) if self.story.rotated else None
+        return attention.attend(q, k, v, rope, self.kv, attention.batch(spans), self.story.window)
 
     def expected(self, number: int) -> Tensor:
         q, k, v = (x.double() for x in self.qkv[number])
         heads = self.story.heads
         count = len(q)
-        if self.story.turned:
+        if self.story.rotated:
             cos = self.cos[:count].double()
             sin = self.sin[:count].double()
-            q, k = (rotate_naive(x, cos, sin).to(BF16).double() for x in (q, k))
+            q, k = (apply_rope_naive(x, cos, sin).to(BF16).double() for x in (q, k))
         if heads.kv_dtype != "auto":
             k = kept(k, heads.kv_dtype)
             v = kept(v, heads.kv_dtype)
@@ -387,7 +400,7 @@ class Told:
 def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
     story: Story, name: str, seed: int
 ) -> None:
-    attention = Native.of(name).attention(story.heads)
+    attention = NativeServing.of(name).paged_attention(story.heads)
     together = Told(story, seed)
     found: list[list[Tensor]] = [[] for _ in story.lengths]
     for number in range(max(map(len, story.lengths))):
@@ -411,14 +424,17 @@ def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_com
 
 @pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
 def test_decoding_token_by_token_has_the_bits_of_one_chunk(
-    native: Native, kv_dtype: KvDtype
+    native: NativeServing, kv_dtype: KvDtype
 ) -> None:
     story = Story(
-        Heads(9, 3, 64, 16, frozenset({None}), BF16, CPU, kv_dtype), None, ((150,),), turned=True
+        AttentionShape(9, 3, 64, 16, frozenset({None}), BF16, CPU, kv_dtype),
+        None,
+        ((150,),),
+        rotated=True,
     )
     whole = Told(story, 1)
     single = Told(story, 1)
-    attention = native.attention(story.heads)
+    attention = native.paged_attention(story.heads)
     out = whole.step(attention, [(0, 0, 150)])
     assert torch.equal(
         torch.cat([single.step(attention, [(0, at, at + 1)]) for at in range(150)]), out
@@ -426,18 +442,18 @@ def test_decoding_token_by_token_has_the_bits_of_one_chunk(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_codes_are_those_of_the_definition(native: Native, kv_dtype: KvDtype) -> None:
+def test_codes_are_those_of_the_definition(native: NativeServing, kv_dtype: KvDtype) -> None:
     """In an order of their own, page by page; scales where they are expected, bit for bit; what is
     no number has none that is one. With vectors of zeros, and numbers from hardly there to huge."""
-    heads = Heads(2, 2, 64, 16, frozenset({None}), BF16, CPU, kv_dtype)
-    told = Told(Story(heads, None, ((32,),), turned=False), 3)
+    heads = AttentionShape(2, 2, 64, 16, frozenset({None}), BF16, CPU, kv_dtype)
+    told = Told(Story(heads, None, ((32,),), rotated=False), 3)
     _, k, v = told.qkv[0]
     k *= torch.logspace(-44, 38, 32)[:, None, None]
     k[3] = 0
     v[4] = 0
     v[5, 0, 7] = torch.nan
     v[5, 1, 8] = torch.inf
-    told.step(native.attention(heads), [(0, 0, 32)])
+    told.step(native.paged_attention(heads), [(0, 0, 32)])
     for kept_there, new in ((told.kv.keys, k), (told.kv.values, v)):
         codes, scales = quantize_vectors(new, CODES[kv_dtype])
         finite = scales.isfinite()
@@ -456,13 +472,13 @@ def test_codes_are_those_of_the_definition(native: Native, kv_dtype: KvDtype) ->
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (1e-3, 1e12), (3, 1e-12)])
 def test_attention_over_codes_is_that_of_torch(
-    native: Native, kv_dtype: KvDtype, key_size: float, value_size: float
+    native: NativeServing, kv_dtype: KvDtype, key_size: float, value_size: float
 ) -> None:
     """Its plain definition in bf16, which rounds at other places: 2^-6 of the largest value."""
-    heads = Heads(9, 3, 64, 16, frozenset({130}), BF16, CPU, kv_dtype)
+    heads = AttentionShape(9, 3, 64, 16, frozenset({130}), BF16, CPU, kv_dtype)
     found = []
-    for attention in (native.attention(heads), TorchAttention.of(heads)):
-        told = Told(Story(heads, 130, ((200,), (33,)), turned=False), 4)
+    for attention in (native.paged_attention(heads), ReferenceAttention.of(heads)):
+        told = Told(Story(heads, 130, ((200,), (33,)), rotated=False), 4)
         for _, k, v in told.qkv:
             k *= key_size
             v *= value_size
@@ -473,23 +489,26 @@ def test_attention_over_codes_is_that_of_torch(
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_codes_that_are_no_numbers_stay_in_their_sequence(
-    native: Native, kv_dtype: KvDtype
+    native: NativeServing, kv_dtype: KvDtype
 ) -> None:
-    heads = Heads(2, 1, 32, 16, frozenset({None}), BF16, CPU, kv_dtype)
-    told = Told(Story(heads, None, ((40,), (40,), (40,)), turned=True), 5)
+    heads = AttentionShape(2, 1, 32, 16, frozenset({None}), BF16, CPU, kv_dtype)
+    told = Told(Story(heads, None, ((40,), (40,), (40,)), rotated=True), 5)
     told.qkv[0][1][30, 0, 1] = torch.nan
     told.qkv[1][2][30, 0, 1] = torch.inf
     first, second, third = told.step(
-        native.attention(heads), [(0, 0, 40), (1, 0, 40), (2, 0, 40)]
+        native.paged_attention(heads), [(0, 0, 40), (1, 0, 40), (2, 0, 40)]
     ).split(40)
     assert first[30:].isnan().all() and first[:30].isfinite().all()
     assert not second[30:].isfinite().any() and second[:30].isfinite().all()
     assert third.isfinite().all()
 
 
-def test_threads_change_nothing(native: Native) -> None:
+def test_threads_change_nothing(native: NativeServing) -> None:
     story = Story(
-        Heads(4, 2, 64, 16, frozenset({None}), BF16, CPU), None, ((1100,), (3,)), turned=True
+        AttentionShape(4, 2, 64, 16, frozenset({None}), BF16, CPU),
+        None,
+        ((1100,), (3,)),
+        rotated=True,
     )
     x = drawn(40, 256)
     weight = weight_of(native, drawn(300, 256, seed=1), True)
@@ -499,7 +518,7 @@ def test_threads_change_nothing(native: Native) -> None:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             told = Told(story, 2)
-            found.append(told.step(native.attention(story.heads), [(0, 0, 1100), (1, 0, 3)]))
+            found.append(told.step(native.paged_attention(story.heads), [(0, 0, 1100), (1, 0, 3)]))
             found.append(weight.apply(x))
     finally:
         torch.set_num_threads(before)
@@ -511,23 +530,23 @@ def test_threads_change_nothing(native: Native) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choose", "plain"), [(kernels_for, TORCH), (training_kernels, TRAINING_IN_TORCH)]
+    ("choose", "plain"), [(serving_kernels, REFERENCE), (training_kernels, REFERENCE_TRAINING)]
 )
 def test_the_choice(
-    choose: Callable[[torch.device, torch.dtype], Kernels | TrainingKernels],
+    choose: Callable[[torch.device, torch.dtype], ServingKernels | TrainingKernels],
     plain: object,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For serving and for training."""
-    monkeypatch.delenv(CHOICE, raising=False)
+    monkeypatch.delenv(CPU_KERNELS_VARIABLE, raising=False)
     assert choose(CPU, BF16).name == f"native {instruction_sets()[0]}"
     assert choose(CPU, torch.float32) is plain
     for name in instruction_sets():
-        monkeypatch.setenv(CHOICE, name)
+        monkeypatch.setenv(CPU_KERNELS_VARIABLE, name)
         assert choose(CPU, BF16).name == f"native {name}"
-    monkeypatch.setenv(CHOICE, "torch")
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, "torch")
     assert choose(CPU, BF16) is plain
-    monkeypatch.setenv(CHOICE, "avx9")
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, "avx9")
     with pytest.raises(ValueError, match=r"avx9.*portable, torch"):
         choose(CPU, BF16)
 

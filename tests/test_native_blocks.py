@@ -11,7 +11,7 @@ from torch import Tensor
 from engines import fill_with_anything, tiny
 from shardwise.config import ModelConfig
 from shardwise.kernels.native.library import instruction_sets
-from shardwise.kernels.native.serving import NativeAttention
+from shardwise.kernels.native.serving import NativePagedAttention
 from shardwise.kernels.registry import native_kernels
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
@@ -167,6 +167,6 @@ def test_what_has_no_kernel_is_run_block_by_block(
     family: str, quant: str | None, changes: dict[str, object]
 ) -> None:
     made = runner_of_family(family, "auto", quant, instruction_sets()[0], **changes)
-    assert isinstance(made.attention, NativeAttention) and made.blocks is None
+    assert isinstance(made.attention, NativePagedAttention) and made.blocks is None
     (logits,) = made.run(batches()[0]).logits.values()
     assert logits.isfinite().all()

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memory import peak_bytes
+from shardwise.kernels.interface import CrossEntropyGrad
 from shardwise.kernels.native.library import instruction_sets
 from shardwise.kernels.native.training import NativeTraining
 from shardwise.kernels.reference.attention import attention_naive
-from shardwise.kernels.reference.bundle import TRAINING_IN_TORCH
-from shardwise.kernels.reference.cross_entropy import Aims, softmax_less_one_
-from shardwise.kernels.registry import native_training
+from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
+from shardwise.kernels.reference.training import REFERENCE_TRAINING
+from shardwise.kernels.training_registry import native_training_kernels
 from shardwise.layout import Layout
 from shardwise.model import loss
 from shardwise.model.chunks import PRODUCT_BYTES
-from shardwise.model.loss import IGNORED, Block, aims_of, cross_entropy
+from shardwise.model.loss import IGNORED, Block, cross_entropy, local_targets
 from shardwise.model.seams import UNCUT, Seams
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.context import make_attend
@@ -137,7 +138,7 @@ def test_other_heads_have_torchs_attention(native: NativeTraining) -> None:
     dy = torch.randn(1, 9, 2, 24, generator=seeded(1)).to(BF16)
     for mine, other in zip(
         with_gradients(native.attention, inputs, dy),
-        with_gradients(TRAINING_IN_TORCH.attention, inputs, dy),
+        with_gradients(REFERENCE_TRAINING.attention, inputs, dy),
         strict=True,
     ):
         assert torch.equal(mine, other)
@@ -186,7 +187,7 @@ def test_attention_needs_memory_as_long_as_the_sequence(tmp_path: Path) -> None:
 def versions(native: NativeTraining, kernel: str) -> Callable[..., Tensor]:
     if kernel == "norm":
         return lambda x, weight: native.rms_norm(x, weight, EPS)
-    return native.rotate if kernel == "rotary" else lambda inner: native.gated(inner, kernel)
+    return native.apply_rope if kernel == "rotary" else lambda inner: native.gated(inner, kernel)
 
 
 @settings(max_examples=60, deadline=None)
@@ -302,8 +303,8 @@ def test_loss_and_gradient_of_logits(
     padded = torch.cat((logits, torch.full((num_rows, padding), torch.nan, dtype=BF16)), 1)
     if gaps:
         padded = torch.cat((padded, torch.zeros_like(padded)), 1)[:, : num_columns + padding]
-    aims = aims_of(targets, Block(UNCUT, num_columns + padding, num_columns))
-    total = NativeTraining.of(name).softmax_less_one_(padded, aims, True)
+    local = local_targets(targets, Block(UNCUT, num_columns + padding, num_columns))
+    total = NativeTraining.of(name).cross_entropy_grad_(padded, local, True)
     wanted = -(log_p.gather(1, at) * has_target).sum()
     assert (total - wanted).abs() <= 1e-5 * wanted.abs().clamp(min=1)
     torch.testing.assert_close(
@@ -331,21 +332,23 @@ def test_loss_of_a_block_of_the_vocabulary(native: NativeTraining) -> None:
         seams.rank = rank
         seams.highest = lambda x, peaks=peaks: torch.maximum(x, peaks, out=x)  # type: ignore[method-assign]
         seams.total = lambda x, told=told: x.add_(told)  # type: ignore[method-assign]
-        aims = aims_of(targets, Block(seams, 45, 90))
+        local = local_targets(targets, Block(seams, 45, 90))
         found = mine.clone()
         other = mine.clone()
-        total = native.softmax_less_one_(found, aims, True)
-        torch.testing.assert_close(total, softmax_less_one_(other, aims, True), rtol=1e-5, atol=0)
+        total = native.cross_entropy_grad_(found, local, True)
+        torch.testing.assert_close(
+            total, cross_entropy_grad_(other, local, True), rtol=1e-5, atol=0
+        )
         torch.testing.assert_close(found.float(), other.float(), rtol=2 * HALF_STEP, atol=1e-6)
 
 
 def test_loss_without_a_gradient_leaves_the_logits(native: NativeTraining) -> None:
     logits, targets = logits_of(5, 70, 1)
-    aims = aims_of(targets, Block(UNCUT, 70, 70))
+    local = local_targets(targets, Block(UNCUT, 70, 70))
     before = logits.clone()
-    total = native.softmax_less_one_(logits, aims, False)
+    total = native.cross_entropy_grad_(logits, local, False)
     assert torch.equal(logits, before) and torch.equal(
-        total, native.softmax_less_one_(logits, aims, True)
+        total, native.cross_entropy_grad_(logits, local, True)
     )
 
 
@@ -356,7 +359,7 @@ def test_logits_that_are_no_numbers_show(native: NativeTraining) -> None:
     logits[2, 5] = torch.inf
     logits[4] = -math.inf
     logits[4, 3] = 9
-    total = native.softmax_less_one_(logits, aims_of(targets, Block(UNCUT, 70, 70)), True)
+    total = native.cross_entropy_grad_(logits, local_targets(targets, Block(UNCUT, 70, 70)), True)
     assert total.isnan() and logits[1].isnan().all() and logits[2].isnan().any()
     assert not logits[[0, 3, 5]].isnan().any() and not logits[4].any(), (
         "a row that is certain has no gradient"
@@ -368,7 +371,7 @@ def test_a_target_outside_the_vocabulary_is_an_error(native: NativeTraining, tar
     logits, targets = logits_of(5, 70, 1)
     targets[2] = target
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        native.softmax_less_one_(logits, aims_of(targets, Block(UNCUT, 70, 70)), True)
+        native.cross_entropy_grad_(logits, local_targets(targets, Block(UNCUT, 70, 70)), True)
 
 
 def test_the_whole_loss_in_chunks(native: NativeTraining, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,14 +382,14 @@ def test_the_whole_loss_in_chunks(native: NativeTraining, monkeypatch: pytest.Mo
     weight = torch.randn(999, 64, generator=seeded(2)) / 8
     _, targets = logits_of(60, 999, 3)
 
-    def run(dtype: torch.dtype, softmax: Callable[[Tensor, Aims, bool], Tensor]) -> list[Tensor]:
+    def run(dtype: torch.dtype, cross_entropy_grad: CrossEntropyGrad) -> list[Tensor]:
         leaves = [each.to(BF16).to(dtype).requires_grad_() for each in (x, weight)]
-        total = cross_entropy(*leaves, targets, softmax=softmax)
+        total = cross_entropy(*leaves, targets, cross_entropy_grad=cross_entropy_grad)
         return [total.detach(), *torch.autograd.grad(total, leaves)]
 
-    exact = run(torch.float64, softmax_less_one_)
-    found = run(BF16, native.softmax_less_one_)
-    other = run(BF16, softmax_less_one_)
+    exact = run(torch.float64, cross_entropy_grad_)
+    found = run(BF16, native.cross_entropy_grad_)
+    other = run(BF16, cross_entropy_grad_)
     for mine, torchs, truth in zip(found, other, exact, strict=True):
         assert relative(mine, truth) <= 1.1 * relative(torchs, truth) + 1e-6
 
@@ -397,9 +400,10 @@ def test_no_logits_are_held_in_fp32(native: NativeTraining, tmp_path: Path) -> N
     x = torch.randn(1000, 8).to(BF16).requires_grad_()
     weight = torch.randn(32_000, 8).to(BF16).requires_grad_()
     targets = torch.randint(32_000, (1000,))
-    softmax = native.softmax_less_one_
+    cross_entropy_grad = native.cross_entropy_grad_
     peak, _ = peak_bytes(
-        lambda: cross_entropy(x, weight, targets, softmax=softmax), tmp_path / "trace"
+        lambda: cross_entropy(x, weight, targets, cross_entropy_grad=cross_entropy_grad),
+        tmp_path / "trace",
     )
     assert peak <= PRODUCT_BYTES + x.nbytes + weight.nbytes + 100 * 1000
 
@@ -411,14 +415,14 @@ def test_no_logits_are_held_in_fp32(native: NativeTraining, tmp_path: Path) -> N
 def test_threads_change_nothing(native: NativeTraining) -> None:
     inputs = drawn(2, 70, 4, 2, 32, BF16)
     normed, dy = inputs_of(Case("norm", (700,), 96), BF16)
-    of = native.softmax_less_one_
+    of = native.cross_entropy_grad_
     before = torch.get_num_threads()
     found = []
     try:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             logits, targets = logits_of(30, 500, 1)
-            total = of(logits, aims_of(targets, Block(UNCUT, 500, 500)), True)
+            total = of(logits, local_targets(targets, Block(UNCUT, 500, 500)), True)
             attended = with_gradients(native.attention, inputs, torch.ones_like(inputs[0]))
             found.append(
                 [*attended, *results(versions(native, "norm"), 2, normed, dy), total, logits]
@@ -436,7 +440,7 @@ def test_a_block_saves_what_is_planned(native: NativeTraining, model: str, short
     """As test_activations measures it, of heads and an activation that the native kernels take."""
     config = replace(FAMILIES[model], hidden_size=64, ffn_size=96, head_dim=32)
     layout = Layout.parse(short)
-    kernels = native_training(native.name)
+    kernels = native_training_kernels(native.name)
     whole = tiny_weights(config)
     weights = {
         name: each.to(BF16).requires_grad_()
@@ -445,11 +449,11 @@ def test_a_block_saves_what_is_planned(native: NativeTraining, model: str, short
     }
     decoder = Transformer(config, kernels, UNCUT, layout.recompute == "selective")
     x = torch.randn(3, 8, 64, generator=seeded(1)).to(BF16).requires_grad_()
-    turned = decoder.rotation(torch.arange(8).expand(3, -1), BF16)
+    rope = decoder.rope_tables(torch.arange(8).expand(3, -1), BF16)
     attend = make_attend(config, layout, make_mesh(layout, 0, CPU, 2).cp, None, kernels.attention)
     block = BlockWeights.of(weights, 0)
     kept = saved_bytes(
-        lambda: decoder.block(x, 0, block, turned, attend), [*weights.values(), *(turned or ())]
+        lambda: decoder.block(x, 0, block, rope, attend), [*weights.values(), *(rope or ())]
     )
     assert kept == block_bytes(
         config, share_of(config, layout, MicroBatchShape(3, 8)), 2, layout.recompute

@@ -24,7 +24,6 @@ from shardwise.kernels.reference.batch_invariant import (
     pieces,
     row_weights,
 )
-from shardwise.kernels.reference.bundle import TORCH
 from shardwise.kernels.reference.paged_attention import (
     PagedBatch,
     Span,
@@ -32,6 +31,7 @@ from shardwise.kernels.reference.paged_attention import (
     paged_attention,
     paged_batch,
 )
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -312,7 +312,7 @@ class Served:
                 [torch.arange(span.start, span.start + span.num_tokens) for span in spans]
             )
             attend = Paged(config, pages, batch)
-            x = Transformer(config, TORCH).hidden(
+            x = Transformer(config, REFERENCE).hidden(
                 self.weights, torch.tensor(tokens), positions, attend
             )
             for (number, count), part in zip(
@@ -330,7 +330,7 @@ def served(
     config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, kv_dtype: KvDtype = "auto"
 ) -> Served:
     ready = row_weights(weights)
-    head = head_of(weights[Transformer(config, TORCH).head_name], dtype)[0]
+    head = head_of(weights[Transformer(config, REFERENCE).head_name], dtype)[0]
     return Served(config, ready, head, dtype, kv_dtype)  # type: ignore[arg-type]
 
 

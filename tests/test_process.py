@@ -23,8 +23,7 @@ import torch
 from engines import AsLeader, answers, drawn_tokens, engine_of, greedy, plain_logprobs, runner_of
 from shardwise.formats.load import read_config
 from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
-from shardwise.kernels.reference.paged_attention import BLOCK_TOKENS
-from shardwise.kernels.registry import kernels_for
+from shardwise.kernels.registry import serving_kernels
 from shardwise.layout import Layout
 from shardwise.parallel.launch import Place
 from shardwise.precision import Precision
@@ -132,7 +131,7 @@ def test_smollm2_starts_answers_and_ends(own_temporary_folder: Path) -> None:
         assert not engine.is_ready
         await engine.start()
         assert engine.is_ready and engine.max_len == 8192
-        kernels = kernels_for(torch.device("cpu"), torch.bfloat16)
+        kernels = serving_kernels(torch.device("cpu"), torch.bfloat16)
         assert [line.split(":")[0] for line in said[:3]] == [
             "weights",
             f"one full batch with {kernels.name} kernels, for its memory",
@@ -581,7 +580,3 @@ def test_the_log_has_the_traceback_and_clients_the_rank() -> None:
 def test_settings_are_refused_at_once(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         EngineSettings(Path("x"), **changes)
-
-
-def test_blocks_are_those_of_attention() -> None:
-    assert limits.BLOCK_TOKENS == BLOCK_TOKENS

@@ -19,7 +19,8 @@ from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.load import load_weights, read_config
 from shardwise.formats.storage import quantized_forms
 from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
@@ -117,8 +118,8 @@ def test_logits_are_those_of_transformers(plain: Path, tmp_path: Path, name: str
     ids = torch.randint(264, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = theirs(ids).logits
-        found = Transformer(config, TORCH).forward(
-            kept, ids, torch.arange(20)[None], Causal(config)
+        found = Transformer(config, REFERENCE).forward(
+            kept, ids, torch.arange(20)[None], Causal(config, causal_attention)
         )  # type: ignore[arg-type]
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 from quantized_files import drawn_blocks
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.batch_invariant import RowWeight, row_weights
-from shardwise.kernels.reference.bundle import TORCH
 from shardwise.kernels.reference.norm import rms_norm
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal, Light, linear
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.pipeline.deferred import Deferred, Owed
@@ -160,8 +161,8 @@ def logits_of(
     ids = torch.randint(config.vocab_size, (2, 12), generator=random_of(4))
     positions = torch.arange(12).expand(2, 12)
     adapted = weights | {name: LowRank(weights[name], *each) for name, each in thin.items()}
-    decoder = Transformer(config, TORCH, selective=selective)
-    return decoder.forward(adapted, ids, positions, Causal(config))  # type: ignore[arg-type]
+    decoder = Transformer(config, REFERENCE, selective=selective)
+    return decoder.forward(adapted, ids, positions, Causal(config, causal_attention))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("selective", [False, True])

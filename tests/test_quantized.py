@@ -23,7 +23,8 @@ from shardwise.cli import main
 from shardwise.formats.load import load_weights, read_config
 from shardwise.formats.storage import quantized_forms
 from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Coord, Layout
 from shardwise.measure.perplexity import perplexity
 from shardwise.model.layers import Causal
@@ -160,7 +161,9 @@ def test_logits_are_those_of_the_plain_file(tmp_path: Path) -> None:
     one = Layout()
     ids = torch.randint(96, (1, 20), generator=torch.Generator().manual_seed(0))
     found = [
-        Transformer(config, TORCH).forward(weights, ids, torch.arange(20)[None], Causal(config))  # type: ignore[arg-type]
+        Transformer(config, REFERENCE).forward(
+            weights, ids, torch.arange(20)[None], Causal(config, causal_attention)
+        )  # type: ignore[arg-type]
         for weights in (
             load_weights(path, config, specs, one, one.coord(0), torch.float32),
             load_quantized(path, config, specs, one, one.coord(0), torch.float32, "as-stored"),
@@ -191,8 +194,8 @@ def test_a_kept_embedding_is_looked_up_where_a_batch_runs(
     ids = torch.randint(96, (20,), generator=torch.Generator().manual_seed(0))
     found = runner.run(Batch((Part(0, tuple(ids.tolist()), 0, (1, 0), 1, None),), ())).logits[0]
     plain = load_weights(path, config, specs, one, one.coord(0), torch.float32)
-    expected = Transformer(config, TORCH).forward(
-        plain, ids[None], torch.arange(20)[None], Causal(config)
+    expected = Transformer(config, REFERENCE).forward(
+        plain, ids[None], torch.arange(20)[None], Causal(config, causal_attention)
     )[0, -1]
     assert (found - expected).abs().max() <= (
         1e-5 if dtype == torch.float32 else 0.05
@@ -400,11 +403,11 @@ def test_an_engine_with_quantized_weights_answers(folder: Path) -> None:
     )
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     with torch.no_grad():
-        logits = Transformer(model.config, TORCH).forward(
+        logits = Transformer(model.config, REFERENCE).forward(
             model.weights,
             torch.tensor([tokens]),
             torch.arange(len(tokens))[None],
-            Causal(model.config),
+            Causal(model.config, causal_attention),
         )
     wanted = logits[0].log_softmax(-1)
     for at, told in enumerate(output.outputs[0].logprobs, start=len(output.prompt_token_ids)):

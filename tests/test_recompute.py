@@ -22,9 +22,9 @@ from memory import peak_bytes
 from ranks import Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import STATES
-from shardwise.kernels.reference.bundle import TRAINING_IN_TORCH
 from shardwise.kernels.reference.gated import gated
 from shardwise.kernels.reference.norm import rms_norm
+from shardwise.kernels.reference.training import REFERENCE_TRAINING
 from shardwise.layout import Layout, Recompute
 from shardwise.model.layers import Light, layer_norm, linear
 from shardwise.parallel.apply import Program
@@ -262,8 +262,8 @@ def test_norms_and_activations_are_made_again(
 
         monkeypatch.setitem(where, name, make_it)
 
-    for name in ("rms_norm", "gated", "rotate"):
-        count(name, vars(TRAINING_IN_TORCH))
+    for name in ("rms_norm", "gated", "apply_rope"):
+        count(name, vars(REFERENCE_TRAINING))
     program, mesh = make(Layout(recompute=mode), LLAMA)
     take_step(program, mesh, batch_of(mesh), 1e-2, 0.2)
     layers = LLAMA.num_layers
@@ -271,7 +271,7 @@ def test_norms_and_activations_are_made_again(
     assert made == {
         "rms_norm": 2 * layers * times + 1,
         "gated": layers * times,
-        "rotate": rotations,
+        "apply_rope": rotations,
     }
 
 
@@ -309,7 +309,7 @@ def kept_on(rank: int, world: int, layout: Layout, config: ModelConfig) -> list[
     assert isinstance(program.store, Store) and isinstance(program.pipeline, Pipeline)
     context = program.pipeline._contexts[0]
     others = storages(
-        [*(unit.weights for unit in program.store.units.values()), *(context.turned or ())]
+        [*(unit.weights for unit in program.store.units.values()), *(context.rope or ())]
     )
     found = []
     for name in (f"blocks.{layer}" for layer in range(config.num_layers)):

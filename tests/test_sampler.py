@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from shardwise.kernels.interface import Kernels
 from shardwise.kernels.native.library import instruction_sets
-from shardwise.kernels.reference.bundle import TORCH
-from shardwise.kernels.reference.sampling import Draw
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import native_kernels
+from shardwise.kernels.serving_interface import SamplingRow, ServingKernels
 from shardwise.serve.request import SamplingParams, check_ids
 from shardwise.serve.sampling.filters import draw, keep
 from shardwise.serve.sampling.penalties import Sampling, generator_for
@@ -31,17 +30,17 @@ PARAMS = st.builds(
     min_p=st.sampled_from([0.0, 0.04, 0.23, 0.9]),
 )
 
-KERNELS = [TORCH, *map(native_kernels, instruction_sets())]
+KERNELS = [REFERENCE, *map(native_kernels, instruction_sets())]
 
 
 @pytest.fixture(params=KERNELS, ids=lambda kernels: kernels.name)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    found: Kernels = request.param
+def kernels(request: pytest.FixtureRequest) -> ServingKernels:
+    found: ServingKernels = request.param
     return found
 
 
-def draw_at(params: SamplingParams, point: float) -> Draw:
-    return Draw(params.temperature, params.min_p, params.top_k, params.top_p, point)
+def draw_at(params: SamplingParams, point: float) -> SamplingRow:
+    return SamplingRow(params.temperature, params.min_p, params.top_k, params.top_p, point)
 
 
 def tokens_of(picked: list[Picked]) -> list[int | None]:
@@ -131,7 +130,7 @@ def test_top_p_of_a_large_vocabulary_with_ties(top_p: float, spread: float) -> N
     ],
     ids=str,
 )
-def test_frequencies(kernels: Kernels, params: SamplingParams) -> None:
+def test_frequencies(kernels: ServingKernels, params: SamplingParams) -> None:
     """Chi-square of 8,000 draws from one generator; at most 7 degrees of freedom, 0.1 % critical
     value 24.3."""
     row = [1.0, -0.5, 0.25, 2.0, -2.0, 0.0, 1.5, -30.0]
@@ -172,7 +171,7 @@ def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
         logits = torch.tensor([row])
         expected = int(draw(keep(logits.clone(), [params]), [point])[0])
         for kernels in KERNELS:
-            assert kernels.choose([logits[0]], [draw_at(params, point)]) == [expected], kernels.name
+            assert kernels.sample([logits[0]], [draw_at(params, point)]) == [expected], kernels.name
 
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
@@ -189,7 +188,7 @@ def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
     ids=str,
 )
 def test_a_row_of_a_large_vocabulary_too(
-    kernels: Kernels, spread: float, fields: dict[str, Any]
+    kernels: ServingKernels, spread: float, fields: dict[str, Any]
 ) -> None:
     """20,011 tokens (blocks that do not divide it), with ties; 40 points, the ends of the line
     among them."""
@@ -199,7 +198,7 @@ def test_a_row_of_a_large_vocabulary_too(
     points = [0.0, 1 - 2**-53, *torch.rand(38, generator=random, dtype=torch.float64).tolist()]
     filtered = keep(logits[None].clone(), [params])
     expected = draw(filtered.expand(40, -1), points).tolist()
-    assert kernels.choose([logits] * 40, [draw_at(params, point) for point in points]) == expected
+    assert kernels.sample([logits] * 40, [draw_at(params, point) for point in points]) == expected
 
 
 ANY_PARAMS = st.builds(
@@ -343,7 +342,7 @@ def test_rows_at_once_are_rows_one_by_one(params: list[SamplingParams], fault: f
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_leave_a_row_the_same(kernels: Kernels, threads: int) -> None:
+def test_threads_leave_a_row_the_same(kernels: ServingKernels, threads: int) -> None:
     """With more than one thread torch cuts the sum of a lone row among them, but not those of many
     rows."""
     logits = 3 * torch.randn(5, 70_001, generator=torch.Generator().manual_seed(12))
@@ -363,7 +362,9 @@ def test_threads_leave_a_row_the_same(kernels: Kernels, threads: int) -> None:
     assert alone == company
 
 
-def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing(kernels: Kernels) -> None:
+def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing(
+    kernels: ServingKernels,
+) -> None:
     logits = torch.tensor(
         [[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, -1.0]]
     )
@@ -384,7 +385,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing(kernels: Ke
     ],
     ids=str,
 )
-def test_the_narrowest_settings_are_greedy(kernels: Kernels, params: dict[str, Any]) -> None:
+def test_the_narrowest_settings_are_greedy(kernels: ServingKernels, params: dict[str, Any]) -> None:
     logits = 20 * torch.randn(16, 300, generator=torch.Generator().manual_seed(3))
     expected = logits.argmax(-1).tolist()
     assert (
@@ -394,7 +395,7 @@ def test_the_narrowest_settings_are_greedy(kernels: Kernels, params: dict[str, A
     assert draw(keep(logits, [SamplingParams(**params)] * 16), [0.999] * 16).tolist() == expected
 
 
-def test_tokens_without_probability_are_never_drawn(kernels: Kernels) -> None:
+def test_tokens_without_probability_are_never_drawn(kernels: ServingKernels) -> None:
     """Masked columns at both ends and between; 4 tokens stay, drawn 20,000 times at a temperature
     that flattens."""
     logits = torch.full((1, 1000), -math.inf)
@@ -411,10 +412,10 @@ def test_tokens_without_probability_are_never_drawn(kernels: Kernels) -> None:
         960,
     }
     ends = [draw_at(sampling.params, point) for point in (0.0, 1 - 2**-53)]
-    assert kernels.choose([logits[0]] * 2, ends) == [3, 960]
+    assert kernels.sample([logits[0]] * 2, ends) == [3, 960]
 
 
-def test_rare_tokens_of_a_large_vocabulary_are_drawn(kernels: Kernels) -> None:
+def test_rare_tokens_of_a_large_vocabulary_are_drawn(kernels: ServingKernels) -> None:
     """One token has half of the probability, 200,000 share the rest; within 5 standard deviations
     of 400 draws."""
     logits = torch.zeros(1, 200_000)
@@ -432,7 +433,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn(kernels: Kernels) -> None:
     "fault", [[(4, math.nan)], [(4, math.inf)], [(id, -math.inf) for id in range(20)]], ids=str
 )
 def test_a_row_that_nothing_can_be_chosen_from_fails_alone(
-    kernels: Kernels,
+    kernels: ServingKernels,
     fields: dict[str, Any],
     changes: dict[str, Any],
     fault: list[tuple[int, float]],
@@ -454,7 +455,7 @@ def bits(ids: set[int], vocab_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_what_is_allowed_is_taken(kernels: Kernels, temperature: float) -> None:
+def test_only_what_is_allowed_is_taken(kernels: ServingKernels, temperature: float) -> None:
     """A row with few tokens allowed, one with none beside an end token that min_tokens bans, one
     without a mask."""
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(15))

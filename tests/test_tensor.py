@@ -16,6 +16,7 @@ from torch import Tensor
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import STATES, Checkpoint
+from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.layout import Layout
 from shardwise.measure.parity import Parity, Trial, compare
 from shardwise.model import loss as loss_module
@@ -181,11 +182,14 @@ def score_once(seams: TensorSeams, case: Scored) -> None:
 
     local = own_part(x, seams).clone().requires_grad_()
     block = block_of(whole, rank, world)
-    found = cross_entropy(local, block, targets, seams, case.vocab)
+    found = cross_entropy(local, block, targets, cross_entropy_grad_, seams, case.vocab)
     dx, dw = torch.autograd.grad(0.25 * found, (local, block))
     assert len(set(seams.axis.gather(float(found)))) == 1, "every rank knows the loss, and the same"
     with torch.no_grad():
-        assert torch.equal(cross_entropy(local, block, targets, seams, case.vocab), found.detach())
+        assert torch.equal(
+            cross_entropy(local, block, targets, cross_entropy_grad_, seams, case.vocab),
+            found.detach(),
+        )
     real = rows_of(whole_w.grad, rank, world)
     exact = case.dtype == torch.float32
     assert float(found) == pytest.approx(float(expected), rel=1e-6 if exact else 3e-3)

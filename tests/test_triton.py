@@ -33,14 +33,15 @@ from engines import (
     runner_of,
     tiny,
 )
-from shardwise.kernels.interface import Heads
+from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import CODES, LARGEST, KVPages, Vectors, as_bytes, write_pages
-from shardwise.kernels.reference.bundle import TORCH
 from shardwise.kernels.reference.gated import gated_naive
 from shardwise.kernels.reference.norm import rms_norm_naive
-from shardwise.kernels.reference.paged_attention import Span
-from shardwise.kernels.reference.rotary import rotate_naive
-from shardwise.kernels.registry import kernels_for, triton_kernels
+from shardwise.kernels.reference.rope import apply_rope_naive
+from shardwise.kernels.reference.serving import REFERENCE
+from shardwise.kernels.registry import serving_kernels, triton_kernels
+from shardwise.kernels.serving_interface import AttentionShape
+from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.batch import table_batch
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.serve.engine.cuda_graphs import Step
@@ -118,7 +119,7 @@ def sizes_for(
     heads: tuple[int, int], size: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
 ) -> tuple[int, ...]:
     return triton_paged.agreeing_tiles(
-        Heads(*heads, size, PAGE_TOKENS, frozenset([None]), dtype, CPU, kv_dtype)
+        AttentionShape(*heads, size, PAGE_TOKENS, frozenset([None]), dtype, CPU, kv_dtype)
     )
 
 
@@ -295,32 +296,32 @@ def test_queries_are_turned_and_keys_written(
     sin = angles.sin().to(dtype)
     slots = torch.tensor([17, -1, 3, 40], dtype=torch.int32)
     written = [0, 2, 3]
-    for turns in ((cos, sin), None):
+    for rope in (RopeTables(cos, sin), None):
         keys, values = (
             torch.full((num_kv, 3, PAGE_TOKENS, size), 7.0, dtype=dtype) for _ in range(2)
         )
         wanted_keys = keys.clone()
         wanted_values = values.clone()
-        turned = triton_small.turn_and_write(
-            q, k, v, turns, KVPages(Vectors(keys), Vectors(values)), slots
+        rotated = triton_small.rope_and_write_kv(
+            q, k, v, rope, KVPages(Vectors(keys), Vectors(values)), slots
         )
         wanted_q, wanted_k = (
-            (q, k) if turns is None else (rotate_naive(q, *turns), rotate_naive(k, *turns))
+            (q, k) if rope is None else (apply_rope_naive(q, *rope), apply_rope_naive(k, *rope))
         )
         write_pages(wanted_keys, slots[written].long(), wanted_k[written])
         write_pages(wanted_values, slots[written].long(), v[written])
-        assert_close(turned, wanted_q, ERROR[dtype])
+        assert_close(rotated, wanted_q, ERROR[dtype])
         assert_close(keys, wanted_keys, ERROR[dtype])
         assert torch.equal(values, wanted_values)
         assert ((keys == 7).all((0, 3)).sum() == 45) and (
-            turns is not None or torch.equal(keys, wanted_keys)
+            rope is not None or torch.equal(keys, wanted_keys)
         )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.dtype) -> None:
-    """The same codes and scales, bit for bit, of keys as they are turned and of values; also of
+    """The same codes and scales, bit for bit, of keys as they are rotated and of values; also of
     vectors of zeros, of hardly anything, and with what is no number, whose scales are not finite;
     and nothing without a slot."""
     random = torch.Generator().manual_seed(0)
@@ -329,7 +330,7 @@ def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.d
         x[1], x[2, 1, 3], x[3, 0, 39], x[4] = 0, torch.nan, -torch.inf, 1e-8 * x[4]
     angles = 10 * torch.rand(9, 1, 20, generator=random)
     slots = torch.tensor([17, 5, 2, 3, 40, -1, 0, 21, 9], dtype=torch.int32)
-    for turns in (None, (angles.cos().to(dtype), angles.sin().to(dtype))):
+    for rope in (None, RopeTables(angles.cos().to(dtype), angles.sin().to(dtype))):
         shape = 2, 3, PAGE_TOKENS, 40
         plain, pages, wanted = (
             KVPages.empty(shape, "auto", dtype),
@@ -337,8 +338,8 @@ def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.d
         )
         for each in (plain, pages, wanted):
             fill_with_anything(each)
-        turned = triton_small.turn_and_write(q, k, v, turns, plain, slots)
-        assert torch.equal(triton_small.turn_and_write(q, k, v, turns, pages, slots), turned)
+        rotated = triton_small.rope_and_write_kv(q, k, v, rope, plain, slots)
+        assert torch.equal(triton_small.rope_and_write_kv(q, k, v, rope, pages, slots), rotated)
         real = slots >= 0
         there = slots[real].long()
         wanted.keys.write(there, plain.keys.numbers.flatten(1, 2)[:, there].transpose(0, 1))
@@ -368,7 +369,7 @@ def test_codes_are_the_nearest_and_of_two_the_even(kv_dtype: KvDtype) -> None:
         KVPages.empty((1, 3, PAGE_TOKENS, 32), kv_dtype, torch.float32) for _ in range(2)
     )
     slots = torch.arange(len(vectors), dtype=torch.int32)
-    triton_small.turn_and_write(vectors, vectors, vectors, None, pages, slots)
+    triton_small.rope_and_write_kv(vectors, vectors, vectors, None, pages, slots)
     wanted.values.write(slots.long(), vectors)
     found, expected = (
         as_bytes(each.values.numbers).flatten(1, 2)[:, slots.long()] for each in (pages, wanted)
@@ -427,7 +428,7 @@ def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_token
     together = answered(runner, model, asks, record)
     assert alone[0].said == together[0].said
     for ours, theirs in zip(
-        together, answered(runner_of(model, kv_dtype, TORCH), model, asks), strict=True
+        together, answered(runner_of(model, kv_dtype, REFERENCE), model, asks), strict=True
     ):
         assert model.dtype != torch.float32 or ours.tokens == theirs.tokens
         for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
@@ -452,7 +453,7 @@ def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_compa
 
 
 def test_cpus_have_torch_kernels_for_fp32() -> None:
-    assert kernels_for(CPU, torch.float32) is TORCH
+    assert serving_kernels(CPU, torch.float32) is REFERENCE
 
 
 # -- on GPUs
@@ -475,7 +476,7 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     products = {"product_kernel", "add_parts_kernel", "block_sums_kernel", "look_up_kernel"}
-    small = {"norm_kernel", "gated_kernel", "turn_and_write_kernel"}
+    small = {"norm_kernel", "gated_kernel", "rope_and_write_kv_kernel"}
     for capability in (80, 90):
         mine = [each for each in told if each["capability"] == capability]
         assert {each["name"] for each in mine} == {

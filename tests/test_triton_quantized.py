@@ -64,7 +64,7 @@ def held_as(
 
 
 def head_of(held: Quantized, dtype: torch.dtype) -> TritonQuantized:
-    head, table = triton_quantized.head(QuantizedWeight((held,)), dtype)
+    head, table = triton_quantized.pack_head(QuantizedWeight((held,)), dtype)
     assert isinstance(head, TritonQuantized) and head is table, "it is there once"
     return head
 
@@ -216,13 +216,13 @@ def test_what_has_no_product_here_has_that_of_torch() -> None:
             "embed": table,
             "norm": norm,
         }
-        ready = triton_quantized.weights(given)
+        ready = triton_quantized.pack_weights(given)
         assert isinstance(ready["blocks.0.w"], RowWeight) and isinstance(
             ready["blocks.0.v"], TritonQuantized
         )
         assert ready["embed"] is table and "blocks.0.v" not in given, "it is given up"
         if len(weight.pieces) == 1:
-            head, looked_up = triton_quantized.head(weight, BF16)
+            head, looked_up = triton_quantized.pack_head(weight, BF16)
             assert isinstance(head, Head) and isinstance(looked_up, QuantizedTable)
 
 

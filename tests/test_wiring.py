@@ -18,7 +18,8 @@ from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.run_checkpoint import checkpoint_path, list_checkpoints
 from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.loss import cross_entropy_naive
@@ -115,8 +116,10 @@ def weights_of(program: Program) -> dict[str, Tensor]:
 
 def loss_of(config: ModelConfig, weights: dict[str, Tensor], batch: MicroBatch) -> Tensor:
     """The mean loss over the targets, through plain calls of the model."""
-    model = Transformer(config, TORCH)
-    hidden = model.hidden(weights, batch.tokens, batch.positions, Causal(config, batch.documents))
+    model = Transformer(config, REFERENCE)
+    hidden = model.hidden(
+        weights, batch.tokens, batch.positions, Causal(config, causal_attention, batch.documents)
+    )
     return (
         cross_entropy_naive(hidden, weights[model.head_name], batch.targets)
         / (batch.targets != -100).sum()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.measure.parity import logical_parts, vanishes
 from shardwise.model.layers import Causal
@@ -253,8 +254,8 @@ def plain_steps(
 
 def plain_loss(config: ModelConfig, weights: Mapping[str, Tensor], batch: MicroBatch) -> Tensor:
     """The mean over all tokens that have a target."""
-    attend = Causal(config, batch.documents)
-    logits = Transformer(config, TORCH).forward(weights, batch.tokens, batch.positions, attend)
+    attend = Causal(config, causal_attention, batch.documents)
+    logits = Transformer(config, REFERENCE).forward(weights, batch.tokens, batch.positions, attend)
     summed = F.cross_entropy(
         logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="sum"
     )

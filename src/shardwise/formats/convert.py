@@ -14,7 +14,8 @@ from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.folder import check_vacant, write_folder
 from shardwise.formats.load import Reader, kind_of, open_weights, read_config, read_param
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
@@ -129,8 +130,8 @@ def prompt_logits(path: Path, config: ModelConfig, dtype: torch.dtype) -> Tensor
     tokens = drawn_prompt(config)
     with closing(open_weights(path, config)) as reader:
         weights = StreamedWeights(reader, model_specs(config), dtype)
-        return Transformer(config, TORCH).forward(
-            weights, tokens, torch.arange(tokens.shape[1])[None], Causal(config)
+        return Transformer(config, REFERENCE).forward(
+            weights, tokens, torch.arange(tokens.shape[1])[None], Causal(config, causal_attention)
         )
 
 

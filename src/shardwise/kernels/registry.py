@@ -1,103 +1,70 @@
-"""The choice of kernels by device and dtype, made once: native kernels on CPUs, Triton's on GPUs,
-torch otherwise.
+"""The choice of serving kernels by device and dtype, made once when a model is loaded.
 
-`reference/` defines what an operation computes; the others are faster implementations of the same.
+`reference/` defines what each operation computes; the others are faster implementations of it.
 """
 
-import os
 from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 
-from shardwise.kernels.interface import Attention, Heads, Kernels, TrainingKernels
-from shardwise.kernels.native.decoder import native_blocks
-from shardwise.kernels.native.library import instruction_sets
+from shardwise.kernels.native.decoder import native_decoder
+from shardwise.kernels.native.library import chosen_cpu_kernels
 from shardwise.kernels.native.sampling import NativeSampling
-from shardwise.kernels.native.serving import Native
-from shardwise.kernels.native.training import NativeTraining
-from shardwise.kernels.reference.bundle import TORCH, TRAINING_IN_TORCH, TorchAttention
-
-CHOICE = "SHARDWISE_KERNELS"
-"""The environment may name the kernels for CPUs: torch, or an instruction set."""
+from shardwise.kernels.native.serving import NativeServing
+from shardwise.kernels.reference.serving import REFERENCE, ReferenceAttention
+from shardwise.kernels.serving_interface import AttentionShape, PagedAttention, ServingKernels
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest that there is for a device and a precision. Raises ValueError for a choice that
-    is not there."""
+def serving_kernels(device: torch.device, dtype: torch.dtype) -> ServingKernels:
+    """Return the fastest kernels for a device and dtype: Triton on GPUs, native for bf16 on CPUs,
+    torch otherwise.
+
+    Raises ValueError if SHARDWISE_KERNELS names kernels that this processor does not have.
+    """
     if device.type == "cuda" and find_spec("triton") is not None:
         return triton_kernels()
-    name = chosen()
-    takes = device.type == "cpu" and dtype == torch.bfloat16
-    return TORCH if name == "torch" or not takes else native_kernels(name)
+    name = chosen_cpu_kernels()
+    is_native = device.type == "cpu" and dtype == torch.bfloat16 and name != "torch"
+    return native_kernels(name) if is_native else REFERENCE
 
 
-def chosen() -> str:
-    """The kernels for CPUs that the environment names, or the fastest: an instruction set, or
-    torch."""
-    known = (*instruction_sets(), "torch")
-    name = os.environ.get(CHOICE) or known[0]
-    if name not in known:
-        raise ValueError(
-            f"{CHOICE} is {name!r}, but the kernels for this processor are {', '.join(known)}"
-        )
-    return name
-
-
-def native_kernels(name: str) -> Kernels:
-    """Those of an instruction set."""
-    kernels = Native.of(name)
-
-    def attention(heads: Heads) -> Attention:
-        return kernels.attention(heads) if kernels.attends(heads) else TorchAttention.of(heads)
-
+def native_kernels(name: str) -> ServingKernels:
+    """Return the native kernels of an instruction set, with torch's attention for shapes that they
+    do not support."""
+    native = NativeServing.of(name)
     sampling = NativeSampling.of(name)
+
+    def paged_attention(shape: AttentionShape) -> PagedAttention:
+        if native.supports_attention(shape):
+            return native.paged_attention(shape)
+        return ReferenceAttention.of(shape)
+
     return replace(
-        TORCH,
+        REFERENCE,
         name=f"native {name}",
-        rms_norm=kernels.rms_norm,
-        gated=kernels.gated,
-        attention=attention,
-        weights=kernels.weights,
-        head=kernels.head,
-        blocks=native_blocks,
-        choose=sampling.choose,
+        rms_norm=native.rms_norm,
+        gated=native.gated,
+        paged_attention=paged_attention,
+        pack_weights=native.pack_weights,
+        pack_head=native.pack_head,
+        decoder_blocks=native_decoder,
+        sample=sampling.sample,
         log_probabilities=sampling.log_probabilities,
     )
 
 
-def triton_kernels() -> Kernels:
-    """Those for GPUs, which need the package triton; torch's builds for CUDA bring it along."""
+def triton_kernels() -> ServingKernels:
+    """Return the kernels for GPUs. They need the package triton, which torch's CUDA builds
+    bring."""
     from shardwise.kernels.triton import attention, linear, pointwise
 
     return replace(
-        TORCH,
+        REFERENCE,
         name="Triton",
         rms_norm=pointwise.rms_norm,
         gated=pointwise.gated,
-        attention=attention.TritonAttention.of,
-        weights=linear.weights,
-        head=linear.head,
-    )
-
-
-def training_kernels(device: torch.device, dtype: torch.dtype) -> TrainingKernels:
-    """The fastest that there is for a device and a precision. Raises ValueError for a choice that
-    is not there."""
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return TRAINING_IN_TORCH
-    name = chosen()
-    return TRAINING_IN_TORCH if name == "torch" else native_training(name)
-
-
-def native_training(name: str) -> TrainingKernels:
-    """Those of an instruction set."""
-    native = NativeTraining.of(name)
-    return TrainingKernels(
-        f"native {name}",
-        native.rms_norm,
-        native.gated,
-        native.rotate,
-        native.attention,
-        native.softmax_less_one_,
+        paged_attention=attention.TritonAttention.of,
+        pack_weights=linear.pack_weights,
+        pack_head=linear.pack_head,
     )

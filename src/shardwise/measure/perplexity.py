@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import DTYPES, Causal
 from shardwise.model.transformer import Transformer
 from shardwise.precision import Precision
@@ -112,10 +113,12 @@ def trained_logprobs(
     """log p [T - 1, or the last num_scored] of every token after those before it, in fp32: the
     model and attention of training, and the logits as its loss makes them, in the dtype of the
     weights."""
-    decoder = Transformer(model.config, TORCH)
+    decoder = Transformer(model.config, REFERENCE)
     ids = torch.tensor(tokens, device=model.device)
     positions = torch.arange(len(ids) - 1, device=model.device)[None]
-    x = decoder.hidden(model.weights, ids[None, :-1], positions, Causal(model.config))[0]
+    x = decoder.hidden(
+        model.weights, ids[None, :-1], positions, Causal(model.config, causal_attention)
+    )[0]
     x, following = (x, ids[1:]) if num_scored is None else (x[-num_scored:], ids[-num_scored:])
     found = [
         decoder.logits(model.weights, rows).float().log_softmax(-1).gather(1, mine[:, None])[:, 0]
@@ -154,12 +157,12 @@ def likeness_of(one: RowLogits, other: RowLogits, tokens: Tensor, context: int) 
 
 def row_logits(model: LoadedModel, ids: Tensor) -> Iterator[Tensor]:
     """Logits [ROWS, V] in fp32 after each of the tokens [T], a few rows at a time."""
-    decoder = Transformer(model.config, TORCH)
+    decoder = Transformer(model.config, REFERENCE)
     x = decoder.hidden(
         model.weights,
         ids[None],
         torch.arange(len(ids), device=model.device)[None],
-        Causal(model.config),
+        Causal(model.config, causal_attention),
     )
     for rows in x[0].split(ROWS):
         yield decoder.logits(model.weights, rows).float()

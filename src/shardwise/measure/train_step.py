@@ -9,7 +9,7 @@ import torch
 
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.kernels.registry import training_kernels
+from shardwise.kernels.training_registry import training_kernels
 from shardwise.layout import Layout
 from shardwise.measure.workload import StepSizes
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights

@@ -5,15 +5,14 @@ D] and serving a flat [tokens, D]."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import ModelConfig, RopeScaling
-from shardwise.kernels.interface import CausalAttention
-from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.interface import CausalAttention, RopeTables
 from shardwise.precision import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -134,13 +133,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-class Rotation(NamedTuple):
-    """Cosine and sine of every angle, [..., T, 1, C/2], in the dtype of what they rotate."""
-
-    cos: Tensor
-    sin: Tensor
-
-
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Angle per position of each pair of elements, [C/2] in fp32 (Su et al. 2021), stretched for
     long contexts."""
@@ -160,9 +152,10 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> RopeTables:
+    """Return cosines and sines of the angles of `positions` [..., T]: [..., T, 1, C/2]."""
     angles = positions[..., None, None].float() * frequencies
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    return RopeTables(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -180,8 +173,8 @@ class Causal:
     """
 
     config: ModelConfig
+    attention: CausalAttention
     documents: Tensor | None = None
-    attention: CausalAttention = causal_attention
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention(q, k, v, self.config.window(layer), self.documents)

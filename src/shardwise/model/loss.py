@@ -2,7 +2,6 @@
 training step (one row is the vocabulary), so they live a few rows at a time, while the cache still
 holds them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.kernels.reference.cross_entropy import Aims, softmax_less_one_
+from shardwise.kernels.interface import CrossEntropyGrad, Targets
 from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, chunks
 from shardwise.model.seams import UNCUT, Seams
 
 IGNORED = -100
 """Target of a token that has none: it takes no part in the loss."""
-
-SoftmaxLessOne = Callable[[Tensor, Aims, bool], Tensor]
-"""A version of `softmax_less_one_`."""
 
 
 def cross_entropy_naive(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -34,9 +30,9 @@ def cross_entropy(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
+    cross_entropy_grad: CrossEntropyGrad,
     seams: Seams = UNCUT,
     vocab_size: int | None = None,
-    softmax: SoftmaxLessOne = softmax_less_one_,
 ) -> Tensor:
     """The same sum over x [..., D], weight [V, D], targets [...], with both gradients worked out on
     the way forward.
@@ -44,7 +40,7 @@ def cross_entropy(
     The gradient of the logits, softmax less one at the target, needs nothing that comes later but a
     scale. So each chunk of rows goes through product, softmax and its two gradient products and is
     forgotten (Liger kernels do the same). Holds at most PRODUCT_BYTES of logits in the dtype of x,
-    and SOFTMAX_BYTES of them in fp32 if `softmax` needs that.
+    and SOFTMAX_BYTES of them in fp32 if `cross_entropy_grad` needs that.
 
     With `seams` the weight is this rank's block of the vocabulary, of `vocab_size` rows in all,
     beyond which there is padding. Logits are never gathered: ranks tell each other two numbers a
@@ -58,7 +54,7 @@ def cross_entropy(
         weight = weight.detach()
     block = Block(seams, weight.shape[0], vocab_size or weight.shape[0])
     total: Tensor = LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, targets.flatten(), block, softmax
+        x.flatten(0, -2), weight, targets.flatten(), block, cross_entropy_grad
     )
     return total
 
@@ -84,7 +80,12 @@ class Block:
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, block: Block, softmax: SoftmaxLessOne
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        block: Block,
+        cross_entropy_grad: CrossEntropyGrad,
     ) -> Tensor:
         wants_dx, wants_dw, *_ = ctx.needs_input_grad
         dx = torch.empty_like(x) if wants_dx else None
@@ -101,7 +102,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                 part = logits[inner]
                 wanted = targets[rows][inner]
                 torch.mm(x[rows][inner], weight.t(), out=part)
-                total += softmax(part, aims_of(wanted, block), wants_dx or wants_dw)
+                total += cross_entropy_grad(
+                    part, local_targets(wanted, block), wants_dx or wants_dw
+                )
             if dx is not None:
                 torch.mm(logits, weight, out=dx[rows])
             if dw is not None:
@@ -124,14 +127,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def aims_of(targets: Tensor, block: Block) -> Aims:
-    """What the rows of `targets` [rows] aim at among the columns of this rank."""
+def local_targets(targets: Tensor, block: Block) -> Targets:
+    """Return the targets [rows] as columns of this rank."""
     has_target = (targets != IGNORED)[:, None]
     local = targets[:, None] - block.first
     is_here = has_target  # of a whole vocabulary: a target outside it is an error of `gather`
     if block.size < block.vocab_size:
         is_here = has_target & (local >= 0) & (local < block.size)
-    return Aims(
+    return Targets(
         local.where(is_here, 0),
         is_here,
         has_target,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.interface import ModelKernels
-from shardwise.kernels.reference.gated import ACTIVATE
+from shardwise.kernels.activations import ACTIVATIONS
+from shardwise.kernels.interface import ModelKernels, RopeTables
 from shardwise.model import layers
-from shardwise.model.layers import Attend, Light, Rotation, linear, look_up
+from shardwise.model.layers import Attend, Light, linear, look_up
 from shardwise.model.seams import UNCUT, Seams
 
 
@@ -56,8 +56,8 @@ class Transformer:
     seams: Seams = UNCUT
     selective: bool = False
     """Whether the backward makes norms and activations again (selective recompute)."""
-    turns: bool = True
-    """Whether q and k are turned by their positions here; else `attend` does it."""
+    applies_rope: bool = True
+    """True if the model applies RoPE to q and k; False if `attend` does."""
 
     def forward(
         self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend
@@ -70,9 +70,9 @@ class Transformer:
     ) -> Tensor:
         """The normalised last hidden state [..., D]."""
         x = self.embed(weights, tokens, positions)
-        turned = self.rotation(positions, x.dtype)
+        rope = self.rope_tables(positions, x.dtype)
         for layer in range(self.config.num_layers):
-            x = self.block(x, layer, BlockWeights.of(weights, layer), turned, attend)
+            x = self.block(x, layer, BlockWeights.of(weights, layer), rope, attend)
         return self.final(weights, x)
 
     def embed(
@@ -90,7 +90,7 @@ class Transformer:
         return x + look_up(self.seams.part(positions), weights["positions"], sparse_grad)
 
     def block(
-        self, x: Tensor, layer: int, w: BlockWeights, turned: Rotation | None, attend: Attend
+        self, x: Tensor, layer: int, w: BlockWeights, rope: RopeTables | None, attend: Attend
     ) -> Tensor:
         """Attention, then MLP, each added to the residual x [..., D]."""
         q, k, v = self.split_heads(
@@ -99,11 +99,11 @@ class Transformer:
         if w.q_norm is not None and w.k_norm is not None:
             q = self.norm(q, w.q_norm)
             k = self.norm(k, w.k_norm)
-        if turned is not None:
-            q = self.kernels.rotate(q, *turned)
-            k = self.kernels.rotate(k, *turned)
-        seen = attend(layer, q, k, v).flatten(-2)
-        x = x + self.seams.leave(linear(seen, w.out), w.out_bias)
+        if rope is not None:
+            q = self.kernels.apply_rope(q, *rope)
+            k = self.kernels.apply_rope(k, *rope)
+        attended = attend(layer, q, k, v).flatten(-2)
+        x = x + self.seams.leave(linear(attended, w.out), w.out_bias)
         inner = linear(
             self.light(self.entering, x, w.norm2, w.norm2_bias), w.gate_up, w.gate_up_bias
         )
@@ -140,7 +140,7 @@ class Transformer:
 
     def activate(self, inner: Tensor) -> Tensor:
         if not self.config.gated:
-            return ACTIVATE[self.config.activation](inner)
+            return ACTIVATIONS[self.config.activation](inner)
         return self.kernels.gated(inner, self.config.activation)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -154,9 +154,9 @@ class Transformer:
             self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
         )
 
-    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
-        """The angles of `positions`, worked out once for all blocks; None where blocks turn
-        nothing."""
-        if self.config.positions == "learned" or not self.turns:
+    def rope_tables(self, positions: Tensor, dtype: torch.dtype) -> RopeTables | None:
+        """Return the RoPE tables of `positions`, which all blocks share; None where the model
+        applies no RoPE."""
+        if self.config.positions == "learned" or not self.applies_rope:
             return None
-        return layers.rotation(positions, self.frequencies.to(positions.device), dtype)
+        return layers.rope_tables(positions, self.frequencies.to(positions.device), dtype)

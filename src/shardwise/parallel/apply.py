@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.formats.load import Reader, read_box
 from shardwise.kernels.interface import CausalAttention, TrainingKernels
-from shardwise.kernels.registry import training_kernels
+from shardwise.kernels.training_registry import training_kernels
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
 from shardwise.model.init import fill
@@ -207,7 +207,7 @@ def make_context(
     """Whole sequences come in, and this rank's tokens of them go through the model."""
     local = local_part(microbatch, mesh.layout, mesh.cp.rank)
     attend = make_attend(model.config, mesh.layout, mesh.cp, microbatch.documents, attention)
-    return Context(local, model.rotation(local.positions, dtype), attend, dtype)
+    return Context(local, model.rope_tables(local.positions, dtype), attend, dtype)
 
 
 def piece_runs(model: Transformer, kernels: TrainingKernels) -> dict[str, Run]:
@@ -222,9 +222,7 @@ def piece_runs(model: Transformer, kernels: TrainingKernels) -> dict[str, Run]:
         layer: int, weights: Mapping[str, Tensor], x: Tensor | None, context: Context
     ) -> Tensor:
         assert x is not None
-        return model.block(
-            x, layer, BlockWeights.of(weights, layer), context.turned, context.attend
-        )
+        return model.block(x, layer, BlockWeights.of(weights, layer), context.rope, context.attend)
 
     def head(weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
         assert x is not None
@@ -232,9 +230,9 @@ def piece_runs(model: Transformer, kernels: TrainingKernels) -> dict[str, Run]:
             model.final(weights, x),
             weights[model.head_name],
             context.microbatch.targets,
+            kernels.cross_entropy_grad,
             model.seams,
             model.config.vocab_size,
-            kernels.softmax,
         )
 
     blocks = {

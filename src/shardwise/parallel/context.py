@@ -88,7 +88,7 @@ def make_attend(
     if documents is not None:
         documents = padded(documents, layout, -1)
     if axis.size == 1:
-        return Causal(config, documents, attention)
+        return Causal(config, attention, documents)
     if layout.all_to_all:
         return AllToAll(config, axis, documents, attention)
     return Ring(config, axis, documents)

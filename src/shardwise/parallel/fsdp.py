@@ -138,18 +138,15 @@ class FsdpModel(nn.Module):
         x = self.model.embed(weights, batch.tokens, batch.positions)
         for layer, block in enumerate(self.blocks):
             x = block(
-                x,
-                partial(
-                    self.model.block, layer=layer, turned=context.turned, attend=context.attend
-                ),
+                x, partial(self.model.block, layer=layer, rope=context.rope, attend=context.attend)
             )
         return cross_entropy(
             self.model.final(weights, x),
             weights[self.model.head_name],
             batch.targets,
+            self.kernels.cross_entropy_grad,
             self.model.seams,
             self.model.config.vocab_size,
-            self.kernels.softmax,
         )
 
 

@@ -31,7 +31,8 @@ from shardwise.formats.huggingface.hf_config import read_config_json
 from shardwise.formats.huggingface.quantized_tensors import folder_format
 from shardwise.formats.load import kind_of, open_weights, read_config
 from shardwise.formats.tokenizers.tokenizer import check_vocabulary
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.params import model_specs, num_params, units
@@ -155,7 +156,7 @@ class Passed:
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
         self.dtype = dtype
-        self._decoder = Transformer(config, TORCH)
+        self._decoder = Transformer(config, REFERENCE)
         self._tokens = drawn_prompt(config)
         self._positions = torch.arange(self._tokens.shape[1])[None]
         self._held: dict[str, Tensor | Quantized] = {}
@@ -178,8 +179,10 @@ class Passed:
         prefix = f"blocks.{layer}."
         block = {name: self._held.pop(name) for name in list(self._held) if name.startswith(prefix)}
         weights = BlockWeights.of(self._plain(block), layer)
-        turned = self._decoder.rotation(self._positions, torch.float32)
-        self._x = self._decoder.block(self._embedded(), layer, weights, turned, Causal(self.config))
+        rope = self._decoder.rope_tables(self._positions, torch.float32)
+        self._x = self._decoder.block(
+            self._embedded(), layer, weights, rope, Causal(self.config, causal_attention)
+        )
 
     def _embedded(self) -> Tensor:
         if self._x is not None:

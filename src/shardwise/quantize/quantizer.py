@@ -15,7 +15,8 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.formats.convert import Progress
 from shardwise.formats.gguf.gguf_blocks import choose_block_scales
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.layers import AppliedWeight, Causal
 from shardwise.model.transformer import BlockWeights, Transformer
@@ -79,7 +80,7 @@ class Quantizer:
 
     def embedded(self, weights: Mapping[str, Tensor], text: Tensor) -> Tensor:
         """[sequences, tokens, D]."""
-        return Transformer(self.config, TORCH).embed(
+        return Transformer(self.config, REFERENCE).embed(
             weights, text, torch.arange(text.shape[1])[None]
         )
 
@@ -99,16 +100,14 @@ class Quantizer:
     ) -> None:
         """A block over all of the text, a few sequences at a time; what it makes of x goes to
         `out`, if given."""
-        decoder = Transformer(self.config, TORCH)
+        decoder = Transformer(self.config, REFERENCE)
         weights = BlockWeights(**block)  # type: ignore[arg-type]
         positions = torch.arange(x.shape[1], device=self.device)[None]
-        turned = decoder.rotation(positions, torch.float32)
-        attend = Causal(self.config)
+        rope = decoder.rope_tables(positions, torch.float32)
+        attend = Causal(self.config, causal_attention)
         step = max(1, BATCH_TOKENS // x.shape[1])
         for start in range(0, len(x), step):
-            y = decoder.block(
-                x[start : start + step].to(self.device), layer, weights, turned, attend
-            )
+            y = decoder.block(x[start : start + step].to(self.device), layer, weights, rope, attend)
             if out is not None:
                 out[start : start + step] = y.to(out.device)
 

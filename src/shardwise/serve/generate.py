@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.formats.load import read_config
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -100,7 +100,7 @@ def generate(
     max_tokens = max(1, room) if params.max_tokens is None else params.max_tokens
     check_length(model.config, len(prompt), max_tokens)
     params.check_vocabulary(model.config.vocab_size)
-    decoder = Transformer(model.config, TORCH)
+    decoder = Transformer(model.config, REFERENCE)
     cache = Cache(model.config, len(prompt) + max_tokens, model.dtype, model.device)
     answer = Answer(model.tokenizer, params, max_tokens)
     sampling = Sampling(replace(params, logprobs=0), prompt, answer.end_ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import ModelConfig
+from shardwise.kernels.spans import BLOCK_TOKENS
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype
@@ -14,9 +15,6 @@ from shardwise.quant.scheme import parse_quant
 from shardwise.serve.engine.scheduler import Limits
 from shardwise.setting import REQUIRED, setting
 
-BLOCK_TOKENS = 128
-"""Tokens per block of the attention sum (kernels/reference/paged_attention.py), each of whole
-pages."""
 LEAST_BODY_BYTES = 1 << 20
 
 

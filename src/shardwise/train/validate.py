@@ -11,7 +11,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
 from shardwise.formats.load import open_weights
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from shardwise.kernels.registry import training_kernels
+from shardwise.kernels.training_registry import training_kernels
 from shardwise.layout import Layout
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.apply import check_schedule, check_trainable

@@ -1,9 +1,10 @@
-"""The compiled library of native kernels and the instruction sets that it was built for."""
+"""The compiled library of native kernels, and the instruction sets that it supports."""
 
+import os
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch  # noqa: F401 (first: it brings the OpenMP runtime that the module shares)
+import torch  # noqa: F401 (first: it loads the OpenMP runtime that the module shares)
 
 library: Any
 try:
@@ -12,18 +13,40 @@ except ImportError:  # built without a compiler
     library = None
 
 LANES = 16
-"""Columns of a panel, and positions of a page that are worked on at once."""
+"""Columns of a panel of a packed weight, and positions of a page that are computed at once
+(`csrc/vectors.h`)."""
+
+CPU_KERNELS_VARIABLE = "SHARDWISE_KERNELS"
+"""Environment variable that names the kernels for CPUs: `torch`, or an instruction set."""
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those that this processor has and kernels are built for, the best first; none where the
-    module is not built."""
+    """Return the instruction sets that this processor and the library have, the fastest first.
+
+    Empty where the module is not built.
+    """
     return tuple(library.instruction_sets()) if library is not None else ()
+
+
+def chosen_cpu_kernels() -> str:
+    """Return the kernels for CPUs that the environment names, or else the fastest: an instruction
+    set, or `torch`.
+
+    Raises ValueError for kernels that this processor does not have.
+    """
+    known = (*instruction_sets(), "torch")
+    name = os.environ.get(CPU_KERNELS_VARIABLE) or known[0]
+    if name not in known:
+        raise ValueError(
+            f"{CPU_KERNELS_VARIABLE} is {name!r}, but the kernels for this processor are "
+            f"{', '.join(known)}"
+        )
+    return name
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """`functions` is the address of the table of its kernels."""
+    """The kernels of one instruction set. `functions` is the address of their table."""
 
     name: str
     functions: int

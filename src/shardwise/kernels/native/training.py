@@ -1,9 +1,9 @@
-"""The native kernels that training uses, forward and backward, in bf16: Python's side of
-`csrc/flash.h`, `rows_training.h` and `cross_entropy.h`. What their shapes do not suit runs on
-torch's operations.
+"""Native training kernels for CPUs, forward and backward, in bf16: the Python side of
+`csrc/flash.h`, `rows_training.h` and `cross_entropy.h`. Shapes that those do not support run the
+torch reference.
 
-Their results do not depend on the number of threads. Shapes: N tokens, H query heads, K kv heads, C
-head dim.
+Results do not depend on the number of threads. Shapes: N tokens, H query heads, K kv heads, C head
+dim; R rows of logits of V columns.
 """
 
 from typing import Any
@@ -13,37 +13,37 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from shardwise.kernels.interface import Targets
 from shardwise.kernels.native.library import LANES, InstructionSet, library
 from shardwise.kernels.reference.attention import causal_attention
-from shardwise.kernels.reference.cross_entropy import Aims, loss_of
+from shardwise.kernels.reference.cross_entropy import summed_loss
 from shardwise.kernels.reference.gated import gated
-from shardwise.kernels.reference.rotary import rotate
+from shardwise.kernels.reference.rope import apply_rope
 
 
 class NativeTraining(InstructionSet):
-    """The kernels that a model is trained with."""
+    """The training kernels of one instruction set."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`norm.rms_norm`."""
+        """Compute `reference.norm.rms_norm`."""
         y: Tensor = NativeNorm.apply(x, weight, eps, self.functions)
         return y
 
     def gated(self, inner: Tensor, activation: str) -> Tensor:
-        """`gated.gated`."""
+        """Compute `reference.gated.gated`."""
         if activation != "silu" or inner.shape[-1] % (2 * LANES):
             return gated(inner, activation)
         y: Tensor = NativeGated.apply(inner, self.functions)
         return y
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`rotary.rotate`; but the result lies in memory head beside head."""
-        in_turn = cos.shape[:-2].numel() in (
-            x.shape[-3],
-            x.shape[:-2].numel(),
-        )  # of all tokens, or of a sequence
-        if x.shape[-1] % (2 * LANES) or not in_turn:
-            return rotate(x, cos, sin)
-        y: Tensor = NativeRotate.apply(x, cos.contiguous(), sin.contiguous(), self.functions)
+    def apply_rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Compute `reference.rope.apply_rope`; the result is contiguous, [..., T, heads, C]."""
+        num_angles = cos.shape[:-2].numel()
+        # Angles of the tokens of one sequence, or of all of them.
+        has_angles = num_angles in (x.shape[-3], x.shape[:-2].numel())
+        if x.shape[-1] % (2 * LANES) or not has_angles:
+            return apply_rope(x, cos, sin)
+        y: Tensor = NativeRope.apply(x, cos.contiguous(), sin.contiguous(), self.functions)
         return y
 
     def attention(
@@ -54,47 +54,48 @@ class NativeTraining(InstructionSet):
         window: int | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """`attention.causal_attention`."""
+        """Compute `reference.attention.causal_attention`."""
         if q.shape[-1] % LANES:
             return causal_attention(q, k, v, window, documents)
-        y: Tensor = NativeAttention.apply(q, k, v, window, documents, self.functions)
+        y: Tensor = NativeCausalAttention.apply(q, k, v, window, documents, self.functions)
         return y
 
-    def softmax_less_one_(self, logits: Tensor, aims: Aims, with_gradient: bool) -> Tensor:
-        """`cross_entropy.softmax_less_one_`: one pass over the logits for the statistics, one for
-        the gradient."""
+    def cross_entropy_grad_(self, logits: Tensor, targets: Targets, with_gradient: bool) -> Tensor:
+        """Compute `reference.cross_entropy.cross_entropy_grad_`, in two passes over the logits: one
+        for the maximum and the sum of each row, one for the gradient."""
         num_rows, num_columns = logits.shape
-        place = logits.data_ptr(), logits.stride(0), num_rows, aims.num_real
-        own = logits.new_empty(2, num_rows, 1, dtype=torch.float32)
-        peaks, sums = own
-        library.softmax_statistics(self.functions, *place, peaks.data_ptr(), sums.data_ptr())
-        aimed = logits.gather(1, aims.at).float()
-        highest = aims.highest(peaks.clone())
-        aimed = (aimed - highest).where(aims.is_here, 0)
-        sums, aimed = aims.total(torch.cat((sums * (peaks - highest).exp_(), aimed), 1)).split(1, 1)
+        real_logits = logits.data_ptr(), logits.stride(0), num_rows, targets.num_real
+        local_max, local_sums = logits.new_empty(2, num_rows, 1, dtype=torch.float32)
+        library.softmax_statistics(
+            self.functions, *real_logits, local_max.data_ptr(), local_sums.data_ptr()
+        )
+        target_logit = logits.gather(1, targets.columns).float()
+        row_max = targets.max_over_ranks(local_max.clone())
+        target_logit = (target_logit - row_max).where(targets.is_local, 0)
+        local = torch.cat((local_sums * (local_max - row_max).exp_(), target_logit), 1)
+        sums, target_logit = targets.sum_over_ranks(local).split(1, 1)
         if with_gradient:
-            share = aims.has_target / sums
-            at_target = (aimed.exp() - sums) * share
-            columns = aims.at.where(aims.is_here, -1)
+            scale = targets.has_target / sums
+            at_target = (target_logit.exp() - sums) * scale
+            columns = targets.columns.where(targets.is_local, -1)
             library.softmax_gradient(
                 self.functions,
-                *place,
+                *real_logits,
                 num_columns,
-                highest.data_ptr(),
-                share.data_ptr(),
+                row_max.data_ptr(),
+                scale.data_ptr(),
                 columns.data_ptr(),
                 at_target.data_ptr(),
             )
-        return loss_of(sums, aimed, aims)
+        return summed_loss(sums, target_logit, targets)
 
 
-# -- rows
-# -----------------------------------------------------------------------------------------------------
+# Row-wise kernels.
 
 
 def token_rows(x: Tensor) -> Tensor:
-    """x [..., H, C] as [N, H, C], whose heads lie side by side: a view if they do, whatever lies
-    between tokens."""
+    """Return x [..., H, C] as [N, H, C] with contiguous heads: a view if they are contiguous,
+    whatever the stride between tokens is."""
     assert x.dtype == torch.bfloat16
     rows = x.flatten(0, -3) if x.dim() > 2 else x.view(1, -1, x.shape[-1])
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
@@ -170,20 +171,21 @@ class NativeGated(Function):
         return d_inner, None
 
 
-class NativeRotate(Function):
+class NativeRope(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, functions: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.functions = functions
-        return turned(x, cos, sin, 1, functions)
+        return rotate_rows(x, cos, sin, 1, functions)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return turned(grads[0], cos, sin, -1, ctx.functions), None, None, None
+        return rotate_rows(grads[0], cos, sin, -1, ctx.functions), None, None, None
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int, functions: int) -> Tensor:
+def rotate_rows(x: Tensor, cos: Tensor, sin: Tensor, direction: int, functions: int) -> Tensor:
+    """Rotate by the angles (`direction` 1) or back (-1)."""
     rows = token_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype)
     library.rotate(
@@ -200,12 +202,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int, functions: int) 
     return y
 
 
-# -- attention
-# ------------------------------------------------------------------------------------------------
+# Attention.
 
 
-class NativeAttention(Function):
-    """Keeps q, k, v and what they gave; no row's sum, since blocks of scores are of whole rows."""
+class NativeCausalAttention(Function):
+    """Causal attention that saves q, k, v and its output, but no log-sum-exp: blocks of scores are
+    of whole rows, whose softmax the backward recomputes."""
 
     @staticmethod
     def forward(
@@ -221,8 +223,8 @@ class NativeAttention(Function):
         k = k.contiguous()
         v = v.contiguous()
         y = torch.empty_like(q)
-        numbers = document_numbers(documents)
-        library.causal_forward(functions, *described(q, k, v, window, numbers), y.data_ptr())
+        ids = padded_documents(documents)
+        library.causal_forward(functions, *attention_arguments(q, k, v, window, ids), y.data_ptr())
         ctx.save_for_backward(q, k, v, y, documents)
         ctx.window = window
         ctx.functions = functions
@@ -232,11 +234,11 @@ class NativeAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, documents = ctx.saved_tensors
         dy = grads[0].contiguous()
-        numbers = document_numbers(documents)
+        ids = padded_documents(documents)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         library.causal_backward(
             ctx.functions,
-            *described(q, k, v, ctx.window, numbers),
+            *attention_arguments(q, k, v, ctx.window, ids),
             y.data_ptr(),
             dy.data_ptr(),
             dq.data_ptr(),
@@ -246,22 +248,24 @@ class NativeAttention(Function):
         return dq, dk, dv, None, None, None
 
 
-def document_numbers(documents: Tensor | None) -> Tensor | None:
-    """As the kernel reads them: [B, T], where rows end with whole registers."""
+def padded_documents(documents: Tensor | None) -> Tensor | None:
+    """Return document ids [B, T] in int32, with rows padded to whole registers."""
     if documents is None:
         return None
     return F.pad(documents.to(torch.int32), (0, -documents.shape[1] % LANES)).contiguous()
 
 
-def described(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, numbers: Tensor | None
+def attention_arguments(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Tensor | None
 ) -> tuple[int, ...]:
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    """Return the arguments that the library's forward and backward share."""
     return (
-        *addresses,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
         *q.shape[:3],
         k.shape[2],
         q.shape[3],
         window or 0,
-        0 if numbers is None else numbers.data_ptr(),
+        0 if documents is None else documents.data_ptr(),
     )

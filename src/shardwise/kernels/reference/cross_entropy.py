@@ -1,39 +1,42 @@
-"""From a few rows of logits to their loss and, in their place, to their gradient: the softmax, less
-one at the target.
+"""Cross entropy of a few rows of logits, and its gradient in their place: the softmax, minus one at
+the target.
 
-Shapes: R rows, V columns: all of the vocabulary, or this rank's block of it.
+Shapes: R rows, V columns: the whole vocabulary, or this rank's block of it.
 """
 
 import math
 
 from torch import Tensor, cat
 
-from shardwise.kernels.interface import Aims
+from shardwise.kernels.interface import Targets
 
 
-def softmax_less_one_(logits: Tensor, aims: Aims, with_gradient: bool) -> Tensor:
-    """Return the summed loss of logits [R, V], in fp32, and, `with_gradient`, turn them in place
-    into their gradient. What is in them otherwise means nothing afterwards. Raises as `gather` does
-    for a target that no column has."""
-    logits[:, aims.num_real :] = -math.inf
-    wide = logits.float()
-    highest = aims.highest(wide.amax(-1, keepdim=True))
-    aimed = (wide.gather(1, aims.at) - highest).where(aims.is_here, 0)
-    exponentials = wide.sub_(highest).exp_()
-    sums, aimed = aims.total(cat((exponentials.sum(-1, keepdim=True), aimed), 1)).split(1, 1)
+def cross_entropy_grad_(logits: Tensor, targets: Targets, with_gradient: bool) -> Tensor:
+    """Return the summed loss of logits [R, V], in fp32, and overwrite them.
+
+    `with_gradient` they become their gradient; otherwise their contents are undefined. Raises the
+    error of `gather` for a target that no column has.
+    """
+    logits[:, targets.num_real :] = -math.inf
+    logits_fp32 = logits.float()
+    row_max = targets.max_over_ranks(logits_fp32.amax(-1, keepdim=True))
+    target_logit = (logits_fp32.gather(1, targets.columns) - row_max).where(targets.is_local, 0)
+    exponentials = logits_fp32.sub_(row_max).exp_()
+    local = cat((exponentials.sum(-1, keepdim=True), target_logit), 1)
+    sums, target_logit = targets.sum_over_ranks(local).split(1, 1)
     if with_gradient:
-        share = aims.has_target / sums
-        gradient = exponentials.mul_(share)
-        # at the target worked out in fp32: 1 - p of a token that is all but certain is lost in bf16
-        at_target = ((aimed.exp() - sums) * share).where(aims.is_here, gradient.gather(1, aims.at))
-        gradient.scatter_(1, aims.at, at_target)
-        logits.copy_(
-            gradient
-        )  # the one step that rounds: `out=logits` and scatter_ in bf16 make fp32 copies
-    return loss_of(sums, aimed, aims)
+        scale = targets.has_target / sums
+        gradient = exponentials.mul_(scale)
+        # Computed in fp32 at the target: bf16 loses 1 - p of a token that is almost certain.
+        at_target = (target_logit.exp() - sums) * scale
+        at_target = at_target.where(targets.is_local, gradient.gather(1, targets.columns))
+        gradient.scatter_(1, targets.columns, at_target)
+        # The only rounding. `out=logits` and scatter_ in bf16 would make fp32 copies.
+        logits.copy_(gradient)
+    return summed_loss(sums, target_logit, targets)
 
 
-def loss_of(sums: Tensor, aimed: Tensor, aims: Aims) -> Tensor:
-    """The summed loss of rows, from the sums of their exponentials and the logits they aim at, both
-    below the highest logit of the row."""
-    return ((sums.log() - aimed) * aims.has_target).sum()
+def summed_loss(sums: Tensor, target_logit: Tensor, targets: Targets) -> Tensor:
+    """Return the loss over all rows, from each row's sum of exponentials and target logit, both
+    relative to its largest logit."""
+    return ((sums.log() - target_logit) * targets.has_target).sum()

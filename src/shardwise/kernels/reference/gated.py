@@ -1,19 +1,18 @@
-"""The gated activation of an MLP (Shazeer 2020): activation(gate) * up; with silu SwiGLU."""
+"""Gated activation of an MLP (Shazeer 2020): activation(gate) * up; SwiGLU with silu.
+
+Shapes: F ffn; leading dims are free.
+"""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-ACTIVATE_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+from shardwise.kernels.activations import ACTIVATIONS
+
+ACTIVATIONS_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
@@ -22,22 +21,23 @@ ACTIVATE_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def gated_naive(inner: Tensor, activation: str) -> Tensor:
-    """inner [..., gate | up], each of F -> [..., F]."""
+    """Return activation(gate) * up [..., F] of inner [..., gate | up]: the definition."""
     gate, up = inner.chunk(2, -1)
-    return ACTIVATE[activation](gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def gated(inner: Tensor, activation: str) -> Tensor:
-    """The same. Only `inner` is kept, of whose gradient both halves are written in their places."""
+    """Compute `gated_naive` with less memory: the backward saves only `inner`, and writes both
+    halves of its gradient in place."""
     if not torch.is_grad_enabled():
-        return product_of_halves(inner, activation)
+        return multiply_halves(inner, activation)
     y: Tensor = Gated.apply(inner, activation)
     return y
 
 
-def product_of_halves(inner: Tensor, activation: str) -> Tensor:
+def multiply_halves(inner: Tensor, activation: str) -> Tensor:
     gate, up = inner.chunk(2, -1)
-    return ACTIVATE[activation](gate).mul_(up)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 class Gated(torch.autograd.Function):
@@ -45,7 +45,7 @@ class Gated(torch.autograd.Function):
     def forward(ctx: Any, inner: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(inner)
         ctx.activation = activation
-        return product_of_halves(inner, activation)
+        return multiply_halves(inner, activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -54,6 +54,6 @@ class Gated(torch.autograd.Function):
         gate, up = inner.chunk(2, -1)
         d_inner = torch.empty_like(inner)
         d_gate, d_up = d_inner.chunk(2, -1)
-        torch.mul(dy, ACTIVATE[ctx.activation](gate), out=d_up)
-        d_gate.copy_(ACTIVATE_BACKWARD[ctx.activation](dy * up, gate))
+        torch.mul(dy, ACTIVATIONS[ctx.activation](gate), out=d_up)
+        d_gate.copy_(ACTIVATIONS_BACKWARD[ctx.activation](dy * up, gate))
         return d_inner, None

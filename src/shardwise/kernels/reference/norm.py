@@ -1,5 +1,8 @@
-"""Root-mean-square norm (Zhang & Sennrich 2019): its definition, and one that keeps only its input
-for the backward."""
+"""RMS norm (Zhang & Sennrich 2019): the definition, and a version that saves only its input for the
+backward.
+
+Shapes: D model; leading dims are free.
+"""
 
 from typing import Any
 
@@ -8,35 +11,40 @@ from torch import Tensor
 
 
 def rms_norm_naive(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over its root mean square, in fp32, times weight [D]."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    """Divide x [..., D] by its root mean square, in fp32, and multiply by weight [D]: the
+    definition."""
+    x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same. Kept are x and one fp32 number a row; autograd would keep x again in fp32, and what
-    it is times."""
+    """Compute `rms_norm_naive` with less memory.
+
+    The backward saves x and one fp32 number per row. Autograd would also save x in fp32 and the
+    factor that it is multiplied by.
+    """
     if not torch.is_grad_enabled():
-        return normed(x, weight, eps)[0]
+        return norm_and_scale(x, weight, eps)[0]
     y: Tensor = RMSNorm.apply(x, weight, eps)
     return y
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm, and one over the root mean square of each row."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+def norm_and_scale(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm [..., D] and the reciprocal root mean square of each row, [..., 1] in
+    fp32."""
+    x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(x_fp32, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight), scale
+    return (x_fp32 * scale).to(x.dtype).mul_(weight), scale
 
 
 class RMSNorm(torch.autograd.Function):
-    """With n = x r normed, r = 1 / root mean square and g = dy weight: dx = r (g - n mean(g n)),
-    dweight = sum dy n."""
+    """RMS norm with its own backward. With n = x r, r = 1 / root mean square and g = dy weight: dx
+    = r (g - n mean(g n)), dweight = sum of dy n over rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, scale = normed(x, weight, eps)
+        y, scale = norm_and_scale(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return y
 

@@ -22,12 +22,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from shardwise.kernels.interface import Span
 from shardwise.kernels.kv_cache import KVPages
 from shardwise.kernels.reference.attention import log_sum_exp
 from shardwise.kernels.reference.batch_invariant import agreeing_sizes, cancelling
+from shardwise.kernels.spans import BLOCK_TOKENS, Span, padded_page_tables
 
-BLOCK_TOKENS = 128
 TILE_MAX_ROWS = 128
 GROUP_PAIRS = 64
 """Pairs of tile and block that are worked on at once, if tiles have few rows: what is gathered
@@ -79,8 +78,7 @@ def paged_batch(
     """The batch of all tokens of `spans`, one after the other. `group` is G, `sizes` come from
     `attention_sizes`."""
     assert BLOCK_TOKENS % page_tokens == 0, "a block is of whole pages"
-    width = max(len(span.pages) for span in spans)
-    table = torch.tensor([[*span.pages, *[0] * (width - len(span.pages))] for span in spans])
+    table = torch.tensor(padded_page_tables(spans))
     owner = torch.repeat_interleave(
         torch.arange(len(spans)), torch.tensor([span.num_tokens for span in spans])
     )

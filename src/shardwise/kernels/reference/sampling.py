@@ -1,12 +1,12 @@
-"""One row of logits on a CPU: each filter leaves fewer candidates, and the next one looks at those
-alone.
+"""Sampling on a CPU: one row of logits at a time, where each filter reads only the candidates that
+the filter before it kept.
 
-The definitions of serve/filters.py, in the same order. There a whole batch keeps its shape, as a
-GPU likes it; a CPU is ten times faster when it takes row after row, each of which fits in its
-cache, and sorts only what could be kept. And a row that is worked on by itself cannot depend on its
-batch mates, not even in its last bit. The native kernel (`csrc/sampling.h`) is made alike.
+It computes the definitions of `serve/sampling/filters.py`, in the same order. Those keep the shape
+of the whole batch, for a GPU. A CPU is ten times faster row by row: a row fits in its cache, and
+only tokens that may be kept are sorted. A row that is computed by itself is batch-invariant. The
+native kernel (`csrc/sampling.h`) works in the same way.
 
-Shapes: V vocabulary, or as many candidates as are left.
+Shapes: V vocabulary, or the candidates that are left.
 """
 
 import math
@@ -16,56 +16,60 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.kernels.interface import Draw
+from shardwise.kernels.serving_interface import SamplingRow
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 BLOCK = 256
-"""Sums of this many probabilities are looked at before any single one."""
-COLDEST = 1e-30
-"""A lower temperature is taken for this one, which fp32 can still divide by."""
+"""Probabilities per block of the inverse CDF: the draw finds a block first, then a token in it."""
+MIN_TEMPERATURE = 1e-30
+"""Lower temperatures are clamped to this one, by which fp32 can still divide."""
 
 
-def choose_each(rows: Sequence[Tensor] | Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """The token of each row [V], fp32. None where there is no largest logit: some are NaN or
-    infinite, or all are minus infinity."""
-    return [choose(row, draw) for row, draw in zip(rows, draws, strict=True)]
+def sample_rows(rows: Sequence[Tensor] | Tensor, params: Sequence[SamplingRow]) -> list[int | None]:
+    """Return a token for each row of logits [V], fp32.
+
+    It is None where the largest logit is not finite: some are NaN or infinite, or all are minus
+    infinity.
+    """
+    return [sample_row(row, each) for row, each in zip(rows, params, strict=True)]
 
 
-def choose(logits: Tensor, draw: Draw) -> int | None:
-    highest = logits.numpy().max()  # ten times as fast as torch's
-    if not math.isfinite(highest):
+def sample_row(logits: Tensor, params: SamplingRow) -> int | None:
+    largest = logits.numpy().max()  # ten times as fast as torch's
+    if not math.isfinite(largest):
         return None
-    if draw.temperature == 0:
+    if params.temperature == 0:
         return int(logits.numpy().argmax())
-    scaled = (logits - float(highest)) / max(draw.temperature, COLDEST)
+    scaled = (logits - float(largest)) / max(params.temperature, MIN_TEMPERATURE)
     kept: list[Ids] = []
-    if draw.min_p > 0:
-        kept.append(keep_min_p(scaled.numpy(), draw.min_p))
+    if params.min_p > 0:
+        kept.append(keep_min_p(scaled.numpy(), params.min_p))
         scaled = scaled[kept[-1]]
-    if 0 < draw.top_k < len(scaled):
-        kept.append(keep_top_k(scaled.numpy(), draw.top_k))
+    if 0 < params.top_k < len(scaled):
+        kept.append(keep_top_k(scaled.numpy(), params.top_k))
         scaled = scaled[kept[-1]]
     probabilities: Floats = scaled.softmax(-1).numpy()
-    if draw.top_p < 1:
-        kept.append(keep_top_p(probabilities, draw.top_p))
+    if params.top_p < 1:
+        kept.append(keep_top_p(probabilities, params.top_p))
         probabilities = probabilities[kept[-1]]
-    token = piece_under(draw.point, probabilities)
-    for places in reversed(kept):
-        token = int(places[token])
+    token = inverse_cdf_draw(params.uniform, probabilities)
+    for ids in reversed(kept):
+        token = int(ids[token])
     return token
 
 
 def keep_min_p(logits: Floats, min_p: float) -> Ids:
-    """Where p >= min_p * max(p), said in logits of which the largest is 0."""
+    """Return the ids with p >= min_p * max(p), for logits of which the largest is 0."""
     return np.flatnonzero(logits >= np.float32(math.log(min_p)))
 
 
 def keep_top_k(logits: Floats, top_k: int) -> Ids:
-    """Where logits are at least as large as the k-th largest; all that tie with it stay.
+    """Return the ids of the `top_k` largest logits, and of all that tie with the last of them.
 
-    The k-th largest of all is no smaller than the k-th largest among the maxima of blocks.
+    The k-th largest logit is no smaller than the k-th largest of the maxima of blocks, so smaller
+    ones are dropped first.
     """
     maxima = np.maximum.reduceat(logits, np.arange(0, len(logits), 64))
     if top_k > len(maxima):
@@ -76,19 +80,19 @@ def keep_top_k(logits: Floats, top_k: int) -> Ids:
 
 
 def kth_largest(values: Floats, k: int) -> np.float32:
-    """The k-th largest of all `values`, k from 1 to their number."""
+    """Return the k-th largest of `values`, k from 1 to their number."""
     return np.partition(values, -k)[-k]
 
 
 def keep_top_p(probabilities: Floats, top_p: float) -> Ids:
-    """Where the fewest tokens are that have `top_p` together, taken by falling probability, of
-    equal ones the first.
+    """Return the fewest ids that have `top_p` together, by falling probability; of equal ones the
+    lowest ids.
 
-    All tokens below (1 - top_p) / V together have less than 1 - top_p, so those above have enough,
-    and nearly always those above 1/10,000 have enough already: only they are sorted.
+    Tokens below (1 - top_p) / V have less than 1 - top_p together, so those above it suffice, and
+    nearly always those above 1e-4 suffice already. Only the candidates are sorted.
     """
-    for least in (1e-4, 0.5 * (1 - top_p) / len(probabilities)):
-        candidates = np.flatnonzero(probabilities >= np.float32(least))
+    for threshold in (1e-4, 0.5 * (1 - top_p) / len(probabilities)):
+        candidates = np.flatnonzero(probabilities >= np.float32(threshold))
         values = probabilities[candidates]
         if values.sum(dtype=np.float64) > top_p:
             break
@@ -96,22 +100,21 @@ def keep_top_p(probabilities: Floats, top_p: float) -> Ids:
     before = np.cumsum(falling, dtype=np.float64) - falling
     num_kept = max(1, int(np.count_nonzero(before < top_p)))
     lowest = falling[num_kept - 1]
-    stays = values > lowest
-    stays[np.flatnonzero(values == lowest)[: num_kept - np.count_nonzero(stays)]] = True
-    return candidates[stays]
+    keep = values > lowest
+    keep[np.flatnonzero(values == lowest)[: num_kept - np.count_nonzero(keep)]] = True
+    return candidates[keep]
 
 
-def piece_under(point: float, probabilities: Floats) -> int:
-    """Whose piece lies under `point` times the sum of all: first which block's, then which one's in
-    it.
+def inverse_cdf_draw(uniform: float, probabilities: Floats) -> int:
+    """Return the index at which the cumulative sum passes `uniform` times the total.
 
-    Sums are in fp64: in fp32 the pieces of rare tokens would vanish in a vocabulary of 100,000.
+    Sums are in fp64: fp32 would lose rare tokens in a vocabulary of 100,000.
     """
     blocks = np.add.reduceat(
         probabilities, np.arange(0, len(probabilities), BLOCK), dtype=np.float64
     ).cumsum()
-    point = min(point * blocks[-1], np.nextafter(blocks[-1], 0))
-    block = int(blocks.searchsorted(point, side="right"))
-    pieces = probabilities[BLOCK * block : BLOCK * (block + 1)].cumsum(dtype=np.float64)
-    point = min(point - (blocks[block - 1] if block else 0.0), np.nextafter(pieces[-1], 0))
-    return BLOCK * block + int(pieces.searchsorted(point, side="right"))
+    threshold = min(uniform * blocks[-1], np.nextafter(blocks[-1], 0))
+    block = int(blocks.searchsorted(threshold, side="right"))
+    cdf = probabilities[BLOCK * block : BLOCK * (block + 1)].cumsum(dtype=np.float64)
+    threshold = min(threshold - (blocks[block - 1] if block else 0.0), np.nextafter(cdf[-1], 0))
+    return BLOCK * block + int(cdf.searchsorted(threshold, side="right"))

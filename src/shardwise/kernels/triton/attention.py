@@ -25,11 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.interface import Heads, Turns
+from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
-from shardwise.kernels.reference.paged_attention import BLOCK_TOKENS, Span
+from shardwise.kernels.serving_interface import AttentionShape
+from shardwise.kernels.spans import BLOCK_TOKENS, Span
 from shardwise.kernels.triton.batch import RowTiles, TableBatch, table_batch
-from shardwise.kernels.triton.pointwise import kind_of, operands, turn_and_write
+from shardwise.kernels.triton.pointwise import kind_of, operands, rope_and_write_kv
 from shardwise.quant.kv_dtype import KvDtype
 
 TILE_ROWS = (16, 64)
@@ -369,32 +370,32 @@ def smallest(group: int) -> int:
     return max(TILE_ROWS[0], triton.next_power_of_2(group))
 
 
-def agreeing_tiles(heads: Heads) -> tuple[int, ...]:
+def agreeing_tiles(shape: AttentionShape) -> tuple[int, ...]:
     """The numbers of rows of a tile whose rows have the same bits as in the smallest, found by
     trying, in fp32, since rounding hides much. Raises RuntimeError if the smallest itself depends
     on how its blocks are shared out."""
-    num_tokens = max(1, TILE_ROWS[-1] // heads.group)
+    num_tokens = max(1, TILE_ROWS[-1] // shape.group)
     starts = 3, 2 * BLOCK_TOKENS + 5
-    num_pages = -(-(starts[-1] + num_tokens) // heads.page_tokens)
+    num_pages = -(-(starts[-1] + num_tokens) // shape.page_tokens)
     spans = [Span(start, num_tokens, tuple(range(num_pages))) for start in starts]
     random = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(heads.device, heads.dtype)
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).to(shape.device, shape.dtype)
 
-    shape = 1, num_pages, heads.page_tokens, heads.head_dim
-    pages = KVPages.empty(shape, heads.kv_dtype, heads.dtype, heads.device)
+    page_shape = 1, num_pages, shape.page_tokens, shape.head_dim
+    pages = KVPages.empty(page_shape, shape.kv_dtype, shape.dtype, shape.device)
     for vectors in (pages.keys, pages.values):
-        new = drawn(num_pages * heads.page_tokens, 1, heads.head_dim)
-        vectors.write(torch.arange(len(new), device=heads.device), new)
-    q = drawn(len(spans) * num_tokens, heads.group, heads.head_dim)
+        new = drawn(num_pages * shape.page_tokens, 1, shape.head_dim)
+        vectors.write(torch.arange(len(new), device=shape.device), new)
+    q = drawn(len(spans) * num_tokens, shape.group, shape.head_dim)
 
     def found(num_rows: int, wanted_programs: int) -> Tensor:
-        batch = table_batch(spans, heads.group, heads.page_tokens, (num_rows,), heads.device)
+        batch = table_batch(spans, shape.group, shape.page_tokens, (num_rows,), shape.device)
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         return paged_attention(q, pages, batch, None, wanted_programs, out)
 
-    least = smallest(heads.group)
+    least = smallest(shape.group)
     wanted = found(least, 0)
     if not torch.equal(found(least, 1 << 20), wanted):
         raise RuntimeError("attention in Triton has other bits where blocks are shared out")
@@ -405,25 +406,25 @@ def agreeing_tiles(heads: Heads) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TritonAttention:
-    """Attention over pages in Triton, for one model. `sizes` are numbers of rows of a tile that
+    """Attention over pages in Triton, for one model. `row_sizes` are numbers of rows of a tile that
     agree."""
 
-    heads: Heads
-    sizes: tuple[int, ...]
+    shape: AttentionShape
+    row_sizes: tuple[int, ...]
     wanted_programs: int
-    reads_tables: bool = True
+    is_capturable: bool = True
 
     @classmethod
-    def of(cls, heads: Heads) -> "TritonAttention":
+    def of(cls, shape: AttentionShape) -> "TritonAttention":
         return cls(
-            heads,
-            agreeing_tiles(heads),
-            PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(heads.device),
+            shape,
+            agreeing_tiles(shape),
+            PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(shape.device),
         )
 
     def batch(self, spans: Sequence[Span]) -> TableBatch:
         return table_batch(
-            spans, self.heads.group, self.heads.page_tokens, self.sizes, self.heads.device
+            spans, self.shape.group, self.shape.page_tokens, self.row_sizes, self.shape.device
         )
 
     def attend(
@@ -431,12 +432,12 @@ class TritonAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        turns: Turns | None,
+        rope: RopeTables | None,
         pages: KVPages,
         batch: TableBatch,
         window: int | None,
     ) -> Tensor:
-        q = turn_and_write(q, k, v, turns, pages, batch.slots)
+        q = rope_and_write_kv(q, k, v, rope, pages, batch.slots)
         return paged_attention(q, pages, batch, window, self.wanted_programs)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.kernels.reference.paged_attention import Span
+from shardwise.kernels.spans import Span, padded_page_tables
 
 NOWHERE = -1
 """The slot of a token that is only there to fill a batch up."""
@@ -55,10 +55,7 @@ def table_batch(
 ) -> TableBatch:
     """The batch of all tokens of `spans`, one after the other. A sequence is one tile of the
     smallest of `sizes` that holds it, or several of the largest."""
-    width = max(len(span.pages) for span in spans)
-    table = torch.tensor(
-        [[*span.pages, *[0] * (width - len(span.pages))] for span in spans], dtype=torch.int32
-    )
+    table = torch.tensor(padded_page_tables(spans), dtype=torch.int32)
     starts, lengths = torch.tensor([(span.start, span.num_tokens) for span in spans]).t()
     firsts = lengths.cumsum(0) - lengths
     owner = torch.repeat_interleave(torch.arange(len(spans)), lengths)

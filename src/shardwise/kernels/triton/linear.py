@@ -506,7 +506,7 @@ def integers_of(weight: Tensor | QuantizedWeight) -> Quantized | None:
 Ready = Tensor | RowWeight | QuantizedTable | TritonQuantized
 
 
-def weights(weights: dict[str, Tensor | QuantizedWeight]) -> dict[str, Ready]:
+def pack_weights(weights: dict[str, Tensor | QuantizedWeight]) -> dict[str, Ready]:
     """The weights of a model with the integers of its blocks packed. They are taken out of
     `weights` one after the other, so that little is there twice. The others have torch's products
     (`rows.py`), an embedding is looked up."""
@@ -521,7 +521,7 @@ def weights(weights: dict[str, Tensor | QuantizedWeight]) -> dict[str, Ready]:
     return {**row_weights(weights), **ready}
 
 
-def head(
+def pack_head(
     weight: Tensor | QuantizedWeight, dtype: torch.dtype
 ) -> tuple[TritonQuantized | Head, TritonQuantized | QuantizedTable | Tensor]:
     """What makes logits, in fp32, of the weight [V, D], and what looks its rows up if it is the

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.interface import Turns
+from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import CODES, LARGEST, KVPages, as_bytes
 from shardwise.quant.kv_dtype import KvDtype
 
@@ -135,13 +135,13 @@ def write_vector(
 
 
 @triton.jit
-def turn_and_write_kernel(
+def rope_and_write_kv_kernel(
     q,
     k,
     v,
     cos,
     sin,
-    turned,
+    rotated,
     keys,
     values,
     key_scales,
@@ -162,7 +162,7 @@ def turn_and_write_kernel(
     KEPT: tl.constexpr,
     CODE_MAX: tl.constexpr,
 ):
-    """Program (token, head), query heads first: turns a query, or turns a key and writes it and its
+    """Program (token, head), query heads first: rope a query, or rope a key and writes it and its
     value."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -184,7 +184,7 @@ def turn_and_write_kernel(
         first = turned_half(low, high, c, s, -1)
         second = turned_half(high, low, c, s, 1)
         if is_query:
-            target = turned + (token * QUERIES + head) * SIZE
+            target = rotated + (token * QUERIES + head) * SIZE
             tl.store(target + pair, first, mask=both)
             tl.store(target + SIZE // 2 + pair, second, mask=both)
         elif KEPT == "auto":
@@ -215,26 +215,26 @@ def turn_and_write_kernel(
             )
 
 
-def turn_and_write(
-    q: Tensor, k: Tensor, v: Tensor, turns: Turns | None, pages: KVPages, slots: Tensor
+def rope_and_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, rope: RopeTables | None, pages: KVPages, slots: Tensor
 ) -> Tensor:
     """Turn k [N, K, C] and put it and v into the slots [N] of the pages, as these keep them; a slot
-    below 0 is nowhere. Returns q [N, H, C] turned. Without `turns` nothing is turned."""
+    below 0 is nowhere. Returns q [N, H, C] rotated. Without `rope` nothing is rotated."""
     num_tokens, num_heads, size = q.shape
     num_kv = k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
-    num_turned = 0 if turns is None else num_heads
-    turned = q if turns is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cos, sin = (q, q) if turns is None else (turns[0].contiguous(), turns[1].contiguous())
+    num_turned = 0 if rope is None else num_heads
+    rotated = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    cos, sin = (q, q) if rope is None else (rope[0].contiguous(), rope[1].contiguous())
     size_padded = triton.next_power_of_2(size)
     kept_as = kind_of(pages)
-    turn_and_write_kernel[(num_tokens, num_turned + num_kv)](
+    rope_and_write_kv_kernel[(num_tokens, num_turned + num_kv)](
         q,
         k,
         v,
         cos,
         sin,
-        turned,
+        rotated,
         *operands(pages),
         slots,
         *q.stride()[:2],
@@ -245,12 +245,12 @@ def turn_and_write(
         SIZE=size,
         PADDED=size_padded,
         HALF=max(1, size_padded // 2),
-        TURNS=turns is not None,
+        TURNS=rope is not None,
         KEPT=kept_as,
         CODE_MAX=LARGEST.get(pages.keys.numbers.dtype, 1.0),
         num_warps=1,
     )
-    return turned
+    return rotated
 
 
 def kind_of(pages: KVPages) -> KvDtype:

@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwise.kernels.interface import RopeTables
 from shardwise.model.batch import MicroBatch
-from shardwise.model.layers import Attend, Rotation
+from shardwise.model.layers import Attend
 from shardwise.parallel.mesh import Mesh, Pending
 from shardwise.parallel.pipeline.actions import Action, Piece
 from shardwise.parallel.pipeline.deferred import Deferred, Owed
@@ -30,7 +31,7 @@ class Context:
     """What every piece of one micro-batch shares."""
 
     microbatch: MicroBatch
-    turned: Rotation | None
+    rope: RopeTables | None
     attend: Attend
     dtype: torch.dtype
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
-from shardwise.kernels.interface import Kernels
+from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.parallel.mesh import CollectiveFailed
 from shardwise.serve.engine.batch import Batch
 from shardwise.serve.engine.runner import Ran
@@ -43,7 +43,7 @@ class Runs(Protocol):
     fail."""
 
     @property
-    def kernels(self) -> Kernels: ...
+    def kernels(self) -> ServingKernels: ...
     def run(self, batch: Batch) -> Ran: ...
     def embed(self, tokens: Sequence[int]) -> list[float]: ...
     def keep_alive(self) -> None: ...

@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.interface import Attention, Blocks, Heads, Kernels, Turns
+from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
-from shardwise.kernels.reference.paged_attention import Span
-from shardwise.kernels.registry import kernels_for
+from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.registry import serving_kernels
+from shardwise.kernels.serving_interface import (
+    AttentionShape,
+    DecoderBlocks,
+    PagedAttention,
+    ServingKernels,
+)
+from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.batch import TableBatch
-from shardwise.model.layers import Causal, rotation
+from shardwise.model.layers import Causal, rope_tables
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import seams_of
 from shardwise.parallel.mesh import Mesh
@@ -46,20 +53,20 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class PagedAttention:
-    """`attend` of one batch: turns its queries and keys, writes keys and values into their pages,
-    and reads all that came before."""
+class BatchAttention:
+    """`attend` of one batch: applies RoPE, writes keys and values into their pages, and attends to
+    all earlier tokens."""
 
     config: ModelConfig
-    attention: Attention
+    attention: PagedAttention
     batch: Any
-    turns: Turns | None
+    rope: RopeTables | None
     pages: Sequence[KVPages]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, C], k and v [N, K, C] -> [N, H, C]."""
         window = self.config.window(layer)
-        return self.attention.attend(q, k, v, self.turns, self.pages[layer], self.batch, window)
+        return self.attention.attend(q, k, v, self.rope, self.pages[layer], self.batch, window)
 
 
 class Runner:
@@ -73,7 +80,7 @@ class Runner:
         mesh: Mesh,
         dtype: torch.dtype,
         page_tokens: int,
-        kernels: Kernels | None = None,
+        kernels: ServingKernels | None = None,
         kv_dtype: KvDtype = "auto",
     ) -> None:
         self.config = config
@@ -81,12 +88,12 @@ class Runner:
         self.dtype = dtype
         self.page_tokens = page_tokens
         self.kv_dtype = kv_dtype
-        self.kernels = kernels or kernels_for(mesh.device, dtype)
-        self.model = Transformer(config, self.kernels, seams_of(mesh), turns=False)
+        self.kernels = kernels or serving_kernels(mesh.device, dtype)
+        self.model = Transformer(config, self.kernels, seams_of(mesh), applies_rope=False)
         name = self.model.head_name
-        self.head, table = self.kernels.head(weights.pop(name), dtype)
+        self.head, table = self.kernels.pack_head(weights.pop(name), dtype)
         tables = {name: table} if config.tied else {}
-        self.weights = self.kernels.weights(weights) | tables
+        self.weights = self.kernels.pack_weights(weights) | tables
         self.frequencies = (
             None if config.positions == "learned" else self.model.frequencies.to(mesh.device)
         )
@@ -94,12 +101,14 @@ class Runner:
         windows = frozenset(config.window(layer) for layer in range(config.num_layers))
         num_heads = config.num_heads // mesh.tp.size
         shape = (config.head_dim, page_tokens)
-        self.attention = self.kernels.attention(
-            Heads(num_heads, self.num_kv_heads, *shape, windows, dtype, mesh.device, kv_dtype)
+        self.attention = self.kernels.paged_attention(
+            AttentionShape(
+                num_heads, self.num_kv_heads, *shape, windows, dtype, mesh.device, kv_dtype
+            )
         )
         self.graphs: DecodeGraphs | None = None
         self.pages: list[KVPages] = []
-        self.blocks: Blocks | None = None
+        self.blocks: DecoderBlocks | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -115,7 +124,9 @@ class Runner:
         for _ in range(self.config.num_layers):
             self.pages.append(KVPages.empty(shape, self.kv_dtype, self.dtype, self.mesh.device))
         if self.mesh.tp.size == 1:  # more ranks have sums to make within a block
-            self.blocks = self.kernels.blocks(self.config, self.weights, self.attention, self.pages)
+            self.blocks = self.kernels.decoder_blocks(
+                self.config, self.weights, self.attention, self.pages
+            )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Ran:
@@ -153,26 +164,26 @@ class Runner:
 
     def hidden(self, tokens: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """The last hidden states [N, D] of the tokens of a batch."""
-        turns = (
-            None if self.frequencies is None else rotation(positions, self.frequencies, self.dtype)
-        )
-        if self.blocks is not None and turns is not None:
-            x = self.blocks.run(self.model.embed(self.weights, tokens, positions), turns, batch)
+        rope = None
+        if self.frequencies is not None:
+            rope = rope_tables(positions, self.frequencies, self.dtype)
+        if self.blocks is not None and rope is not None:
+            x = self.blocks.run(self.model.embed(self.weights, tokens, positions), rope, batch)
             return self.model.final(self.weights, x)
-        attend = PagedAttention(self.config, self.attention, batch, turns, self.pages)
+        attend = BatchAttention(self.config, self.attention, batch, rope, self.pages)
         return self.model.hidden(self.weights, tokens, positions, attend)
 
     @torch.inference_mode()
     def capture_graphs(self, max_running: int, max_len: int, capture: Capture) -> None:
         """From now on, until there are other pages, run batches of single tokens by what is
         captured here."""
-        assert self.attention.reads_tables and self.mesh.tp.size == 1
+        assert self.attention.is_capturable and self.mesh.tp.size == 1
         width = -(-max_len // self.page_tokens)
 
         def decode(tokens: Tensor, batch: TableBatch) -> Tensor:
             return self.logits(self.hidden(tokens, batch.starts, batch))
 
-        sizes = self.attention.sizes
+        sizes = self.attention.row_sizes
         self.graphs = DecodeGraphs(
             decode, max_running, width, self.page_tokens, sizes[0], self.mesh.device, capture
         )
@@ -213,8 +224,8 @@ class Runner:
     def embed(self, tokens: Sequence[int]) -> list[float]:
         """The mean of the last hidden states, of length 1."""
         ids = torch.tensor(tokens, device=self.mesh.device)
-        attend = Causal(self.config)
-        model = replace(self.model, turns=True)
+        attend = Causal(self.config, causal_attention)
+        model = replace(self.model, applies_rope=True)
         x = model.hidden(
             self.weights, ids[None], torch.arange(len(ids), device=ids.device)[None], attend
         )

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.kernels.interface import Kernels
+from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.parallel.mesh import Axis, CollectiveFailed, Mesh
 from shardwise.serve.engine.batch import Batch
 from shardwise.serve.engine.runner import Ran, Runner
@@ -76,7 +76,7 @@ class Leader:
         self.agreement = agreement_of(runner.mesh)
 
     @property
-    def kernels(self) -> Kernels:
+    def kernels(self) -> ServingKernels:
         return self.runner.kernels
 
     def run(self, batch: Batch) -> Ran:

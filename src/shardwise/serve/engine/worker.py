@@ -172,7 +172,7 @@ def start(
                 f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into memory, of which each rank "
                 f"seemed to have {free_bytes / 1e9:,.3g} GB; a smaller --kv-bytes works"
             ) from None
-    if runner.attention.reads_tables and mesh.tp.size == 1:
+    if runner.attention.is_capturable and mesh.tp.size == 1:
         with phase("graphs of decode steps"):
             try:
                 runner.capture_graphs(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.kernels.reference.sampling import COLDEST
+from shardwise.kernels.reference.sampling import MIN_TEMPERATURE
 from shardwise.serve.request import SamplingParams
 
 
@@ -29,7 +29,7 @@ def keep(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float32, device=logits.device)[:, None]
 
-    logits = scale(logits, column(max(each.temperature, COLDEST) for each in params))
+    logits = scale(logits, column(max(each.temperature, MIN_TEMPERATURE) for each in params))
     filters = (
         (keep_min_p, {row: each.min_p for row, each in enumerate(params) if each.min_p > 0}),
         (

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardwise.kernels.interface import Kernels
-from shardwise.kernels.reference.bundle import TORCH
+from shardwise.kernels.reference.serving import REFERENCE
+from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.serve.request import Logprob
 
 
@@ -13,7 +13,7 @@ def log_probabilities(
     logits: Sequence[Tensor] | Tensor,
     tokens: Sequence[int],
     num_top: Sequence[int],
-    kernels: Kernels = TORCH,
+    kernels: ServingKernels = REFERENCE,
 ) -> list[Logprob]:
     """For each row of `logits` [R, V] its token's log-probability, with the `num_top` most probable
     of that row.

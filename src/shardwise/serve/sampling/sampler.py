@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.interface import Kernels
-from shardwise.kernels.reference.bundle import TORCH
-from shardwise.kernels.reference.sampling import Draw
+from shardwise.kernels.reference.serving import REFERENCE
+from shardwise.kernels.serving_interface import SamplingRow, ServingKernels
 from shardwise.serve.request import Logprob
 from shardwise.serve.sampling.filters import draw, keep
 from shardwise.serve.sampling.logprobs import log_probabilities
@@ -46,7 +45,7 @@ def pick(
     logits: Sequence[Tensor] | Tensor,
     samplings: Sequence[Sampling],
     allowed: Sequence[Tensor | None] | None = None,
-    kernels: Kernels = TORCH,
+    kernels: ServingKernels = REFERENCE,
 ) -> list[Picked]:
     """Choose a token for each row of `logits` [B, V], which stay as they are; `Sampling.add` is
     left to the caller.
@@ -73,19 +72,21 @@ def by_row(
     rows: Sequence[Tensor],
     samplings: Sequence[Sampling],
     masks: Sequence[Tensor | None],
-    kernels: Kernels = TORCH,
+    kernels: ServingKernels = REFERENCE,
 ) -> list[int | None]:
     """As a CPU likes it: each row by itself."""
     changed = [_changed(*each) for each in zip(rows, samplings, masks, strict=True)]
-    return kernels.choose(changed, [draw_of(sampling) for sampling in samplings])
+    return kernels.sample(changed, [draw_of(sampling) for sampling in samplings])
 
 
-def draw_of(sampling: Sampling) -> Draw:
+def draw_of(sampling: Sampling) -> SamplingRow:
     """How the next token of a sequence is chosen; one that is not greedy takes a random number."""
     params = sampling.params
     if params.greedy:
-        return Draw(0)
-    return Draw(params.temperature, params.min_p, params.top_k, params.top_p, sampling.point())
+        return SamplingRow(0)
+    return SamplingRow(
+        params.temperature, params.min_p, params.top_k, params.top_p, sampling.point()
+    )
 
 
 def at_once(
@@ -125,7 +126,7 @@ def _told(
     rows: Sequence[Tensor],
     samplings: Sequence[Sampling],
     tokens: Sequence[int | None],
-    kernels: Kernels,
+    kernels: ServingKernels,
 ) -> dict[int, Logprob]:
     """By row, for those that ask and have a token."""
     asked = {
