@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from shardwise.kernels.reference.gated import ACTIVATE, gated, gated_naive
+from shardwise.kernels.activations import ACTIVATIONS
+from shardwise.kernels.reference.gated import gated, gated_naive
 from shardwise.kernels.reference.norm import rms_norm, rms_norm_naive
 from shardwise.kernels.reference.rope import apply_rope, apply_rope_naive
 from tiny_training import relative, seeded
@@ -43,7 +44,7 @@ KERNELS = {
         lambda inner: gated(inner, "gelu_tanh"), lambda inner: gated_naive(inner, "gelu_tanh")
     ),
 }
-assert {*ACTIVATE} < {*KERNELS}
+assert {*ACTIVATIONS} < {*KERNELS}
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ def test_a_rotation_keeps_nothing_of_what_it_turns() -> None:
     assert is_view(first, cos) and is_view(second, sin)
 
 
-@pytest.mark.parametrize("activation", ACTIVATE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_gated_activation_keeps_its_input_alone(activation: str) -> None:
     (inner,), _ = inputs_of(Case(activation, (4, 9), 10))
     (kept,) = kept_by(gated, inner.requires_grad_(), activation)
