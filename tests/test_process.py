@@ -27,7 +27,6 @@ from shardwise.kernels.registry import serving_kernels
 from shardwise.layout import Layout
 from shardwise.parallel.launch import Place
 from shardwise.precision import Precision
-from shardwise.serve import settings as limits
 from shardwise.serve.engine import remote as process
 from shardwise.serve.engine import worker
 from shardwise.serve.engine.batch import Batch
