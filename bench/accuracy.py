@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.formats.tokenizers.tokenizer import train_bpe
+from shardwise.formats.tokenizers.train_bpe import train_bpe
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import ServingKernels

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, byte_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.kv_cache import KVPages
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE

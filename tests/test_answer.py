@@ -8,7 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.serve.request import FinishReason, Logprob, Piece, SamplingParams
 from shardwise.serve.sampling.stopping import Answer, end_ids
 from smollm2 import smollm2_gguf

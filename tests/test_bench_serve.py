@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from profile_decode import Clock, profile_decode, timed_step
 
 from shardwise.cli import main
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.measure import offline as speed
 from shardwise.measure.http_client import HttpBackend, first_model, stream_events
 from shardwise.measure.load_test import (

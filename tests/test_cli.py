@@ -111,7 +111,7 @@ def test_module_and_version() -> None:
         (["plan", "gpt2", "--gpu", "l4", "--mode", "tran"], "invalid choice: 'tran'"),
         (["plan", "gpt2", "--gpu"], "expected one argument"),
         (["plan", "gpt2", "again", "--gpu", "l4"], "unrecognized arguments: again"),
-        (["plan", "nothing", "--gpu", "l4"], "model 'nothing' is not known"),
+        (["plan", "nothing", "--gpu", "l4"], "unknown model 'nothing'"),
         (["plan", "gpt2", "--gpu", "l5"], "GPU 'l5' is not known"),
         (["plan", "gpt2", "--gpu", "l4", "--layout", "dp2.q"], "'q' is not a part of a layout"),
     ],

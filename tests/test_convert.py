@@ -14,7 +14,8 @@ from shardwise.formats import convert as conversion
 from shardwise.formats.convert import compare_logits, convert, prompt_logits
 from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
 from shardwise.formats.load import read_config
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.params import model_specs, num_params
 from smollm2 import smollm2_gguf
 from tiny_models import MODELS, tiny_model
@@ -174,7 +175,7 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     message = refusal(lambda: convert(source, tmp_path / "new"))
-    assert "'mamba' is not known; known are llama, mistral, qwen2, qwen3, gpt2" in message
+    assert "unknown architecture 'mamba'; known are llama, mistral, qwen2, qwen3, gpt2" in message
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 

@@ -3,30 +3,21 @@ vocabularies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.formats.tokenizers.tokenizer import (
-    Tokenizer,
-    byte_tokenizer,
-    from_gguf,
-    load_tokenizer,
-)
-from shardwise.formats.tokenizers.vocabulary import TokenType
+from shardwise.formats.gguf.gguf_tokenizer import TokenType, tokenizer_from_gguf
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.serve.sampling.detokenize import Detokenizer
 from smollm2 import smollm2_gguf
 
 TEXTS = st.text(max_size=30) | st.sampled_from(
     ["👩‍👩‍👧 e\u0301 漢字", "  two  spaces ", "\r\n\t\x00", "नमस्ते 🇫🇷"]
 )
-
-
-@dataclass
-class Metadata:
-    metadata: dict[str, Any]
 
 
 def small_sentencepiece() -> Tokenizer:
@@ -42,7 +33,7 @@ def small_sentencepiece() -> Tokenizer:
     )
     keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": [0.0] * len(tokens)}
     keys |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return from_gguf(Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items()}))
+    return tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
 
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "sentencepiece": small_sentencepiece()}

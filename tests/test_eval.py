@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from shardwise.cli import main
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.measure.perplexity import windows
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model

@@ -23,21 +23,18 @@ from shardwise.cli import main
 from shardwise.config import RopeScaling
 from shardwise.formats.convert import drawn_prompt, prompt_logits
 from shardwise.formats.gguf.gguf_blocks import choose_block_scales, to_blocks
+from shardwise.formats.gguf.gguf_config import config_metadata
 from shardwise.formats.gguf.gguf_file import read_gguf
-from shardwise.formats.gguf.gguf_vocabulary import vocabulary_metadata
-from shardwise.formats.gguf.write_gguf import model_keys
+from shardwise.formats.gguf.gguf_tokenizer import tokenizer_from_gguf
+from shardwise.formats.gguf.write_gguf_tokenizer import tokenizer_metadata
 from shardwise.formats.huggingface import compressed_tensors as compressed
 from shardwise.formats.huggingface.folder import write_folder
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.load import read_config
-from shardwise.formats.tokenizers.tokenizer import (
-    Tokenizer,
-    byte_tokenizer,
-    from_gguf,
-    load_tokenizer,
-    train_bpe,
-)
-from shardwise.formats.tokenizers.vocabulary import WORDS, byte_level_bpe
+from shardwise.formats.tokenizers.bpe import PRE_TOKENIZERS, byte_level_bpe
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer, train_bpe
 from shardwise.params import model_specs
 from shardwise.quant.format import dequantize, quantize, rounded
 from shardwise.quant.scheme import GGUF_SCHEMES, Scheme, quantizable
@@ -293,12 +290,12 @@ def test_positions_stretched_otherwise_are_refused(
 def test_shapes_that_a_gguf_file_cannot_tell() -> None:
     config = from_hugging_face(tiny_model("qwen2").config.to_dict())
     with pytest.raises(ValueError, match="no key for the activation gelu"):
-        model_keys(replace(config, activation="gelu"))
+        config_metadata(replace(config, activation="gelu"))
     with pytest.raises(ValueError, match="no key for a window in some layers alone"):
-        model_keys(replace(config, sliding_window=8, windowed_layers=frozenset({1})))
+        config_metadata(replace(config, sliding_window=8, windowed_layers=frozenset({1})))
 
 
-@pytest.mark.parametrize("pre", WORDS)
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_tokenizers_come_along(pre: str) -> None:
     trained = train_bpe([TEXT], 400)
     content = json.loads(trained.backend.to_str())["model"]
@@ -309,13 +306,10 @@ def test_tokenizers_come_along(pre: str) -> None:
     tokenizer = Tokenizer(
         backend, {"eos_token": "<|endoftext|>"}, frozenset((end,)), "{{ messages }}"
     )
-    written = vocabulary_metadata(tokenizer, 500)
+    written = tokenizer_metadata(tokenizer, 500)
     assert len(written["tokenizer.ggml.tokens"]) == 500
 
-    class Held:
-        metadata = written
-
-    again = from_gguf(Held())
+    again = tokenizer_from_gguf(written)
     for text in (TEXT, "<s>a<tool> 12345 b<|endoftext|>", "\n\n  \tÀ 日本語"):
         assert again.encode(text) == tokenizer.encode(text)
     assert again.eos_ids == tokenizer.eos_ids and again.chat_template == tokenizer.chat_template
@@ -324,7 +318,7 @@ def test_tokenizers_come_along(pre: str) -> None:
 def test_the_tokenizer_of_the_real_model_comes_along() -> None:
     tokenizer = load_tokenizer(smollm2_gguf())
     original = read_gguf(smollm2_gguf()).metadata
-    written = vocabulary_metadata(tokenizer, 49152)
+    written = tokenizer_metadata(tokenizer, 49152)
     for key in (
         "model",
         "tokens",
@@ -342,16 +336,16 @@ def test_a_tokenizer_that_has_no_name_is_refused() -> None:
     backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(ValueError, match="GGUF has no name for this model's kind of tokenizer"):
-        vocabulary_metadata(Tokenizer(backend, {}, frozenset()), 2)
+        tokenizer_metadata(Tokenizer(backend, {}, frozenset()), 2)
     backend = Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     backend.pre_tokenizer = pre_tokenizers.Split("a", "isolated")
     backend.decoder = decoders.ByteLevel()
     with pytest.raises(ValueError, match="GGUF has no name"):
-        vocabulary_metadata(Tokenizer(backend, {}, frozenset()), 3)
+        tokenizer_metadata(Tokenizer(backend, {}, frozenset()), 3)
     with pytest.raises(
         ValueError, match="a tokenizer without merges, as that of bytes, has no place in GGUF"
     ):
-        vocabulary_metadata(byte_tokenizer(), 257)
+        tokenizer_metadata(byte_tokenizer(), 257)
 
 
 # -- the command

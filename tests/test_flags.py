@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from shardwise.cli import main
 from shardwise.formats.catalogue import CATALOGUE
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.train.data import TokenFile
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model

@@ -21,7 +21,7 @@ from shardwise.formats.huggingface import weight_files as files
 from shardwise.formats.huggingface.folder import FolderReader, write_folder
 from shardwise.formats.huggingface.hf_config import from_hugging_face, read_folder_config
 from shardwise.formats.load import load_weights, open_weights, read_config, strips
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.layout import Layout
 from shardwise.params import Box, boxes, local_shape, model_specs
 from tiny_models import MODELS, VOCAB, our_weights, tiny_model
@@ -331,7 +331,9 @@ def test_tokenizer_and_its_end_tokens_come_along(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"ids up to 256 but the model's vocabulary only {VOCAB}"):
+    with pytest.raises(
+        ValueError, match=f"ids up to 256, but the model's vocabulary has only {VOCAB}"
+    ):
         write_again("llama", tmp_path / "new", tokenizer=byte_tokenizer())
     assert not list(tmp_path.iterdir())
 
@@ -394,7 +396,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(broken: Path) -> None:
     rewrite(broken, lambda tensors: tensors.pop("model.embed_tokens.weight"))
     assert "it lacks model.embed_tokens.weight" in refusal(broken)
     rewrite(broken, lambda tensors: tensors.update({"model.strange": torch.ones(2)}))
-    assert "it lacks model.embed_tokens.weight; it has no place for model.strange" in refusal(
+    assert "it lacks model.embed_tokens.weight; it has no parameter for model.strange" in refusal(
         broken
     )
     rewrite(broken, lambda tensors: tensors.pop("model.strange"))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwise.cli import main
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.serve import generate as generation
 from shardwise.serve.generate import Generated, LoadedModel, generate, load_model
 from shardwise.serve.request import SamplingParams
@@ -338,7 +338,7 @@ def test_a_model_that_cannot_be_used_is_a_sentence(
     refused(tmp_path, "is not a model folder")
     refused("gpt2", "gpt2 is a shape without weights; name a folder")
     refused("7B", "7B is a shape without weights")
-    refused("smollm", "model 'smollm' is not known; the nearest names are smollm2")
+    refused("smollm", "unknown model 'smollm'; the nearest names are smollm2")
     refused(folder / "config.json", "is a file, but not a .gguf file")
 
 
@@ -378,14 +378,16 @@ def test_a_folder_that_is_broken_is_a_sentence(
     refused("it has neither config.json nor model/config.json", config=None)
     refused("is not valid JSON", config=b"{")
     refused(
-        "architecture 'mamba' is not known; known are llama",
+        "unknown architecture 'mamba'; known are llama",
         config=json.dumps(config | {"model_type": "mamba"}).encode(),
     )
-    refused("it has no place for", config=json.dumps(config | {"num_hidden_layers": 1}).encode())
+    refused(
+        "it has no parameter for", config=json.dumps(config | {"num_hidden_layers": 1}).encode()
+    )
     refused("model.safetensors", model=weights[: len(weights) // 2])
     refused("model.safetensors", model=weights[:4])
     refused("holds no weights: expected model.safetensors", model=None)
-    refused("holds no tokenizer", tokenizer=None)
+    refused("has no tokenizer", tokenizer=None)
     refused("is not a tokenizer that can be read", tokenizer=b"[]")
 
 
@@ -394,7 +396,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(
 ) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     byte_tokenizer().save(tmp_path / "model")
-    said = "the tokenizer has ids up to 256 but the model's vocabulary only 101 rows"
+    said = "the tokenizer has ids up to 256, but the model's vocabulary has only 101 rows"
     assert_refused(command(tmp_path / "model", "--prompt", "x", "--max-tokens", 2), said)
 
 

@@ -14,7 +14,7 @@ from engines import answers, drawn_tokens, engine_of, greedy, runner_of, tiny
 from shardwise.cli import main
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.kv_cache import CODES, FP8_NORMAL, quantize_vectors
 from shardwise.layout import Layout
 from shardwise.parallel.launch import Place

@@ -11,7 +11,7 @@ import pytest
 
 from engines import assert_empty
 from shardwise import LLM, SamplingParams
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.layout import Layout
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
 from shardwise.formats.load import load_weights, read_config
-from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.kernels.reference.rope import apply_rope

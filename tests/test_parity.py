@@ -692,7 +692,7 @@ def test_command_refuses(
 
 def test_command_refuses_what_is_unknown_or_too_large(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "nothing", "--layout", "dp2"]) == 2
-    assert "model 'nothing' is not known" in capsys.readouterr().err
+    assert "unknown model 'nothing'" in capsys.readouterr().err
     assert main(["parity", "llama-3.1-405b", "--layout", "dp2"]) == 2
     assert "GB in fp32, more than" in capsys.readouterr().err
 

@@ -22,7 +22,8 @@ import torch
 
 from engines import AsLeader, answers, drawn_tokens, engine_of, greedy, plain_logprobs, runner_of
 from shardwise.formats.load import read_config
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.registry import serving_kernels
 from shardwise.layout import Layout
 from shardwise.parallel.launch import Place

@@ -18,7 +18,7 @@ from shardwise.formats.convert import convert
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.load import load_weights, read_config
 from shardwise.formats.storage import quantized_forms
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout

@@ -22,7 +22,7 @@ from shardwise import LLM, SamplingParams
 from shardwise.cli import main
 from shardwise.formats.load import load_weights, read_config
 from shardwise.formats.storage import quantized_forms
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Coord, Layout

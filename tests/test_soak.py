@@ -13,7 +13,7 @@ import pytest
 from soak_clients import BEHAVIOURS, Drawn, draw, wrong
 from soak_server import GROWTH_BYTES, Soaked, growth, soak
 
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from tiny_engine import TEMPLATE
 from tiny_models import tiny_model
 

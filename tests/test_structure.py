@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.serve.request import SamplingParams
 from shardwise.serve.sampling.grammar import Structure, Structures
 from shardwise.serve.sampling.penalties import Sampling

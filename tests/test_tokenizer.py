@@ -2,7 +2,6 @@
 ones."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
 
 from shardwise.formats.gguf.gguf_file import read_gguf
-from shardwise.formats.tokenizers.tokenizer import (
-    Tokenizer,
-    byte_tokenizer,
-    check_vocabulary,
-    from_folder,
-    from_gguf,
-    load_tokenizer,
-    train_bpe,
-)
-from shardwise.formats.tokenizers.vocabulary import BYTE_TO_CHAR, WORDS, TokenType
+from shardwise.formats.gguf.gguf_tokenizer import TokenType, tokenizer_from_gguf
+from shardwise.formats.tokenizers.bpe import BYTE_TO_CHAR, PRE_TOKENIZERS
+from shardwise.formats.tokenizers.folder_tokenizer import tokenizer_from_folder
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer, train_bpe
 from smollm2 import smollm2_gguf
 
 CORPUS = [
@@ -49,13 +44,6 @@ PIECES = [
     "½²",
 ]
 TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=12))).map("".join)
-
-
-@dataclass
-class Metadata:
-    """A GGUF file of which only the metadata is wanted."""
-
-    metadata: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +261,7 @@ def test_vocab_and_merges_read_as_in_transformers(
     trained: Tokenizer, tmp_path: Path, kind: str
 ) -> None:
     write_merges(trained, tmp_path, tokenizer_class=kind)
-    ours = from_folder(tmp_path)
+    ours = tokenizer_from_folder(tmp_path)
     theirs = getattr(transformers, kind).from_pretrained(tmp_path)
     assert (ours.bos_id, ours.eos_ids) == (0, {0})
 
@@ -293,7 +281,7 @@ def test_added_tokens_of_an_old_folder(trained: Tokenizer, tmp_path: Path) -> No
         str(size + 1): {"content": "<think>", "special": False},
     }
     write_merges(trained, tmp_path, tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=added)
-    ours = from_folder(tmp_path)
+    ours = tokenizer_from_folder(tmp_path)
     theirs = transformers.Qwen2Tokenizer.from_pretrained(tmp_path)
     text = "<|im_start|>a<think>b<|endoftext|>"
     ids = ours.encode(text)
@@ -318,7 +306,7 @@ def test_end_tokens_of_a_folder(
     for name, content in (("generation_config.json", generation), ("config.json", model)):
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))
-    assert from_folder(tmp_path).eos_ids == expected
+    assert tokenizer_from_folder(tmp_path).eos_ids == expected
 
 
 def test_config_decides_about_bos_where_no_tokenizer_json_does(
@@ -331,20 +319,20 @@ def test_config_decides_about_bos_where_no_tokenizer_json_does(
     (tmp_path / "special_tokens_map.json").write_text(
         json.dumps({"eos_token": {"content": "<|endoftext|>"}})
     )
-    ours = from_folder(tmp_path)
+    ours = tokenizer_from_folder(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (
         ours.encode("a b", special_tokens=True) == theirs.encode("a b") == [0, *ours.encode("a b")]
     )
     assert (ours.bos_id, ours.eos_ids) == (0, {0})
     ours.save(tmp_path)
-    assert from_folder(tmp_path).encode("a b", special_tokens=True) == ours.encode(
+    assert tokenizer_from_folder(tmp_path).encode("a b", special_tokens=True) == ours.encode(
         "a b", special_tokens=True
     )
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"add_bos_token": False, "bos_token": bos})
     )
-    ours = from_folder(tmp_path)
+    ours = tokenizer_from_folder(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (
         ours.encode("a b", special_tokens=True) == theirs.encode("a b") == [0, *ours.encode("a b")]
@@ -359,9 +347,9 @@ def test_templates_of_a_folder(trained: Tokenizer, tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(
             json.dumps({**config, "chat_template": template})
         )
-        assert from_folder(tmp_path).chat_template == expected
+        assert tokenizer_from_folder(tmp_path).chat_template == expected
     (tmp_path / "chat_template.jinja").write_text("J")
-    assert from_folder(tmp_path).chat_template == "J"
+    assert tokenizer_from_folder(tmp_path).chat_template == "J"
 
 
 def test_lengths_in_a_file_do_not_cut_text(trained: Tokenizer, tmp_path: Path) -> None:
@@ -374,7 +362,7 @@ def test_lengths_in_a_file_do_not_cut_text(trained: Tokenizer, tmp_path: Path) -
         "stride": 0,
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    assert from_folder(tmp_path).encode(CORPUS[0]) == trained.encode(CORPUS[0])
+    assert tokenizer_from_folder(tmp_path).encode(CORPUS[0]) == trained.encode(CORPUS[0])
 
 
 # GGUF vocabularies
@@ -423,7 +411,7 @@ def test_known_pre_tokenizers() -> None:
         ],
     }
     expected["starcoder"], expected["deepseek-r1-qwen"] = expected["smollm"], expected["qwen2"]
-    for pre in WORDS:
+    for pre in PRE_TOKENIZERS:
         cut = byte_level_from(pre).backend.pre_tokenizer
         words = [decoders.ByteLevel().decode([word]) for word, _ in cut.pre_tokenize_str(text)]
         assert words == expected[pre], pre
@@ -440,10 +428,8 @@ def byte_level_from(pre: str | None, **more: Any) -> Tokenizer:
         "merges": ["Ġ t", "t h", "th e"],
     }
     keys |= {"bos_token_id": 259, "eos_token_id": 260, **more}
-    return from_gguf(
-        Metadata(
-            {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
-        )
+    return tokenizer_from_gguf(
+        {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
     )
 
 
@@ -497,19 +483,16 @@ def test_unicode_is_composed_for_qwen2_only() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (
-            {"model": "wordlevel"},
-            "unknown GGUF tokenizer 'wordlevel'; the known ones are gpt2, llama",
-        ),
-        ({"model": None}, "holds no tokenizer"),
+        ({"model": "wordlevel"}, "unknown GGUF tokenizer 'wordlevel'; known are gpt2, llama"),
+        ({"model": None}, "has no tokenizer"),
         (
             {"pre": "mystery"},
-            "unknown pre-tokenizer 'mystery'; the known ones are .*llama-bpe, qwen2, smollm",
+            "unknown pre-tokenizer 'mystery'; known are .*llama-bpe, qwen2, smollm",
         ),
         ({"merges": None}, "has no merges"),
         ({"merges": ["ab"]}, "'ab' is not a merge"),
         ({"merges": ["zz zz"]}, "merges do not fit"),
-        ({"bos_token_id": 999}, "bos token is id 999, but its vocabulary has 262 tokens"),
+        ({"bos_token_id": 999}, "bos token has id 999, but its vocabulary has 262 tokens"),
         ({"tokens": ["a", "a"]}, "lists 1 tokens twice"),
         ({"model": "llama"}, "262 tokens but 0 scores"),
         ({"bos_token_id": "1"}, "the value of bos_token_id"),
@@ -573,8 +556,8 @@ def sentencepiece() -> tuple[Tokenizer, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return from_gguf(
-        Metadata({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    return tokenizer_from_gguf(
+        {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     ), processor
 
 
@@ -625,14 +608,14 @@ def test_sentencepiece_scores_decide() -> None:
         "unknown_token_id": 0,
     }
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    tokenizer = from_gguf(Metadata(metadata))
+    tokenizer = tokenizer_from_gguf(metadata)
     assert tokenizer.encode("abc") == [
         5,
         11,
     ]  # ▁ abc: bc (-1) is joined before ab (-2), then a+bc (-3) before ▁a (-4)
     assert tokenizer.encode("aé d") == [12, 3, 4, 5, 0]  # é in bytes, d in none
     assert tokenizer.decode([12, 3, 4, 5, 6]) == "aé a"
-    bare = from_gguf(Metadata({**metadata, "tokenizer.ggml.add_space_prefix": False}))
+    bare = tokenizer_from_gguf({**metadata, "tokenizer.ggml.add_space_prefix": False})
     assert bare.encode("abc") == [11] and bare.decode([5, 6]) == " a"
 
 
@@ -680,7 +663,9 @@ def test_training_learns_and_repeats_itself(trained: Tokenizer) -> None:
 def test_vocabulary_must_fit_the_model(trained: Tokenizer) -> None:
     check_vocabulary(trained, 600)
     check_vocabulary(trained, 640)
-    with pytest.raises(ValueError, match="ids up to 599 but the model's vocabulary only 512 rows"):
+    with pytest.raises(
+        ValueError, match="ids up to 599, but the model's vocabulary has only 512 rows"
+    ):
         check_vocabulary(trained, 512)
 
 
@@ -692,15 +677,12 @@ def test_half_a_surrogate_pair_is_refused(trained: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ({}, "holds no tokenizer: expected tokenizer.json"),
+        ({}, "has no tokenizer: expected tokenizer.json"),
         ({"tokenizer.model": "x"}, "only as tokenizer.model.*save_pretrained"),
         ({"tokenizer.json": "{"}, "is not a tokenizer that can be read"),
         ({"tokenizer.json": "{}"}, "is not a tokenizer that can be read"),
         ({"vocab.json": "{", "merges.txt": ""}, "is not valid JSON"),
-        (
-            {"vocab.json": "[]", "merges.txt": ""},
-            "should hold one JSON object, but it holds a list",
-        ),
+        ({"vocab.json": "[]", "merges.txt": ""}, "must hold a JSON object, but it holds a list"),
         ({"vocab.json": '{"a": 0}', "merges.txt": "b c"}, "merges do not fit"),
         (
             {
@@ -708,7 +690,7 @@ def test_half_a_surrogate_pair_is_refused(trained: Tokenizer) -> None:
                 "merges.txt": "",
                 "tokenizer_config.json": '{"tokenizer_class": "RobertaTokenizer"}',
             },
-            "understood only for GPT2Tokenizer and Qwen2Tokenizer, not for RobertaTokenizer",
+            "supported only for Qwen2Tokenizer and GPT2Tokenizer, not RobertaTokenizer",
         ),
     ],
 )
@@ -750,7 +732,7 @@ def test_a_value_of_another_type_is_named(
     (tmp_path / file).write_text(json.dumps(change))
     with pytest.raises(ValueError) as caught:
         load_tokenizer(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / file}: {next(iter(change))} should be")
+    assert str(caught.value).startswith(f"{tmp_path / file}: {next(iter(change))} must be")
 
 
 @pytest.mark.parametrize(
@@ -799,5 +781,6 @@ def test_path_faults_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither a folder nor a \.gguf file"):
         load_tokenizer(tmp_path / "file.bin")
     assert (
-        from_gguf(read_gguf(smollm2_gguf())).vocab_size == load_tokenizer(smollm2_gguf()).vocab_size
+        tokenizer_from_gguf(read_gguf(smollm2_gguf()).metadata).vocab_size
+        == load_tokenizer(smollm2_gguf()).vocab_size
     )

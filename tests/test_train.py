@@ -737,7 +737,7 @@ def files_under(folder: Path) -> dict[Path, bytes]:
             ["--set", "model.vocab_size=100"],
             "was tokenized with 257 ids, but the model's vocabulary has 100",
         ),
-        (["--set", "model.name=nothing"], "model 'nothing' is not known"),
+        (["--set", "model.name=nothing"], "unknown model 'nothing'"),
         (
             [*GIVEN, "--set", "model.num_layers=2"],
             "model.num_layers changes the shape, so the given weights do not",
@@ -770,7 +770,7 @@ def test_a_run_that_cannot_be_is_one_sentence_and_leaves_nothing(
         (lambda data: os.truncate(data / "train.bin", 0), "is damaged: it has 0 bytes"),
         (lambda data: (data / "held_out.idx").unlink(), "held_out.idx is damaged"),
         (lambda data: (data / "data.json").write_text("{}"), "does not describe a data set"),
-        (lambda data: (data / "tokenizer.json").unlink(), "holds no tokenizer"),
+        (lambda data: (data / "tokenizer.json").unlink(), "has no tokenizer"),
     ],
 )
 def test_data_that_is_damaged_is_refused(

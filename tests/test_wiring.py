@@ -17,7 +17,7 @@ from shardwise.cli import main
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.run_checkpoint import checkpoint_path, list_checkpoints
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, byte_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
 from shardwise.serve.engine.batch import Batch

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout

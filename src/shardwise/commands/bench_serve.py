@@ -184,7 +184,7 @@ async def open_backend(args: argparse.Namespace) -> "AsyncGenerator[Backend, Non
         yield HttpBackend(args.url, model, args.api_key)
         return
     from shardwise.formats.load import read_config
-    from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+    from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
     from shardwise.serve.engine.remote import RemoteEngine
 
     settings = engine_settings(args)

@@ -137,7 +137,7 @@ def convert_quantized(
     advance: Advance,
 ) -> "Converted":
     from shardwise.formats.load import read_config
-    from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+    from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
     from shardwise.parallel.launch import device_of
     from shardwise.quantize.export import check_plain, export
     from shardwise.train.calibration import USUAL_TOKENS, calibration_text

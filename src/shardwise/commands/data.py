@@ -91,7 +91,8 @@ def run_data_build(args: argparse.Namespace) -> int:
 def make_tokenizer(name: str, source: "Path | list[Path]", field: str) -> "Tokenizer":
     """Return the tokenizer that --tokenizer names; `bpe:N` is trained on the source."""
     from shardwise.formats.catalogue import find_model, model_path
-    from shardwise.formats.tokenizers.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+    from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+    from shardwise.formats.tokenizers.train_bpe import byte_tokenizer, train_bpe
 
     if name == "bytes":
         return byte_tokenizer()

@@ -194,7 +194,7 @@ def train_small_model(console: "Console", folder: Path) -> TrainedRun:
 
 
 def build_data(console: "Console", folder: Path) -> None:
-    from shardwise.formats.tokenizers.tokenizer import train_bpe
+    from shardwise.formats.tokenizers.train_bpe import train_bpe
     from shardwise.train.corpus import build
     from shardwise.train.documents import python_source_files
 

@@ -91,7 +91,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
 def run_logprobs(args: argparse.Namespace) -> int:
     from shardwise.formats.catalogue import find_model, model_path
-    from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+    from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
     from shardwise.measure.perplexity import agreement
 
     check_positive(args, ["context"])

@@ -85,7 +85,7 @@ def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelCon
     """Return what `RemoteEngine` needs. Raises ValueError if the model cannot be served so."""
     from shardwise.formats.catalogue import find_model, model_path
     from shardwise.formats.load import read_config
-    from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+    from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 
     path = model_path(find_model(args.model))
     values = given_values(args, EngineSettings)

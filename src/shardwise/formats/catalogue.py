@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.config import ModelConfig, RopeScaling
-from shardwise.formats.gguf.gguf_config import from_gguf
+from shardwise.formats.gguf.gguf_config import config_from_gguf
 from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.hub import fetch_config, fetch_model
 from shardwise.formats.huggingface.hf_config import read_folder_config
@@ -212,14 +212,14 @@ def find_model(
         return FoundModel(text, read_folder_config(config_path.parent), "hub", config_path.parent)
     near = nearest(text.lower(), CATALOGUE)
     hint = f"the nearest names are {', '.join(near)}; a" if near else "a"
-    raise ValueError(f"model {text!r} is not known; {hint} model is {WORDS}")
+    raise ValueError(f"unknown model {text!r}; {hint} model is {WORDS}")
 
 
 def found_on_disk(text: str, path: Path) -> FoundModel:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{text} is a file, but not a .gguf file; a model is {WORDS}")
-        return FoundModel(path.stem, from_gguf(read_gguf(path), text), "gguf", path)
+        return FoundModel(path.stem, config_from_gguf(read_gguf(path), text), "gguf", path)
     name = path.resolve().name
     if (path / "config.json").is_file():
         return FoundModel(name, read_folder_config(path), "folder", path)

@@ -13,7 +13,8 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.folder import check_vacant, write_folder
 from shardwise.formats.load import Reader, kind_of, open_weights, read_config, read_param
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout

@@ -1,91 +1,90 @@
-"""Where Hugging Face checkpoints and GGUF files keep our parameters: a table of names a family, as
-data.
+"""The families of models: one record each, with everything in which their files differ.
 
-Ours are [out, in] and fuse q|k|v and gate|up; files split them, or store them [in, out] (GPT-2), or
-put the rows of each head in another order (GGUF files of the llama architecture). GGUF names follow
-gguf-py/gguf/tensor_mapping.py of https://github.com/ggml-org/llama.cpp.
+A new family with the same math is one more record, listed in `FAMILIES`; all other code asks the
+record. Names of GGUF tensors follow gguf-py/gguf/tensor_mapping.py of
+https://github.com/ggml-org/llama.cpp. Imports no torch.
 """
 
-import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from shardwise.params import Box, ParamSpec
+from shardwise.config import Activation, ModelConfig, Positions
+from shardwise.formats.tensor_names import TensorNames
 
-IGNORED = re.compile(
-    r"(^|\.)attn\.(masked_)?bias$|rotary_emb\.inv_freq$|^rope_freqs\.weight$"
-)  # buffers, no weights
+WindowRule = Literal["never", "every layer", "optional"]
 
 
 @dataclass(frozen=True)
-class Names:
-    """How files of one kind name and store a family's parameters.
+class ConfigKeys:
+    """The keys of config.json for the sizes of a model, and the defaults of absent ones.
 
-    `stems` leads from our name in a block (`qkv`, or `qkv.q` for a part with a tensor of its own)
-    to the stored one, less `.weight` or `.bias`; `{}` stands for the layer. A file saved without
-    its head may lack `prefix` throughout.
+    Attributes:
+        num_kv_heads: None if there are as many KV heads as heads.
+        head_dim: None if it is always hidden size / heads.
+        default_norm_eps: epsilon of norms if the key is absent.
+        default_max_positions: context length if the key is absent; None if the key is required.
+        default_ffn_ratio: FFN size / hidden size if the key is absent; None if it is required.
     """
 
-    stems: Mapping[str, str]
-    prefix: str = ""
-    transposed: frozenset[str] = frozenset()  # matrices stored [in, out]
-    interleaved: frozenset[str] = (
-        frozenset()
-    )  # parts whose heads keep the two rows that rotate together side by side
+    num_layers: str
+    hidden_size: str
+    ffn_size: str
+    num_heads: str
+    max_positions: str
+    norm_eps: str
+    activation: str
+    num_kv_heads: str | None = None
+    head_dim: str | None = None
+    default_norm_eps: float = 1e-5
+    default_max_positions: int | None = None
+    default_ffn_ratio: int | None = None
 
 
 @dataclass(frozen=True)
-class Source:
-    """The stored tensor that holds `rows` of one of our parameters; `shape` is as stored."""
+class Family:
+    """How the files of one family of models describe and store a decoder.
 
-    name: str
-    rows: slice
-    shape: tuple[int, ...]
-    transposed: bool = False
-    interleaved: bool = False
+    Attributes:
+        model_type: the family's name here (`ModelConfig.family`) and in config.json.
+        transformers_class: the class of transformers, under `architectures` in config.json.
+        folder: tensor names in Hugging Face folders.
+        gguf: tensor names in GGUF files.
+        gguf_architecture: `general.architecture` of GGUF files; families may share one, and the
+            first in `FAMILIES` then reads it.
+        keys: the keys of config.json.
+        norm, gated, positions, qk_norm: as in `ModelConfig`, the same for every model.
+        activation, tied: as in `ModelConfig`, where config.json does not state them.
+        qkv_bias, out_bias, mlp_bias: True or False, or the key of config.json that states it.
+        window: which layers have a sliding window: never any, every layer, or layers from
+            `max_window_layers` on if `use_sliding_window` is set.
+        required: keys of config.json for variants that are not supported, with the only value that
+            is.
+        tokenizer_class: the class of tokenizer that goes with vocab.json and merges.txt, if any.
+        pre_tokenizer: the name of its pre-tokenizer, in `tokenizers/bpe.py`.
+    """
 
-    def slices(self, box: Box) -> tuple[slice, ...]:
-        """Where a box of our parameter lies in the stored tensor."""
-        rows, *columns = box.slices
-        rows = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
-        return (*columns, rows) if self.transposed else (rows, *columns)
+    model_type: str
+    transformers_class: str
+    folder: TensorNames
+    gguf: TensorNames
+    gguf_architecture: str
+    keys: ConfigKeys
+    norm: Literal["rms", "layer"] = "rms"
+    gated: bool = True
+    positions: Positions = "rope"
+    qk_norm: bool = False
+    activation: Activation = "silu"
+    tied: bool = False
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    window: WindowRule = "never"
+    required: Mapping[str, bool] = field(default_factory=dict)
+    tokenizer_class: str = ""
+    pre_tokenizer: str = ""
 
 
-FOLDER_LLAMA = Names(
-    {
-        "embed": "model.embed_tokens",
-        "norm1": "model.layers.{}.input_layernorm",
-        "qkv.q": "model.layers.{}.self_attn.q_proj",
-        "qkv.k": "model.layers.{}.self_attn.k_proj",
-        "qkv.v": "model.layers.{}.self_attn.v_proj",
-        "q_norm": "model.layers.{}.self_attn.q_norm",
-        "k_norm": "model.layers.{}.self_attn.k_norm",
-        "out": "model.layers.{}.self_attn.o_proj",
-        "norm2": "model.layers.{}.post_attention_layernorm",
-        "gate_up.gate": "model.layers.{}.mlp.gate_proj",
-        "gate_up.up": "model.layers.{}.mlp.up_proj",
-        "down": "model.layers.{}.mlp.down_proj",
-        "norm": "model.norm",
-        "head": "lm_head",
-    },
-    prefix="model.",
-)
-FOLDER_GPT2 = Names(
-    {
-        "embed": "transformer.wte",
-        "positions": "transformer.wpe",
-        "norm1": "transformer.h.{}.ln_1",
-        "qkv": "transformer.h.{}.attn.c_attn",
-        "out": "transformer.h.{}.attn.c_proj",
-        "norm2": "transformer.h.{}.ln_2",
-        "gate_up": "transformer.h.{}.mlp.c_fc",
-        "down": "transformer.h.{}.mlp.c_proj",
-        "norm": "transformer.ln_f",
-        "head": "lm_head",
-    },
-    prefix="transformer.",
-    transposed=frozenset({"qkv", "out", "gate_up", "down"}),
-)
 GGUF_STEMS = {
     "embed": "token_embd",
     "positions": "position_embd",
@@ -98,7 +97,7 @@ GGUF_STEMS = {
     "norm": "output_norm",
     "head": "output",
 }
-GGUF_QWEN = Names(
+GGUF_SPLIT = TensorNames(
     GGUF_STEMS
     | {
         "qkv.q": "blk.{}.attn_q",
@@ -108,95 +107,155 @@ GGUF_QWEN = Names(
         "gate_up.up": "blk.{}.ffn_up",
     }
 )
-GGUF_LLAMA = replace(GGUF_QWEN, interleaved=frozenset({"qkv.q", "qkv.k"}))
-GGUF_GPT2 = Names(GGUF_STEMS | {"qkv": "blk.{}.attn_qkv", "gate_up": "blk.{}.ffn_up"})
 
-FOLDER_NAMES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), FOLDER_LLAMA) | {
-    "gpt2": FOLDER_GPT2
-}
-GGUF_NAMES = dict.fromkeys(("llama", "mistral"), GGUF_LLAMA) | dict.fromkeys(
-    ("qwen2", "qwen3"), GGUF_QWEN
+LLAMA = Family(
+    model_type="llama",
+    transformers_class="LlamaForCausalLM",
+    folder=TensorNames(
+        {
+            "embed": "model.embed_tokens",
+            "norm1": "model.layers.{}.input_layernorm",
+            "qkv.q": "model.layers.{}.self_attn.q_proj",
+            "qkv.k": "model.layers.{}.self_attn.k_proj",
+            "qkv.v": "model.layers.{}.self_attn.v_proj",
+            "q_norm": "model.layers.{}.self_attn.q_norm",
+            "k_norm": "model.layers.{}.self_attn.k_norm",
+            "out": "model.layers.{}.self_attn.o_proj",
+            "norm2": "model.layers.{}.post_attention_layernorm",
+            "gate_up.gate": "model.layers.{}.mlp.gate_proj",
+            "gate_up.up": "model.layers.{}.mlp.up_proj",
+            "down": "model.layers.{}.mlp.down_proj",
+            "norm": "model.norm",
+            "head": "lm_head",
+        },
+        prefix="model.",
+    ),
+    gguf=replace(GGUF_SPLIT, interleaved=frozenset({"qkv.q", "qkv.k"})),
+    gguf_architecture="llama",
+    keys=ConfigKeys(
+        num_layers="num_hidden_layers",
+        hidden_size="hidden_size",
+        ffn_size="intermediate_size",
+        num_heads="num_attention_heads",
+        num_kv_heads="num_key_value_heads",
+        head_dim="head_dim",
+        max_positions="max_position_embeddings",
+        norm_eps="rms_norm_eps",
+        activation="hidden_act",
+        default_norm_eps=1e-6,
+        default_max_positions=2048,
+    ),
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    mlp_bias="mlp_bias",
 )
-GGUF_NAMES["gpt2"] = GGUF_GPT2
+
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    transformers_class="MistralForCausalLM",
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    window="every layer",
+)
+
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    transformers_class="Qwen2ForCausalLM",
+    gguf=GGUF_SPLIT,
+    gguf_architecture="qwen2",
+    qkv_bias=True,
+    out_bias=False,
+    mlp_bias=False,
+    window="optional",
+    tokenizer_class="Qwen2Tokenizer",
+    pre_tokenizer="qwen2",
+)
+
+QWEN3 = replace(
+    QWEN2,
+    model_type="qwen3",
+    transformers_class="Qwen3ForCausalLM",
+    gguf_architecture="qwen3",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+)
+
+GPT2 = Family(
+    model_type="gpt2",
+    transformers_class="GPT2LMHeadModel",
+    folder=TensorNames(
+        {
+            "embed": "transformer.wte",
+            "positions": "transformer.wpe",
+            "norm1": "transformer.h.{}.ln_1",
+            "qkv": "transformer.h.{}.attn.c_attn",
+            "out": "transformer.h.{}.attn.c_proj",
+            "norm2": "transformer.h.{}.ln_2",
+            "gate_up": "transformer.h.{}.mlp.c_fc",
+            "down": "transformer.h.{}.mlp.c_proj",
+            "norm": "transformer.ln_f",
+            "head": "lm_head",
+        },
+        prefix="transformer.",
+        transposed=frozenset({"qkv", "out", "gate_up", "down"}),
+    ),
+    gguf=TensorNames(GGUF_STEMS | {"qkv": "blk.{}.attn_qkv", "gate_up": "blk.{}.ffn_up"}),
+    gguf_architecture="gpt2",
+    keys=ConfigKeys(
+        num_layers="n_layer",
+        hidden_size="n_embd",
+        ffn_size="n_inner",
+        num_heads="n_head",
+        max_positions="n_positions",
+        norm_eps="layer_norm_epsilon",
+        activation="activation_function",
+        default_ffn_ratio=4,
+    ),
+    norm="layer",
+    gated=False,
+    positions="learned",
+    activation="gelu_tanh",
+    tied=True,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    tokenizer_class="GPT2Tokenizer",
+    pre_tokenizer="gpt-2",
+)
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
+}
 
 
-def sources(spec: ParamSpec, names: Names) -> dict[str, Source]:
-    """The stored tensor of each part of a parameter, by the part's name; parts stored fused share
-    one."""
-    *block, local = spec.name.split(".")
-    stem = local.removesuffix("_bias")
-    ending = ".bias" if local.endswith("_bias") else ".weight"
-    found = {}
-    row = 0
-    for part in spec.rows:
-        own = f"{stem}.{part.name}"
-        rows = slice(row, row + part.size) if own in names.stems else slice(0, spec.shape[0])
-        name = (names.stems.get(own) or names.stems[stem]).format(*block[1:]) + ending
-        shape = (rows.stop - rows.start, *spec.shape[1:])
-        transposed = stem in names.transposed and len(shape) == 2
-        found[part.name] = Source(
-            name,
-            rows,
-            shape[::-1] if transposed else shape,
-            transposed,
-            interleaved=own in names.interleaved,
-        )
-        row += part.size
-    return found
+def family_of(config: ModelConfig) -> Family:
+    """Return the record of a model's family."""
+    return FAMILIES[config.family]
 
 
-def stored_tensors(specs: Iterable[ParamSpec], names: Names) -> dict[str, tuple[int, ...]]:
-    """The shape of every stored tensor that the parameters are made of, by its name, in their
-    order."""
-    return {source.name: source.shape for spec in specs for source in sources(spec, names).values()}
+def find_family(model_type: object, source: str) -> Family:
+    """Return the family with that `model_type` in config.json. Raises ValueError if there is
+    none."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(unknown_architecture(source, model_type, FAMILIES))
+    return FAMILIES[model_type]
 
 
-def fit_prefix(names: Names, stored: Collection[str]) -> Names:
-    """`names` as a file spells them: without the prefix if none of the `stored` names begins with
-    it."""
-    if any(name.startswith(names.prefix) for name in stored):
-        return names
-    return replace(
-        names, stems={ours: stem.removeprefix(names.prefix) for ours, stem in names.stems.items()}
-    )
+def find_gguf_family(architecture: object, source: str) -> Family:
+    """Return the first family with that `general.architecture` in GGUF files. Raises ValueError if
+    there is none."""
+    by_architecture: dict[str, Family] = {}
+    for family in FAMILIES.values():
+        by_architecture.setdefault(family.gguf_architecture, family)
+    if not isinstance(architecture, str) or architecture not in by_architecture:
+        raise ValueError(unknown_architecture(source, architecture, by_architecture))
+    return by_architecture[architecture]
 
 
-def check_stored(
-    stored: Mapping[str, tuple[int, ...]], specs: Collection[ParamSpec], names: Names, where: object
-) -> None:
-    """Raise ValueError, naming the tensors, unless a file stores exactly the parameters `specs` in
-    their shapes.
-
-    A head that is tied may be stored or not, since some save it twice; buffers are ignored.
-    """
-    wanted = stored_tensors((spec for spec in specs if spec.tied_to is None), names)
-    known = stored_tensors(specs, names)
-    missing = [name for name in wanted if name not in stored]
-    extra = [name for name in stored if name not in known and not IGNORED.search(name)]
-    wrong = [
-        f"{name} is {written(stored[name])} and should be {written(shape)}"
-        for name, shape in wanted.items()
-        if name in stored and stored[name] != shape
-    ]
-    faults = [
-        f"{what} {some(them)}"
-        for what, them in (
-            ("it lacks", missing),
-            ("it has no place for", extra),
-            ("its tensor", wrong),
-        )
-        if them
-    ]
-    if faults:
-        raise ValueError(
-            f"{where} does not hold the model that its config describes: {'; '.join(faults)}"
-        )
-
-
-def some(them: list[str], at_most: int = 3) -> str:
-    rest = f" and {len(them) - at_most} more" if len(them) > at_most else ""
-    return ", ".join(them[:at_most]) + rest
-
-
-def written(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "a scalar"
+def unknown_architecture(source: str, architecture: object, known: Mapping[str, Family]) -> str:
+    return f"{source}: unknown architecture {architecture!r}; known are {', '.join(known)}"

@@ -7,7 +7,6 @@ memory than for what it holds itself.
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -18,19 +17,16 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.formats.families import GGUF_NAMES, check_stored, sources
-from shardwise.formats.gguf.gguf_config import from_gguf
-from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
-from shardwise.formats.huggingface.folder import DTYPES, FolderReader
+from shardwise.formats.gguf.gguf_config import config_from_gguf
+from shardwise.formats.gguf.gguf_file import read_gguf
+from shardwise.formats.gguf.gguf_reader import GgufReader
+from shardwise.formats.huggingface.folder import FolderReader
 from shardwise.formats.huggingface.hf_config import read_folder_config
 from shardwise.formats.run_checkpoint import newest
-from shardwise.formats.storage import gguf_forms
 from shardwise.layout import Coord, Layout
 from shardwise.params import Box, ParamSpec, block_of, boxes, local_shape, model_specs
 from shardwise.quant.format import Quantized
-from shardwise.quant.ggml import BLOCKS
-from shardwise.quant.ggml_blocks import Blocks, from_blocks
-from shardwise.quant.ggml_decode import dequantize, read_tensor
+from shardwise.quant.ggml_blocks import Blocks
 from shardwise.quant.scheme import Forms
 
 STRIP_ELEMENTS = 1 << 20
@@ -67,7 +63,7 @@ def read_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     kind = kind_of(path)
     if kind == "gguf":
-        return from_gguf(read_gguf(path), str(path))
+        return config_from_gguf(read_gguf(path), str(path))
     return read_folder_config(path / "model" if kind == "run" else path)
 
 
@@ -172,76 +168,3 @@ class RunReader:
 
     def close(self) -> None:
         """Nothing to do: the maps close with the reader."""
-
-
-class GgufReader:
-    """The weights of a GGUF file, decoded as far as they are asked for."""
-
-    def __init__(self, path: str | Path, config: ModelConfig) -> None:
-        self._gguf = read_gguf(path)
-        self._names = GGUF_NAMES[config.family]
-        shapes = {name: tensor.shape for name, tensor in self._gguf.tensors.items()}
-        check_stored(shapes, model_specs(config), self._names, path)
-        self.dtype = common_dtype(self._gguf)
-        self.forms = gguf_forms(self._gguf, config)
-
-    def read(self, spec: ParamSpec, box: Box) -> Tensor:
-        """A box of a parameter in fp32; of a parameter cut over heads, of whole heads."""
-        source = sources(spec, self._names)[box.part]
-        rows, *columns = source.slices(box)
-        if columns and columns[0] != slice(0, source.shape[1]):
-            tensor = read_columns(self._gguf, source.name, rows, columns[0])
-        else:
-            tensor = read_tensor(self._gguf, source.name, rows.start, rows.stop)
-        return halves_apart(tensor, spec.head_dim) if source.interleaved else tensor
-
-    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized | Blocks:
-        """A box of a part that is stored in blocks, as it is stored. Rows move whole, and blocks
-        lie along rows."""
-        source = sources(spec, self._names)[box.part]
-        rows, columns = source.slices(box)
-        raw = torch.from_numpy(self._gguf.raw_rows(source.name, rows.start, rows.stop).copy()).view(
-            box.shape[0], -1
-        )
-        raw = halves_apart(raw, spec.head_dim) if source.interleaved else raw
-        piece = from_blocks(
-            raw, self._gguf.tensor(source.name).kind, (box.shape[0], source.shape[1])
-        )
-        return (
-            piece if box.shape[1] == source.shape[1] else piece.columns(columns.start, columns.stop)
-        )
-
-    def close(self) -> None:
-        """Nothing to do: the map closes with its last view."""
-
-
-def common_dtype(gguf: Gguf) -> torch.dtype:
-    elements: Counter[torch.dtype] = Counter()
-    for tensor in gguf.tensors.values():
-        elements[DTYPES.get(tensor.kind, torch.bfloat16)] += math.prod(tensor.shape)
-    return elements.most_common(1)[0][0]
-
-
-def read_columns(gguf: Gguf, name: str, rows: slice, columns: slice) -> Tensor:
-    """A rectangle of a stored matrix, decoding only the blocks that it touches."""
-    kind = gguf.tensor(name).kind
-    block = BLOCKS[kind]
-    first = columns.start // block.num_elements
-    last = -(-columns.stop // block.num_elements)
-    num_rows = rows.stop - rows.start
-    raw = gguf.raw_rows(name, rows.start, rows.stop).reshape(num_rows, -1, block.num_bytes)[
-        :, first:last
-    ]
-    decoded = dequantize(
-        torch.from_numpy(raw.copy()), kind, (num_rows, (last - first) * block.num_elements)
-    )
-    return decoded[
-        :, columns.start - first * block.num_elements : columns.stop - first * block.num_elements
-    ]
-
-
-def halves_apart(rows: Tensor, head_dim: int) -> Tensor:
-    """Undo the order in which llama.cpp keeps the rows of q and k: the two that rotate together, i
-    and i + C/2 of a head here, side by side there. [heads C, ...] -> [heads C, ...]
-    (LlamaModel.permute in convert_hf_to_gguf.py)."""
-    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

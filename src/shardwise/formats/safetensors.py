@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+from shardwise.formats.dtype_names import TORCH_NAMES
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, each) for name, each in TORCH_NAMES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SLICE_BYTES = 4 << 20
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -59,7 +62,7 @@ def header(shapes: Shapes) -> bytes:
     for name, (dtype, shape) in shapes.items():
         assert start % dtype.itemsize == 0, f"{name} is not aligned: wider dtypes come first"
         stop = start + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (start, stop)}
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, stop)}
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

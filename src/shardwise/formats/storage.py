@@ -5,14 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shardwise.config import ModelConfig
-from shardwise.formats.families import (
-    FOLDER_NAMES,
-    GGUF_NAMES,
-    Names,
-    fit_prefix,
-    sources,
-    stored_tensors,
-)
+from shardwise.formats.families import family_of
 from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
 from shardwise.formats.huggingface.hf_config import read_config_json
 from shardwise.formats.huggingface.quantized_tensors import (
@@ -21,6 +14,7 @@ from shardwise.formats.huggingface.quantized_tensors import (
     stored_matrices,
 )
 from shardwise.formats.huggingface.weight_files import read_headers
+from shardwise.formats.tensor_names import TensorNames, fit_prefix, stored_parts, stored_shapes
 from shardwise.layout import Layout
 from shardwise.params import ParamSpec, model_specs
 from shardwise.quant.scheme import (
@@ -84,12 +78,12 @@ def kept_forms(path: Path, config: ModelConfig) -> Forms:
 
 
 def gguf_forms(gguf: Gguf, config: ModelConfig) -> Forms:
-    names = GGUF_NAMES[config.family]
+    names = family_of(config).gguf
     found = {}
     for spec in model_specs(config):
-        for part, source in sources(spec, names).items() if keepable(spec) else ():
+        for part, stored in stored_parts(spec, names).items() if keepable(spec) else ():
             form = (
-                gguf_form(gguf.tensors[source.name].kind) if source.name in gguf.tensors else None
+                gguf_form(gguf.tensors[stored.name].kind) if stored.name in gguf.tensors else None
             )
             if form is not None:
                 found[spec.name, part] = form
@@ -102,20 +96,18 @@ def folder_forms(folder: Path, config: ModelConfig) -> Forms:
         return {}
     specs = model_specs(config)
     headers = read_headers(folder)
-    names = fit_prefix(FOLDER_NAMES[config.family], headers)
-    return matrix_forms(
-        stored_matrices(format, headers, stored_tensors(specs, names)), specs, names
-    )
+    names = fit_prefix(family_of(config).folder, headers)
+    return matrix_forms(stored_matrices(format, headers, stored_shapes(specs, names)), specs, names)
 
 
 def matrix_forms(
-    matrices: Mapping[str, StoredMatrix], specs: Iterable[ParamSpec], names: Names
+    matrices: Mapping[str, StoredMatrix], specs: Iterable[ParamSpec], names: TensorNames
 ) -> Forms:
     """Those of a folder's quantized matrices."""
     return {
-        (spec.name, part): matrices[source.name].form
+        (spec.name, part): matrices[stored.name].form
         for spec in specs
         if keepable(spec)
-        for part, source in sources(spec, names).items()
-        if source.name in matrices
+        for part, stored in stored_parts(spec, names).items()
+        if stored.name in matrices
     }

@@ -4,6 +4,7 @@ import math
 import re
 
 from shardwise.config import ModelConfig
+from shardwise.formats.families import LLAMA
 
 LLAMA_WIDTHS = (  # hidden sizes with the number of layers that models of that width have
     (32, 2), (64, 2), (128, 4), (256, 6), (512, 8), (768, 12), (1024, 16), (2048, 16), (3072, 28), (4096, 32),
@@ -42,7 +43,15 @@ def shape_of_count(count: int, hidden: int, layers: int, vocab: int) -> ModelCon
         ffn = round((count - fixed) / per_ffn / step) * step
         if 4 * ffn >= hidden and abs(fixed + per_ffn * ffn - count) <= 0.0005 * count:
             return ModelConfig(
-                "llama", layers, hidden, ffn, heads, kv_heads, head_dim, vocab, max_positions=131072
+                LLAMA.model_type,
+                layers,
+                hidden,
+                ffn,
+                heads,
+                kv_heads,
+                head_dim,
+                vocab,
+                max_positions=131072,
             )
     return None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.config import ModelConfig
+from shardwise.formats.families import LLAMA
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.kernels.training_registry import training_kernels
 from shardwise.layout import Layout
@@ -39,7 +40,7 @@ class Workload:
 
 
 SHAPE = {
-    "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 12,
+    "model_type": LLAMA.model_type, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 12,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
 WORKLOAD = Workload(from_hugging_face(SHAPE), StepSizes.sequences, StepSizes.length)

@@ -23,9 +23,11 @@ from shardwise.formats.convert import (
     find_tokenizer,
     prompt_logits,
 )
+from shardwise.formats.families import family_of
+from shardwise.formats.gguf.gguf_config import config_metadata
 from shardwise.formats.gguf.gguf_file import read_gguf
-from shardwise.formats.gguf.gguf_vocabulary import vocabulary_metadata
-from shardwise.formats.gguf.write_gguf import model_keys, package, write_gguf
+from shardwise.formats.gguf.write_gguf import import_gguf, write_gguf
+from shardwise.formats.gguf.write_gguf_tokenizer import tokenizer_metadata
 from shardwise.formats.huggingface.folder import check_vacant, write_folder
 from shardwise.formats.huggingface.hf_config import read_config_json
 from shardwise.formats.huggingface.quantized_tensors import folder_format
@@ -103,21 +105,22 @@ def check_plain(source: Path) -> None:
 
 def check_destination(destination: Path, recipe: Recipe, config: ModelConfig) -> None:
     if recipe.gguf:
-        package()
+        import_gguf()
         if destination.suffix != ".gguf":
             raise ValueError(f"{destination} should end in .gguf, since it becomes one file")
         if destination.exists():
             raise ValueError(f"{destination} is there already; name a new file")
-        model_keys(config)
+        config_metadata(config)
         return
     check_vacant(destination)
     if destination.suffix == ".gguf":
         raise ValueError(
             f"{destination} becomes a folder; for a GGUF file ask for --quant gguf:q4_0, q4_1 or q8_0"
         )
-    if config.family == "gpt2":
+    if family_of(config).folder.transposed:
         raise ValueError(
-            "folders have no form for GPT-2's matrices quantized; a GGUF file has: --quant gguf:q8_0"
+            f"folders of {config.family} cannot be quantized, since they store matrices as "
+            "[in, out]; a GGUF file can: --quant gguf:q8_0"
         )
 
 
@@ -145,7 +148,7 @@ def write(
     else:
         if tokenizer is not None:
             check_vocabulary(tokenizer, config.vocab_size)
-        metadata = vocabulary_metadata(tokenizer, config.vocab_size)
+        metadata = tokenizer_metadata(tokenizer, config.vocab_size)
     write_gguf(destination, config, tensors, recipe.gguf, dtype, metadata)
     return (destination.name,)
 

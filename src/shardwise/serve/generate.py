@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.formats.load import read_config
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.transformer import Transformer

@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.atomic import exclusive, partial_path, written_aside
 from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.run_checkpoint import list_checkpoints, newest
-from shardwise.formats.tokenizers.tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_room
 from shardwise.train.checkpoint import remove_partial

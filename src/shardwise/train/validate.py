@@ -10,7 +10,8 @@ import torch
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
 from shardwise.formats.load import open_weights
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.kernels.training_registry import training_kernels
 from shardwise.layout import Layout
 from shardwise.model.layers import DTYPES

@@ -3,7 +3,6 @@
 A folder holds config.json and the files that `files.py` tells of.
 """
 
-import json
 import math
 import shutil
 from collections import Counter
@@ -19,27 +18,27 @@ from torch import Tensor
 
 from shardwise.atomic import written_aside
 from shardwise.config import ModelConfig
-from shardwise.formats.families import (
-    FOLDER_NAMES,
-    Names,
-    check_stored,
-    fit_prefix,
-    sources,
-    stored_tensors,
-    written,
-)
+from shardwise.formats.config_files import write_json
+from shardwise.formats.families import family_of
 from shardwise.formats.huggingface import compressed_tensors as compressed
 from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.huggingface.quantized_folder import QuantizedFolder
 from shardwise.formats.huggingface.weight_files import INDEX, SINGLE, headers_of, opened_slices
+from shardwise.formats.safetensors import DTYPES
 from shardwise.formats.storage import matrix_forms
+from shardwise.formats.tensor_names import (
+    TensorNames,
+    check_stored,
+    distinct_parts,
+    fit_prefix,
+    format_shape,
+    stored_parts,
+    stored_shapes,
+)
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.params import Box, ParamSpec, model_specs
 from shardwise.quant.format import Quantized, dequantize
 from shardwise.quant.scheme import Scheme, quantizable
-
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 class FolderReader:
@@ -53,8 +52,8 @@ class FolderReader:
         specs = model_specs(config)
         with ExitStack() as opened:
             self._stored = opened.enter_context(opened_slices(Path(path), "pt"))
-            self._names = fit_prefix(FOLDER_NAMES[config.family], self._stored)
-            wanted = stored_tensors(specs, self._names)
+            self._names = fit_prefix(family_of(config).folder, self._stored)
+            wanted = stored_shapes(specs, self._names)
             self._quantized = QuantizedFolder.at(
                 Path(path), headers_of(self._stored), wanted, self._tensor
             )
@@ -66,7 +65,7 @@ class FolderReader:
     def _common_dtype(self, specs: Iterable[ParamSpec], path: str | Path) -> torch.dtype:
         """The dtype in which most elements are stored."""
         elements: Counter[torch.dtype] = Counter()
-        for name, shape in stored_tensors(specs, self._names).items():
+        for name, shape in stored_shapes(specs, self._names).items():
             kind = self._stored[name].get_dtype() if name in self._stored else None
             kind = "BF16" if name in self._quantized.matrices else kind
             if kind is not None and kind not in DTYPES:
@@ -76,7 +75,7 @@ class FolderReader:
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         """A box of a parameter, in the dtype of the file; it may be a view of the mapped file."""
-        source = sources(spec, self._names)[box.part]
+        source = stored_parts(spec, self._names)[box.part]
         if source.name in self._quantized.matrices:
             rows, columns = source.slices(box)
             return dequantize(self._quantized.read(source.name).picked(rows), torch.float32)[
@@ -87,7 +86,7 @@ class FolderReader:
 
     def read_piece(self, spec: ParamSpec, box: Box) -> Quantized:
         """A box of a part that is stored quantized, as it is."""
-        source = sources(spec, self._names)[box.part]
+        source = stored_parts(spec, self._names)[box.part]
         rows, columns = source.slices(box)
         return self._quantized.read(source.name).cut(rows, columns)
 
@@ -125,7 +124,7 @@ def write_folder(
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size)
     held = [spec for spec in specs if spec.tied_to is None]
-    names = FOLDER_NAMES[config.family]
+    names = family_of(config).folder
     shards = plan_shards(stored_bytes(held, names, dtype, scheme), max_shard_bytes)
     with new_folder(path) as aside:
         write_shards(aside, shards, stored_forms(held, names, tensors, dtype))
@@ -159,12 +158,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def stored_bytes(
-    specs: Iterable[ParamSpec], names: Names, dtype: torch.dtype, scheme: Scheme | None
+    specs: Iterable[ParamSpec], names: TensorNames, dtype: torch.dtype, scheme: Scheme | None
 ) -> dict[str, int]:
     """How large every tensor of a folder is, by its name, in their order."""
     found: dict[str, int] = {}
     for spec in specs:
-        for name, shape in stored_tensors([spec], names).items():
+        for name, shape in stored_shapes([spec], names).items():
             if scheme is not None and quantizable(spec):
                 num_rows, num_columns = shape
                 sizes = compressed.stored_bytes(scheme, (num_rows, num_columns))
@@ -218,7 +217,7 @@ def write_shards(
 
 def stored_forms(
     specs: Sequence[ParamSpec],
-    names: Names,
+    names: TensorNames,
     tensors: Iterable[tuple[str, Tensor | Quantized]],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -227,11 +226,15 @@ def stored_forms(
     for spec in specs:
         name, tensor = next(given, ("", None))
         if tensor is None or name != spec.name or tensor.shape != spec.shape:
-            got = f"{name} of {written(tuple(tensor.shape))}" if tensor is not None else "nothing"
-            raise ValueError(
-                f"to be written next is {spec.name} of {written(spec.shape)}, but given was {got}"
+            got = (
+                f"{name} of {format_shape(tuple(tensor.shape))}"
+                if tensor is not None
+                else "nothing"
             )
-        for source in {source.name: source for source in sources(spec, names).values()}.values():
+            raise ValueError(
+                f"to be written next is {spec.name} of {format_shape(spec.shape)}, but given was {got}"
+            )
+        for source in distinct_parts(spec, names):
             assert not source.interleaved, (
                 "Hugging Face folders keep the rows of heads in our order"
             )
@@ -259,21 +262,17 @@ def folder_config(
     tokenizer: Tokenizer | None,
     scheme: Scheme | None = None,
 ) -> dict[str, Any]:
-    raw = to_hugging_face(config) | {"torch_dtype": DTYPE_NAMES[dtype]}
+    raw = to_hugging_face(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     if scheme is not None:
-        head = FOLDER_NAMES[config.family].stems["head"]
+        head = family_of(config).folder.stems["head"]
         raw["quantization_config"] = compressed.quantization_config(scheme, [head])
     if tokenizer is not None:
-        ends = sorted(tokenizer.eos_ids, key=lambda index: (index != tokenizer.eos_id, index))
+        ends = tokenizer.ordered_eos_ids
         raw |= {
             "bos_token_id": tokenizer.bos_id,
             "eos_token_id": ends if len(ends) > 1 else tokenizer.eos_id,
         }
     return raw
-
-
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def share_mode(path: Path) -> None:

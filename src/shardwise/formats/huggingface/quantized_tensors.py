@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
 
-from shardwise.formats.config_errors import reading
-from shardwise.formats.huggingface.hf_config import table
+from shardwise.formats.config_files import config_errors, get_object
+from shardwise.formats.dtype_names import NUM_BYTES
+from shardwise.formats.families import FAMILIES
 from shardwise.quant.scheme import Form, Scheme
 
 Method = Literal["gptq", "awq", "compressed-tensors", "fp8"]
 METHODS: tuple[Method, ...] = ("gptq", "awq", "compressed-tensors", "fp8")
-DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
-"""Of scales, by the names that safetensors has."""
 LEFT_OUT = ("input_scale", "g_idx", "weight_shape")
 """Beside a quantized matrix, and not needed: activations are not quantized."""
 
@@ -55,7 +54,7 @@ def folder_format(raw: dict[str, Any], source: str) -> FolderFormat | None:
     given = raw.get("quantization_config") or raw.get("compression_config")
     if not given:
         return None
-    with reading(source):
+    with config_errors(source):
         if not isinstance(given, dict):
             raise ValueError(f"quantization_config must be an object, not {given!r:.60}")
         method = given.get("quant_method")
@@ -63,8 +62,12 @@ def folder_format(raw: dict[str, Any], source: str) -> FolderFormat | None:
             raise ValueError(
                 f"quantized by {method!r}, which cannot be read; {', '.join(METHODS)} can"
             )
-        if raw.get("model_type") == "gpt2":
-            raise ValueError("quantized folders of GPT-2 cannot be read; a GGUF file can")
+        family = FAMILIES.get(str(raw.get("model_type")))
+        if family is not None and family.folder.transposed:
+            raise ValueError(
+                f"quantized folders of {family.model_type} cannot be read, since it stores "
+                "matrices as [in, out]; a GGUF file can"
+            )
         return {"gptq": gptq, "awq": awq, "compressed-tensors": compressed_tensors, "fp8": fp8}[
             method
         ](given)
@@ -96,8 +99,8 @@ def awq(given: dict[str, Any]) -> FolderFormat:
 
 
 def compressed_tensors(given: dict[str, Any]) -> FolderFormat:
-    groups = list(table(given, "config_groups").values())
-    weights = [table(group, "weights") for group in groups]
+    groups = list(get_object(given, "config_groups").values())
+    weights = [get_object(group, "weights") for group in groups]
     keys = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
     kinds = {tuple(str(each.get(key)) for key in keys) for each in weights}
     form = given.get("format")
@@ -114,7 +117,7 @@ def compressed_tensors(given: dict[str, Any]) -> FolderFormat:
             "float-quantized can"
         )
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        if given.get(key) and table(given, key).get("format") != "dense":
+        if given.get(key) and get_object(given, key).get("format") != "dense":
             raise ValueError(f"its {key} cannot be followed; only models without one can be read")
     return of_weights(weights[0], packed=form == "pack-quantized")
 
@@ -240,12 +243,12 @@ def stored_matrices(
                     f"{stem}.{suffix} is {list(held[1])} and should be {list(shapes[0])}"
                 )
         scales, _ = headers[f"{stem}.{scale_name(format)}"]
-        if scales not in DTYPE_BYTES:
+        if scales not in NUM_BYTES:
             raise ValueError(
-                f"{stem}.{scale_name(format)} is stored as {scales}; {', '.join(DTYPE_BYTES)} can be read"
+                f"{stem}.{scale_name(format)} is stored as {scales}; {', '.join(NUM_BYTES)} can be read"
             )
         found[name] = StoredMatrix(
-            stem, (num_rows, num_columns), format.scheme.form(DTYPE_BYTES[scales])
+            stem, (num_rows, num_columns), format.scheme.form(NUM_BYTES[scales])
         )
     return found
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from shardwise.formats.families import some
 from shardwise.formats.huggingface.quantized_tensors import Headers
+from shardwise.formats.tensor_names import list_some
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{index} is not an index of weights ({error!r}); get it again") from None
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ValueError(
-            f"{index} should list files beside it, not {some(sorted(map(str, names))) or 'nothing'}"
+            f"{index} should list files beside it, not {list_some(sorted(map(str, names))) or 'nothing'}"
         )
     return [folder / name for name in sorted(names)]
 

@@ -21,7 +21,8 @@ import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 
 from shardwise.formats.load import read_config
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks
 from shardwise.parallel.mesh import CollectiveFailed, make_mesh

@@ -1,0 +1,62 @@
+"""Configs written by other programs: JSON files and metadata, with every fault in one sentence.
+
+Imports no torch.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import check_flag
+
+
+@contextmanager
+def config_errors(source: str) -> Iterator[None]:
+    """Turn errors about the values of a config into a ValueError that begins with `source`."""
+    try:
+        yield
+    except KeyError as missing:
+        raise ValueError(
+            f"{source}: {missing.args[0]} is missing, so the model's shape is unknown"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    except (TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{source} is malformed: {error}") from None
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ValueError unless the file holds one."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, but it holds a {type(content).__name__}")
+    return content
+
+
+def read_optional_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; a missing file is an empty object."""
+    return read_json_object(file) if file.is_file() else {}
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write an object as indented UTF-8 JSON."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def get_flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """Return the boolean under `key`; `default` if the key is absent or null."""
+    value = raw.get(key)
+    return default if value is None else check_flag(key, value)
+
+
+def get_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the object under `key`; an empty one if the key is absent or null."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{key} must be an object, not {value!r:.60}")
+    return value or {}
