@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as record
 
 from shardwise.kernels.native.training import NativeCausalAttention
-from shardwise.kernels.reference.attention import RowBlocks
+from shardwise.kernels.reference.attention import BlockedAttention
 from shardwise.layout import Layout
 from shardwise.measure.train_step import (
     LR,
@@ -46,7 +46,7 @@ OF_STORE: dict[str, Group] = {
 """What the methods of a store are for: waiting, and casts for the wire, are part of
 communication."""
 FUNCTIONS: dict[type[Function], Group] = {
-    RowBlocks: "attention", NativeCausalAttention: "attention", RingAttention: "attention", Conjugate: "communication",
+    BlockedAttention: "attention", NativeCausalAttention: "attention", RingAttention: "attention", Conjugate: "communication",
     LinearCrossEntropy: "logits",
 }  # fmt: skip
 OF_FUNCTION: dict[str, Group] = {

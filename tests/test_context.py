@@ -22,11 +22,11 @@ from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import STATES, Checkpoint
 from shardwise.kernels.reference import attention
 from shardwise.kernels.reference.attention import (
-    Sight,
-    attend,
-    attend_backward,
+    MaskSpec,
+    attend_rectangle,
+    attend_rectangle_backward,
     attention_naive,
-    hidden,
+    build_mask,
     log_sum_exp,
 )
 from shardwise.layout import Layout
@@ -256,8 +256,8 @@ def order_on(rank: int, world: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Axis, "pass_on", sends)
         patch.setattr(Passing, "arrived", waits)
-        patch.setattr(context, "attend", multiplies(attend))
-        patch.setattr(context, "attend_backward", multiplies(attend_backward))
+        patch.setattr(context, "attend_rectangle", multiplies(attend_rectangle))
+        patch.setattr(context, "attend_rectangle_backward", multiplies(attend_rectangle_backward))
         errors_of(Attention(24, dtype=torch.bfloat16), make_mesh(Layout(cp=world), rank, CPU).cp)
     return [what for what, _ in itertools.groupby(told)]
 
@@ -335,8 +335,8 @@ def test_every_token_is_on_one_rank_and_padding_is_nobodys(
 def pairs_seen(pairs: Pairs, source: int, num_tokens: int) -> int:
     """How many (query, key) there are in the rectangles of a hop."""
     return sum(
-        int((~hidden(sight, slice(0, num_tokens // 2), slice(0, num_tokens // 2), CPU)).sum())
-        for _, _, sight in pairs.of(source, num_tokens)
+        int((~build_mask(spec, slice(0, num_tokens // 2), slice(0, num_tokens // 2), CPU)).sum())
+        for _, _, spec in pairs.of(source, num_tokens)
     )
 
 
@@ -354,7 +354,7 @@ def test_every_pair_is_seen_once_and_all_ranks_have_as_much_work(
     num_tokens = 2 * cp * size
     whole = Attention(num_tokens, window, num_documents).documents()
     every = slice(0, num_tokens)
-    expected = int((~hidden(Sight(0, window, whole, whole), every, every, CPU)).sum())
+    expected = int((~build_mask(MaskSpec(0, window, whole, whole), every, every, CPU)).sum())
     total = 0
     for hop in range(cp):
         seen = []
@@ -578,14 +578,14 @@ def put(where: object, name: str, value: object) -> Spoil:
     return lambda patch: patch.setattr(where, name, value)
 
 
-def sights(change: Callable[[Sight], Sight]) -> Spoil:
+def mask_specs(change: Callable[[MaskSpec], MaskSpec]) -> Spoil:
     """What rectangles of the ring see is another thing."""
-    return put(context, "Sight", lambda *given: change(Sight(*given)))
+    return put(context, "MaskSpec", lambda *given: change(MaskSpec(*given)))
 
 
-def merge_without_rescale(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
-    sums.copy_(torch.logaddexp(sums, part_sums))
-    out.add_(part * (part_sums - sums).exp())
+def merge_without_rescale(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    lse.copy_(torch.logaddexp(lse, part_lse))
+    out.add_(part * (part_lse - lse).exp())
 
 
 def zero_where_nothing_is_seen(scores: Tensor, softmax: Tensor) -> Tensor:
@@ -622,11 +622,11 @@ def narrow(patch: pytest.MonkeyPatch) -> None:
     """Of what a window reaches into only in part nothing is seen."""
     of = Pairs.of
 
-    def fewer(pairs: Pairs, source: int, num_tokens: int) -> list[tuple[slice, slice, Sight]]:
+    def fewer(pairs: Pairs, source: int, num_tokens: int) -> list[tuple[slice, slice, MaskSpec]]:
         return [
             each
             for each in of(pairs, source, num_tokens)
-            if each[2].behind < (pairs.window or num_tokens)
+            if each[2].offset < (pairs.window or num_tokens)
         ]
 
     patch.setattr(Pairs, "of", fewer)
@@ -649,18 +649,18 @@ of_attention: dict[str, tuple[Attention, Spoil]] = {
     ),
     "one token nearer": (
         WINDOWED,
-        sights(lambda sight: replace(sight, behind=max(0, sight.behind - 1))),
+        mask_specs(lambda spec: replace(spec, offset=max(0, spec.offset - 1))),
     ),
     "no window in a hop": (
         WINDOWED,
-        sights(lambda s: replace(s, window=None if s.behind else s.window)),
+        mask_specs(lambda s: replace(s, window=None if s.offset else s.window)),
     ),
     "partly in the window": (WINDOWED, narrow),
     "documents of rows": (
         PACKED,
-        sights(lambda sight: replace(sight, column_documents=sight.row_documents)),
+        mask_specs(lambda spec: replace(spec, column_documents=spec.row_documents)),
     ),
-    "no documents": (PACKED, sights(lambda sight: replace(sight, row_documents=None))),
+    "no documents": (PACKED, mask_specs(lambda spec: replace(spec, row_documents=None))),
     "nothing seen is 0": (PACKED, put(attention, "log_sum_exp", zero_where_nothing_is_seen)),
     "largest score alone": (
         PLAIN,
@@ -669,11 +669,15 @@ of_attention: dict[str, tuple[Attention, Spoil]] = {
     "not rescaled": (PLAIN, put(context, "merge", merge_without_rescale)),
     "own softmax": (
         PLAIN,
-        put(context, "attend_backward", lambda *given: attend_backward(*given[:-1])),
+        put(
+            context,
+            "attend_rectangle_backward",
+            lambda *given: attend_rectangle_backward(*given[:-1]),
+        ),
     ),
-    "no totals": (
+    "no delta": (
         PLAIN,
-        put(context, "row_totals", lambda dy, y, kv: attention.row_totals(dy, y * 0, kv)),
+        put(context, "row_delta", lambda dy, y, kv: attention.row_delta(dy, y * 0, kv)),
     ),
     "keys go one hop too few": (BF16, stops_early(torch.bfloat16)),
     "gradients go one hop too few": (BF16, stops_early(torch.float32)),

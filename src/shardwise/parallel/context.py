@@ -23,16 +23,16 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.kernels.interface import CausalAttention
 from shardwise.kernels.reference.attention import (
-    Sight,
-    attend,
-    attend_backward,
+    MaskSpec,
+    attend_rectangle,
+    attend_rectangle_backward,
     causal_attention,
-    group,
+    fp32_or_wider,
+    group_heads,
     heads_first,
-    heads_last,
-    row_totals,
-    ungroup,
-    wide,
+    row_delta,
+    tokens_first,
+    ungroup_heads,
 )
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
@@ -122,7 +122,7 @@ class Pairs:
     window: int | None
     documents: Tensor | None
 
-    def of(self, source: int, num_tokens: int) -> Iterator[tuple[slice, slice, Sight]]:
+    def of(self, source: int, num_tokens: int) -> Iterator[tuple[slice, slice, MaskSpec]]:
         """What this rank's queries see of the keys of rank `source`: where both lie among the
         `num_tokens` of their ranks, each query's own chunk first, so that no row has yet to see
         anything when it is merged."""
@@ -133,7 +133,7 @@ class Pairs:
                 behind = (row - column) * size
                 if behind >= 0 and (self.window is None or behind - size + 1 < self.window):
                     documents = (self.documents_of(row, size), self.documents_of(column, size))
-                    yield chunk(i, size), chunk(j, size), Sight(behind, self.window, *documents)
+                    yield chunk(i, size), chunk(j, size), MaskSpec(behind, self.window, *documents)
 
     def documents_of(self, index: int, size: int) -> Tensor | None:
         return None if self.documents is None else self.documents[:, chunk(index, size)]
@@ -149,19 +149,23 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Tensor:
-        groups = group(q, k.shape[2])
+        queries = group_heads(q, k.shape[2])
         kv = torch.stack((heads_first(k), heads_first(v)))
-        out = torch.zeros_like(groups, dtype=wide(q))
-        sums = torch.full_like(out[..., :1], torch.finfo(out.dtype).min)
+        out = torch.zeros_like(queries, dtype=fp32_or_wider(q))
+        lse = torch.full_like(out[..., :1], torch.finfo(out.dtype).min)
         for source, (keys, values) in going_round(kv, pairs.axis):
-            for rows, columns, sight in pairs.of(source, q.shape[1]):
-                those = torch.empty_like(sums[:, :, :, rows])
-                seen = attend(
-                    groups[:, :, :, rows], keys[:, :, columns], values[:, :, columns], sight, those
+            for rows, columns, spec in pairs.of(source, q.shape[1]):
+                part_lse = torch.empty_like(lse[:, :, :, rows])
+                part = attend_rectangle(
+                    queries[:, :, :, rows],
+                    keys[:, :, columns],
+                    values[:, :, columns],
+                    spec,
+                    part_lse,
                 )
-                merge(out[:, :, :, rows], sums[:, :, :, rows], seen, those)
-        y = ungroup(out.to(q.dtype)).contiguous()
-        ctx.save_for_backward(groups, kv, y, sums)
+                merge(out[:, :, :, rows], lse[:, :, :, rows], part, part_lse)
+        y = ungroup_heads(out.to(q.dtype)).contiguous()
+        ctx.save_for_backward(queries, kv, y, lse)
         ctx.pairs = pairs
         return y
 
@@ -170,29 +174,29 @@ class RingAttention(torch.autograd.Function):
         """Keys and values go round again. What each rank adds to the gradients of another's follows
         them a hop behind, from the rank after their owner on, and ends with the owner, who adds its
         own."""
-        groups, kv, y, sums = ctx.saved_tensors
+        queries, kv, y, lse = ctx.saved_tensors
         (dy,) = grads
         pairs = ctx.pairs
         axis = ctx.pairs.axis
         num_kv = kv.shape[2]
-        d_out = group(dy, num_kv)
-        totals = row_totals(dy, y, num_kv)
-        dq = torch.zeros_like(groups, dtype=sums.dtype)
+        d_out = group_heads(dy, num_kv)
+        delta = row_delta(dy, y, num_kv)
+        dq = torch.zeros_like(queries, dtype=lse.dtype)
         own = passing = None
         for source, (keys, values) in going_round(kv, axis):
-            dkv = torch.zeros_like(kv, dtype=sums.dtype)
-            for rows, columns, sight in pairs.of(source, y.shape[1]):
-                attend_backward(
-                    groups[:, :, :, rows],
+            dkv = torch.zeros_like(kv, dtype=lse.dtype)
+            for rows, columns, spec in pairs.of(source, y.shape[1]):
+                attend_rectangle_backward(
+                    queries[:, :, :, rows],
                     keys[:, :, columns],
                     values[:, :, columns],
                     d_out[:, :, :, rows],
-                    totals[:, :, :, rows],
-                    sight,
+                    delta[:, :, :, rows],
+                    spec,
                     dq[:, :, :, rows],
                     dkv[0][:, :, columns],
                     dkv[1][:, :, columns],
-                    sums[:, :, :, rows],
+                    lse[:, :, :, rows],
                 )
             if source == axis.rank:
                 own = dkv
@@ -201,17 +205,17 @@ class RingAttention(torch.autograd.Function):
                 dkv += passing.arrived()
             passing = pass_on(dkv, axis)
         assert own is not None and passing is not None
-        dk, dv = (heads_last(each, kv.dtype) for each in own.add_(passing.arrived()))
-        return ungroup(dq.to(kv.dtype)), dk, dv, None
+        dk, dv = (tokens_first(each, kv.dtype) for each in own.add_(passing.arrived()))
+        return ungroup_heads(dq.to(kv.dtype)), dk, dv, None
 
 
-def merge(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Bring what was seen of one part, and the log-sum-exp of its scores, into what was seen
     before: each counts by its share of the sum of all exponentials (Milakov & Gimelshein 2018). At
     least one of the two saw something."""
-    both = torch.logaddexp(sums, part_sums)
-    out.mul_((sums - both).exp_()).add_(part * (part_sums - both).exp_())
-    sums.copy_(both)
+    both = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - both).exp_()).add_(part * (part_lse - both).exp_())
+    lse.copy_(both)
 
 
 @dataclass(frozen=True)
