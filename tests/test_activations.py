@@ -400,7 +400,9 @@ class Keeping:
         shapes = {
             tuple(leaf.shape) for unit in heads for leaf in unit.leaves.values() if leaf.dim() == 2
         }
-        small = [grad for each in saved for _, grad in each.small if tuple(grad.shape) in shapes]
+        small = [
+            grad for each in saved for _, grad in each.gradients if tuple(grad.shape) in shapes
+        ]
         of_head = storages(
             x
             for x in (*(kept.tensor for kept in self.alive), *small)

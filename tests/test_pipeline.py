@@ -19,7 +19,7 @@ from shardwise.model.layers import Light, linear
 from shardwise.parallel.apply import Program, apply
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.pipeline.actions import Action
-from shardwise.parallel.pipeline.deferred import Deferred, Owed
+from shardwise.parallel.pipeline.deferred import Deferred, DeferredGradient
 from shardwise.parallel.pipeline.executor import Pipeline
 from shardwise.parallel.zero import Store
 from shardwise.train.checkpoint import load_state, save_checkpoint
@@ -159,7 +159,7 @@ def test_a_deferred_gradient_is_the_same_gradient() -> None:
     for given in (x, Light(torch.tanh, (x,))):
         plain = torch.tanh(x) if isinstance(given, Light) else x
         dx, dw = torch.autograd.grad(plain @ w.t(), (x, w), dy)
-        tape: list[Owed] = []
+        tape: list[DeferredGradient] = []
         y = linear(given, Deferred("w", w, tape))
         (found,) = torch.autograd.grad(y, x, dy)
         assert [owed.name for owed in tape] == ["w"]
@@ -301,7 +301,9 @@ def swap_micro_batches(patch: pytest.MonkeyPatch) -> None:
 
 def forget_a_weight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Owed, "gradient", lambda owed: owed.dy.flatten(0, -2).t() @ owed.x.flatten(0, -2) * 0.99
+        DeferredGradient,
+        "gradient",
+        lambda owed: owed.dy.flatten(0, -2).t() @ owed.x.flatten(0, -2) * 0.99,
     )
 
 

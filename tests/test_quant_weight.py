@@ -20,7 +20,7 @@ from shardwise.kernels.reference.norm import rms_norm
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal, Light, linear
 from shardwise.model.transformer import Transformer
-from shardwise.parallel.pipeline.deferred import Deferred, Owed
+from shardwise.parallel.pipeline.deferred import Deferred, DeferredGradient
 from shardwise.quant.format import Quantized, dequantize, quantize
 from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.ggml_blocks import Blocks, from_blocks, stack_blocks
@@ -229,7 +229,7 @@ def test_gradients_of_adapters_may_wait() -> None:
     def light(x: Tensor) -> Light:
         return Light(partial(rms_norm, eps=1e-5), (x, scale))
 
-    tape: list[Owed] = []
+    tape: list[DeferredGradient] = []
     waiting = LowRank(weight, Deferred("down", down, tape), Deferred("up", up, tape))
     (dx,) = torch.autograd.grad(linear(light(x), waiting), x, dy)
     found = {owed.name: owed.gradient() for owed in tape} | {"x": dx}

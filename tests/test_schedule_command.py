@@ -301,10 +301,10 @@ def test_stages_of_a_v_are_told_apart() -> None:
         (["1f1b", "--stages", "-4", "--microbatches", "8"], "stages must be at least 1, not -4"),
         (
             ["1f1b", *SIZES, "--chunks", "2"],
-            "1f1b cannot have 2 chunks a rank; 1 works, and interleaved takes chunks",
+            "1f1b cannot have 2 chunks per rank; 1 works, and interleaved has several",
         ),
         (["1f1b", *SIZES, "--chunks", "0"], "chunks must be at least 1, not 0"),
-        (["interleaved", *SIZES], "interleaved cannot have 1 chunk a rank; 2 or more works"),
+        (["interleaved", *SIZES], "interleaved cannot have 1 chunk per rank; 2 or more work"),
         (
             ["interleaved", "--stages", "4", "--microbatches", "6", "--chunks", "2"],
             "by its 4 stages, not 6; 8 works",
@@ -318,7 +318,7 @@ def test_stages_of_a_v_are_told_apart() -> None:
         (["gpipe", *SIZES, "--tf", "0", "--tb", "0", "--tw", "0"], "tf, tb and tw are all 0"),
         (
             ["zb-auto", *SIZES, "--mem-limit", "0.2"],
-            "is 0.8 forwards; every order needs 1 at least, so 0.25 works",
+            "is 0.8 forwards; but every order needs at least 1; 0.25 works",
         ),
         (
             ["zb-auto", *SIZES, "--mem-limit", "inf"],
@@ -330,7 +330,7 @@ def test_stages_of_a_v_are_told_apart() -> None:
         ),
         (
             ["gpipe", *SIZES, "--mem-limit", "1.5"],
-            "rank 0, position 6: with 0F6 it holds 7 forwards, of 6; zb-auto stays within a limit",
+            "rank 0, position 6: 0F6 makes it hold 7 forwards, above the limit of 6; zb-auto stays within a limit",
         ),
         (
             ["gpipe", "--stages", "9999", "--microbatches", "9999"],
@@ -347,12 +347,12 @@ def test_stages_of_a_v_are_told_apart() -> None:
         (["mine.csv", "--chunks", "2"], "mine.csv has --chunks 1, not 2"),
         (
             ["mine.csv", "--mem-limit", "0.4"],
-            "rank 0, position 0: with 0F0 it holds 1 forwards, of 0.8",
+            "rank 0, position 0: 0F0 makes it hold 1 forwards, above the limit of 0.8",
         ),
-        (["broken.csv"], "rank 1 has neither 1B0 nor 1I0, so no backward of 1F0"),
+        (["broken.csv"], "rank 1 has neither 1B0 nor 1I0: 1F0 has no backward"),
         (
             ["lowered.csv"],
-            "lowered.csv, line 1, cell 2: 0SEND_F0 is of a schedule that PyTorch has lowered",
+            "lowered.csv, line 1, cell 2: 0SEND_F0 belongs to a schedule that PyTorch has lowered",
         ),
         (["folder.csv"], "folder.csv: Is a directory"),
     ],

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from shardwise.layout import Schedule
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.schedules import MOST_ACTIONS, pipeline_table
-from shardwise.parallel.pipeline.table import Costs, Memory, Table, held, table_span
+from shardwise.parallel.pipeline.table import Costs, Memory, Table, held_forwards, table_span
 from shardwise.parallel.pipeline.table_csv import csv_text, read_cell, read_csv
 from shardwise.parallel.pipeline.validate import validate
 from shardwise.parallel.pipeline.zero_bubble import (
     POLICIES,
     Problem,
     Progress,
+    numbered_actions,
     try_policy,
-    written_out,
 )
 
 FIXED: list[Schedule] = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
@@ -126,20 +126,22 @@ def test_what_the_fixed_schedules_keep(p: int, m: int) -> None:
     where there are micro-batches enough."""
     mem_w = 0.3
     most = {name: pipeline_table(name, p, m).ranks for name in ("gpipe", "1f1b", "zb-h1")}
-    assert [max(held(actions)) for actions in most["gpipe"]] == [m] * p
-    assert [max(held(actions)) for actions in most["1f1b"]] == [min(p - i, m) for i in range(p)]
+    assert [max(held_forwards(actions)) for actions in most["gpipe"]] == [m] * p
+    assert [max(held_forwards(actions)) for actions in most["1f1b"]] == [
+        min(p - i, m) for i in range(p)
+    ]
     if m >= 2 * p:
-        assert [max(held(each, mem_w)) for each in most["zb-h1"]] == pytest.approx(
+        assert [max(held_forwards(each, mem_w)) for each in most["zb-h1"]] == pytest.approx(
             [p - i + i * mem_w for i in range(p)]
         )
     if m >= 4 * p:
         h2 = pipeline_table("zb-h2", p, m).ranks
         expected = [2 * (p - i) - 1 + 2 * i * mem_w for i in range(p)]
-        assert [max(held(each, mem_w)) for each in h2] == pytest.approx(expected)
-        assert max(max(held(each)) for each in h2) == 2 * p - 1
+        assert [max(held_forwards(each, mem_w)) for each in h2] == pytest.approx(expected)
+        assert max(max(held_forwards(each)) for each in h2) == 2 * p - 1
     for v in (2, 3):
         table = pipeline_table("interleaved", p, p * m, v)
-        assert max(held(table.ranks[0])) == min(2 * (p - 1) + (v - 1) * p + 1, p * m * v)
+        assert max(held_forwards(table.ranks[0])) == min(2 * (p - 1) + (v - 1) * p + 1, p * m * v)
 
 
 # -- every schedule can run
@@ -185,7 +187,9 @@ def test_the_clock_of_a_search_is_never_fast(
         Problem(p, m, costs, limit * p, 0.28), policy, idle_limit=float("inf")
     )
     table = Table(
-        tuple(tuple(written_out(i, rank.done)) for i, rank in enumerate(ranks)), tuple(range(p)), m
+        tuple(tuple(numbered_actions(i, rank.done)) for i, rank in enumerate(ranks)),
+        tuple(range(p)),
+        m,
     )
     validate(table, Memory(limit))
     said = m * costs.microbatch + max(rank.idle for rank in ranks)
@@ -208,23 +212,17 @@ def test_without_a_limit_a_search_keeps_what_1f1b_does() -> None:
 @pytest.mark.parametrize(
     ("name", "p", "m", "v", "said"),
     [
-        ("interleaved", 4, 6, 2, "divisible by its 4 stages, not 6; 8 works"),
-        ("interleaved", 4, 2, 2, "divisible by its 4 stages, not 2; 4 works"),
-        ("interleaved", 4, 8, 1, "interleaved cannot have 1 chunk a rank; 2 or more works"),
-        ("1f1b", 4, 8, 2, "1f1b cannot have 2 chunks a rank; 1 works"),
+        ("interleaved", 4, 6, 2, "a multiple of its 4 stages as micro-batches, not 6; 8 works"),
+        ("interleaved", 4, 2, 2, "a multiple of its 4 stages as micro-batches, not 2; 4 works"),
+        ("interleaved", 4, 8, 1, "interleaved cannot have 1 chunk per rank; 2 or more work"),
+        ("1f1b", 4, 8, 2, "1f1b cannot have 2 chunks per rank; 1 works"),
         ("zb-h2", 4, 6, 1, "at least 2p - 1 micro-batches, not 6; 7 works"),
         ("gpipe", 0, 6, 1, "stages must be at least 1, not 0"),
         ("gpipe", 4, -1, 1, "micro-batches must be at least 1, not -1"),
         ("1f1b", 4, 8, 0, "chunks must be at least 1, not 0"),
         ("1f1b", 1000, MOST_ACTIONS, 1, "8,000,000,000 actions are too many; up to 4,000,000 work"),
         ("interleaved", 7, 10**400, 2, "actions are too many"),
-        (
-            "dualpipe",
-            4,
-            8,
-            1,
-            "there is no schedule 'dualpipe'; there are gpipe, 1f1b, interleaved",
-        ),
+        ("dualpipe", 4, 8, 1, "unknown schedule 'dualpipe'; known are gpipe, 1f1b, interleaved"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused(name: Any, p: int, m: int, v: int, said: str) -> None:
@@ -245,7 +243,7 @@ def test_sizes_that_cannot_work_are_refused(name: Any, p: int, m: int, v: int, s
         (lambda: Memory(1, 1.5), "between I and W must be 0 to 1 of a forward, not 1.5"),
         (
             lambda: pipeline_table("zb-auto", 4, 8, memory=Memory(0.2)),
-            "is 0.8 forwards; every order needs 1 at least, so 0.25 works",
+            "is 0.8 forwards; but every order needs at least 1; 0.25 works",
         ),
         (lambda: pipeline_table("zb-auto", 3, 8, memory=Memory(0.333)), "so 0.334 works"),
     ],
@@ -303,7 +301,7 @@ def test_what_the_proof_says_of_a_swap_is_what_happens(table: Table, data: st.Da
     if runs(swapped):
         validate(swapped)
     else:
-        with pytest.raises(ValueError, match=r"is before|no rank can go on"):
+        with pytest.raises(ValueError, match=r"is before|deadlock"):
             validate(swapped)
 
 
@@ -326,7 +324,7 @@ def test_an_action_that_is_there_twice_is_refused(table: Table, chance: random.R
     again = table.ranks[rank][at]
     later = max(to, at + (to <= at))
     earlier = min(to, at)
-    said = f"rank {rank}, position {later}: {again} is there already, at position {earlier}; once is enough"
+    said = f"rank {rank}, position {later}: {again} appears again, after position {earlier}; it must appear once"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         validate(edited(table, rank, [*table.ranks[rank][:to], again, *table.ranks[rank][to:]]))
 
@@ -347,27 +345,27 @@ def test_an_action_on_another_rank_is_refused(table: Table, chance: random.Rando
     [
         (
             "0F0 0B0 0W0\n1F0 1B0",
-            "rank 0, position 1: 0B0 is beside 0W0; a backward is whole, or an I and a W",
+            "rank 0, position 1: 0B0 comes in addition to 0W0; a backward is either B, or I and W",
         ),
         (
             "0F0 0I0 0B0 0W0\n1F0 1B0",
-            "rank 0, position 2: 0B0 is beside 0I0; a backward is whole, or an I and a W",
+            "rank 0, position 2: 0B0 comes in addition to 0I0; a backward is either B, or I and W",
         ),
         ("0F0 0I0\n1F0 1B0", "rank 0, position 1: 0I0 has no 0W0 on its rank; it needs one"),
-        ("0F0 0W0\n1F0 1B0", "rank 0 has neither 0B0 nor 0I0, so no backward of 0F0"),
+        ("0F0 0W0\n1F0 1B0", "rank 0 has neither 0B0 nor 0I0: 0F0 has no backward"),
         ("0F0 0W0 0I0\n1F0 1B0", "rank 0, position 1: 0W0 is before 0I0, which is at position 2"),
         ("0B0 0F0\n1F0 1B0", "rank 0, position 0: 0B0 is before 0F0, which is at position 1"),
-        ("0F0 0B0\n1B0", "rank 1 has no 1F0; every micro-batch goes through every stage"),
+        ("0F0 0B0\n1B0", "rank 1 has no 1F0; every micro-batch must pass through every stage"),
         ("0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1", None),
         (
             "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1",
-            "no rank can go on: rank 0 waits at position 1, with 0B0, for 1B0, "
-            "rank 1 waits at position 1, with 1F1, for 0F1; what is waited for must come earlier",
+            "deadlock: rank 0 waits at position 1, in 0B0, for 1B0, "
+            "rank 1 waits at position 1, in 1F1, for 0F1; the awaited actions must come earlier",
         ),
         ("0F0 0F1 0B1 0B0\n1F0 1B0 1F1 1B1", None),
         (
             "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0",
-            "no rank can go on: rank 0 waits at position 1, with 0B0, for 1B0",
+            "deadlock: rank 0 waits at position 1, in 0B0, for 1B0",
         ),
     ],
 )
@@ -385,16 +383,19 @@ def test_what_is_wrong_is_said_in_a_sentence(text: str, said: str | None) -> Non
     [
         (
             Action("GATHER", 0, unit="embed"),
-            "rank 0, position 1: 0GATHERembed is none of F, B, I, W",
+            "rank 0, position 1: 0GATHERembed is not one of F, B, I, W",
         ),
-        (Action("F", 0, 0, piece="embed"), "rank 0, position 1: 0F0:embed is none of F, B, I, W"),
+        (
+            Action("F", 0, 0, piece="embed"),
+            "rank 0, position 1: 0F0:embed is not one of F, B, I, W",
+        ),
         (
             Action("F", 2, 0),
-            "rank 0, position 1: 2F0 is of a stage that is not there; stages are 0 to 1",
+            "rank 0, position 1: 2F0 has a stage that does not exist; stages are 0 to 1",
         ),
         (
             Action("F", 0, 5),
-            "rank 0, position 1: 0F5 is of a micro-batch beyond the 1 that there are",
+            "rank 0, position 1: 0F5 has a micro-batch that does not exist; micro-batches are 0 to 0",
         ),
     ],
 )
@@ -413,9 +414,15 @@ def test_a_table_over_its_memory_is_refused() -> None:
             1,
             4,
             3.96,
-            "rank 0, position 3: with 0F3 it holds 4 forwards, of 3.96; zb-auto stays within a limit",
+            "rank 0, position 3: 0F3 makes it hold 4 forwards, above the limit of 3.96; zb-auto stays within a limit",
         ),
-        ("interleaved", 2, 5.5, 5.4, "rank 0, position 10: with 0F6 it holds 11 forwards, of 10.8"),
+        (
+            "interleaved",
+            2,
+            5.5,
+            5.4,
+            "rank 0, position 10: 0F6 makes it hold 11 forwards, above the limit of 10.8",
+        ),
     ):
         schedule: Any = name
         table = pipeline_table(schedule, 4, 8, v)
@@ -428,8 +435,8 @@ def test_between_i_and_w_a_part_is_held() -> None:
     """Rank 1 puts one W off: with an I that keeps a quarter it holds 3.25 at most of the 4 that
     rank 0 does, with one that keeps all the same 4."""
     table = Table(((), pipeline_table("zb-h1", 4, 8).ranks[1]), (0, 1), 8)
-    assert [*held(table.ranks[1], 0.25)][:9] == [1, 2, 3, 2.25, 3.25, 2.5, 2.25, 3.25, 2.5]
-    assert max(held(table.ranks[1])) == 4
+    assert [*held_forwards(table.ranks[1], 0.25)][:9] == [1, 2, 3, 2.25, 3.25, 2.5, 2.25, 3.25, 2.5]
+    assert max(held_forwards(table.ranks[1])) == 4
 
 
 # -- tables as files
@@ -518,29 +525,29 @@ def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "line 1 is empty; a schedule has a line for each rank"),
+        ("", "line 1 is empty; a schedule has one line per rank"),
         ("0F0,0B0\n,,\n2F0,2B0", "line 2 is empty"),
         (
             "0F0,0SEND_F0,0B0",
-            "cell 2: 0SEND_F0 is of a schedule that PyTorch has lowered; give the one with F, B, I "
-            'and W alone (`_dump_csv(file, format="compute_only")`)',
+            "cell 2: 0SEND_F0 belongs to a schedule that PyTorch has lowered; write it with F, B, I "
+            'and W only (`_dump_csv(file, format="compute_only")`)',
         ),
-        ("0UNSHARD,0F0", "cell 1: 0UNSHARD is of a schedule that PyTorch has lowered"),
+        ("0UNSHARD,0F0", "cell 1: 0UNSHARD belongs to a schedule that PyTorch has lowered"),
         (
             "0F0,(0F1;1B0)OVERLAP_F_B",
             "cell 2: (0F1;1B0)OVERLAP_F_B is two actions at a time; write them one after the",
         ),
         (
             "0F0,hello",
-            "line 1, cell 2: 'hello' is no action; write stage, F, B, I or W, and micro-batch, such as 1W2",
+            "line 1, cell 2: 'hello' is not an action; write stage, kind (F, B, I or W) and micro-batch, such as 1W2",
         ),
-        ("0F", "'0F' is no action"),
-        ("F0", "'F0' is no action"),
-        ("0F0;0B0", "'0F0;0B0' is no action"),
-        ("0F\u0663", "is no action"),
-        ("0F99999999999999999999", "is no action"),
-        ("0F0,0B0\n2F0,2B0", "has a stage 2 and none of number 1; stages count from 0 up"),
-        ("9999999F0,9999999B0", "has a stage 9999999 and none of number 0; stages count from 0 up"),
+        ("0F", "'0F' is not an action"),
+        ("F0", "'F0' is not an action"),
+        ("0F0;0B0", "'0F0;0B0' is not an action"),
+        ("0F\u0663", "is not an action"),
+        ("0F99999999999999999999", "is not an action"),
+        ("0F0,0B0\n2F0,2B0", "has stage 2 but no stage 1; number stages from 0"),
+        ("9999999F0,9999999B0", "has stage 9999999 but no stage 0; number stages from 0"),
     ],
 )
 def test_files_that_are_no_schedule_are_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -552,7 +559,7 @@ def test_files_that_are_no_schedule_are_refused(text: str, said: str, tmp_path: 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes.csv").write_bytes(bytes(range(256)))
-    with pytest.raises(ValueError, match="is no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         read_csv(tmp_path / "bytes.csv")
 
 

@@ -291,6 +291,8 @@ def test_a_table_that_hangs_is_refused() -> None:
         (Action("F", 0), Action("B", 0), Action("F", 0, 1)),
         (Action("F", 1, 1), Action("F", 1)),
     )
-    said = "rank 0 waits at position 1, with 0B0, for 1B0, rank 1 waits at position 0, with 1F1, for 0F1"
+    said = (
+        "rank 0 waits at position 1, in 0B0, for 1B0, rank 1 waits at position 0, in 1F1, for 0F1"
+    )
     with pytest.raises(ValueError, match=re.escape(said)):
         simulate(Table(waiting, (0, 1), 2), lambda action: 1.0)

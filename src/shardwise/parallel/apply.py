@@ -155,7 +155,7 @@ def rank_work(
     }
     splits = any(action.kind == "I" for action in table)
 
-    def between(context: Context) -> Tensor:
+    def stage_buffer(context: Context) -> Tensor:
         tokens = model.seams.part(context.microbatch.tokens)
         return torch.empty(
             *tokens.shape, model.config.hidden_size, dtype=context.dtype, device=tokens.device
@@ -166,9 +166,9 @@ def rank_work(
         piece_runs(model, kernels),
         names,
         context,
-        between,
+        stage_buffer,
         pieces[0].name,
-        repeated=frozenset(names) - {"embed", "head"} if recompute == "full" else frozenset(),
+        recomputed=frozenset(names) - {"embed", "head"} if recompute == "full" else frozenset(),
         deferred=frozenset(spec.name for spec in specs if splits and is_deferred(spec)),
     )
 

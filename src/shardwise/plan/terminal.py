@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from shardwise.parallel.pipeline.actions import Action
-from shardwise.parallel.pipeline.table import Memory, held
+from shardwise.parallel.pipeline.table import Memory, held_forwards
 from shardwise.plan.simulate import Timeline
 from shardwise.plan.svg import COLOURS, MEANINGS, RGB, chunk_of, shade
 
@@ -124,7 +124,9 @@ def figures(timeline: Timeline, memory: Memory) -> RichTable:
     }
     if memory.limit is not None:
         table = timeline.table
-        most = max(max(held(actions, memory.mem_w)) for actions in table.ranks) / table.chunks
+        most = (
+            max(max(held_forwards(actions, memory.mem_w)) for actions in table.ranks) / table.chunks
+        )
         found["most held / limit"] = f"{most:.4g} / {memory.limit * len(table.ranks):.4g}"
     figures = RichTable(box=SIMPLE_HEAD, show_edge=False)
     for name in found:

@@ -1,6 +1,6 @@
-"""Weights whose gradient waits. The backward of a product y = x W^T has two halves: dx = dy W, for
-which the stage before waits, and dW = dy^T x, for which nobody does. A zero-bubble schedule (Qi et
-al. 2023) does the second where a rank would idle."""
+"""Deferred weight gradients. The backward of a product y = x W^T has two halves: dx = dy W, which
+the previous stage waits for, and dW = dy^T x, which nothing waits for. A zero-bubble schedule (Qi
+et al. 2023) computes the second where a rank would idle."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.model.layers import Light, made_again
 
 
-class Owed(NamedTuple):
-    """What the gradient of a weight is made of: dy^T x."""
+class DeferredGradient(NamedTuple):
+    """The factors of a weight gradient dy^T x that is still to be computed."""
 
     name: str
     x: Tensor
@@ -25,20 +25,20 @@ class Owed(NamedTuple):
 
 @dataclass(frozen=True)
 class Deferred:
-    """Stands in for a weight in `linear`. Its backward gives dx and puts on `tape` what its own
-    gradient is made of."""
+    """A weight whose backward in `linear` returns dx and appends the factors of its own gradient to
+    `tape`."""
 
     name: str
     weight: Tensor
-    tape: list[Owed]
+    tape: list[DeferredGradient]
 
     def apply(self, x: Tensor | Light) -> Tensor:
-        make, inputs = (x.make, x.inputs) if isinstance(x, Light) else (as_it_is, (x,))
+        make, inputs = (x.make, x.inputs) if isinstance(x, Light) else (identity, (x,))
         y: Tensor = DeferredLinear.apply(make, self, *inputs)
         return y
 
 
-def as_it_is(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -57,5 +57,5 @@ class DeferredLinear(torch.autograd.Function):
         weight, *inputs = ctx.saved_tensors
         (dy,) = grads
         x, d_inputs = made_again(ctx.make, inputs, dy @ weight)
-        ctx.owner.tape.append(Owed(ctx.owner.name, x, dy))
+        ctx.owner.tape.append(DeferredGradient(ctx.owner.name, x, dy))
         return None, None, *d_inputs

@@ -1,8 +1,7 @@
-"""The schedules: in which order each rank of a pipeline takes forwards and backwards. Pure
-functions of sizes and costs, which docs/schedules.md describes with pictures. Imports no torch.
+"""Pipeline schedules: the order of forwards and backwards on each rank. Pure functions of sizes and
+costs, which docs/schedules.md describes with pictures. Imports no torch.
 
-p ranks, m micro-batches, v chunks; virtual stage s is on rank s % p, so that each rank has v of
-them.
+p ranks, m micro-batches, v chunks. Virtual stage s is on rank s % p, so each rank has v of them.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import get_args
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout, Schedule, nearest_multiple
-from shardwise.parallel.pipeline.actions import Action, accumulate, lower, stage_pieces
+from shardwise.parallel.pipeline.actions import Action, Kind, accumulate, lower, stage_pieces
 from shardwise.parallel.pipeline.table import EQUAL, NO_LIMIT, Costs, Memory, Table
 from shardwise.parallel.pipeline.zero_bubble import zb_auto, zb_h1, zb_h2
 
@@ -28,10 +27,13 @@ def pipeline_table(
     costs: Costs = EQUAL,
     memory: Memory = NO_LIMIT,
 ) -> Table:
-    """The table of a schedule, which a run executes, the planner prices and `shardwise schedule`
-    draws. `costs` and `memory` decide the order of zb-auto alone, whose limit is what 1f1b needs
-    where none is given. Raises ValueError for sizes that the schedule cannot do."""
-    check_request(name, stages, microbatches, chunks)
+    """Return the table of a schedule, which a run executes, the planner prices and `shardwise
+    schedule` draws.
+
+    `costs` and `memory` affect only zb-auto, whose default limit is the memory of 1f1b. Raises
+    ValueError for sizes that the schedule does not support.
+    """
+    check_sizes(name, stages, microbatches, chunks)
     p = stages
     m = microbatches
     v = chunks
@@ -43,10 +45,10 @@ def pipeline_table(
         ranks = [zb_h1(rank, p, m) for rank in range(p)]
     elif name == "interleaved":
         ranks = [interleaved(rank, p, m, v) for rank in range(p)]
+    elif name == "gpipe":
+        ranks = [gpipe(rank, m) for rank in range(p)]
     else:
-        ranks = [
-            gpipe(rank, m) if name == "gpipe" else one_f_one_b(rank, p, m) for rank in range(p)
-        ]
+        ranks = [one_f_one_b(rank, p, m) for rank in range(p)]
     return Table(tuple(map(tuple, ranks)), tuple(stage % p for stage in range(p * v)), m)
 
 
@@ -76,82 +78,81 @@ def rank_actions(
     one micro-batch after another, `num_microbatches` of them if given."""
     if layout.schedule is None:
         return tuple(accumulate(num_microbatches or layout.microbatches))
-    return layout_table(
+    table = cached_table(
         layout.schedule, layout.pp, layout.microbatches, layout.chunks, layout.memory_limit
-    ).ranks[rank]
+    )
+    return table.ranks[rank]
 
 
 @lru_cache(maxsize=8)
-def layout_table(
+def cached_table(
     name: Schedule, stages: int, microbatches: int, chunks: int, memory_limit: float | None
 ) -> Table:
-    """Kept, since every rank of a plan asks and zb-auto searches."""
+    """Return the table of a layout. Cached, since a plan needs it for every rank and zb-auto
+    searches."""
     return pipeline_table(name, stages, microbatches, chunks, memory=Memory(memory_limit))
 
 
-def check_request(name: str, p: int, m: int, v: int) -> None:
+def check_sizes(name: str, p: int, m: int, v: int) -> None:
+    """Raise ValueError if a schedule does not exist, or does not support these sizes."""
     if name not in get_args(Schedule):
-        raise ValueError(
-            f"there is no schedule {name!r}; there are {', '.join(get_args(Schedule))}"
-        )
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(get_args(Schedule))}")
     for what, number in (("stages", p), ("micro-batches", m), ("chunks", v)):
         if number < 1:
             raise ValueError(f"{what} must be at least 1, not {number}")
     if (num_actions := p * m * v * (3 if name.startswith("zb") else 2)) > MOST_ACTIONS:
         raise ValueError(
-            f"{num_actions:,} actions are too many; up to {MOST_ACTIONS:,} work, so fewer micro-batches"
+            f"{num_actions:,} actions are too many; up to {MOST_ACTIONS:,} work, so use fewer "
+            "micro-batches"
         )
     if (v > 1) != (name == "interleaved"):
-        other = "1f1b has one chunk" if name == "interleaved" else "interleaved takes chunks"
-        works = "2 or more" if name == "interleaved" else "1"
+        other = "1f1b has one chunk" if name == "interleaved" else "interleaved has several"
+        works = "2 or more work" if name == "interleaved" else "1 works"
         raise ValueError(
-            f"{name} cannot have {v} chunk{'s' * (v > 1)} a rank; {works} works, and {other}"
+            f"{name} cannot have {v} chunk{'s' * (v > 1)} per rank; {works}, and {other}"
         )
     if name == "interleaved" and m % p:
         multiple = nearest_multiple(m, p)
         raise ValueError(
-            f"interleaved needs micro-batches divisible by its {p} stages, not {m}; {multiple} works"
+            f"interleaved needs a multiple of its {p} stages as micro-batches, not {m}; "
+            f"{multiple} works"
         )
     if name == "zb-h2" and m < 2 * p - 1:
         raise ValueError(
-            f"zb-h2 needs at least 2p - 1 micro-batches, not {m}; {2 * p - 1} works, or zb-h1"
+            f"zb-h2 needs at least 2p - 1 micro-batches, not {m}; {2 * p - 1} works, or use zb-h1"
         )
 
 
 def gpipe(stage: int, m: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965)."""
-    forwards = forwards_of(stage, m)
-    backwards = backwards_of(stage, m)
-    return [*forwards, *backwards]
+    """Return all forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965)."""
+    return [*all_of("F", stage, m), *all_of("B", stage, m)]
 
 
 def one_f_one_b(stage: int, p: int, m: int) -> list[Action]:
-    """As many forwards as reach the last stage, then one backward after each forward (Narayanan et
-    al. 2019, arXiv 1806.03377; without flushes between steps it was PipeDream's)."""
-    return in_turns(forwards_of(stage, m), backwards_of(stage, m), warmup=p - 1 - stage)
+    """Return the forwards until the first reaches the last stage, then one backward after each
+    forward (Narayanan et al. 2019, arXiv 1806.03377, where PipeDream runs it without a flush at the
+    end of a step)."""
+    return alternate(all_of("F", stage, m), all_of("B", stage, m), warmup=p - 1 - stage)
 
 
 def interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """1F1B over v chunks a rank: p micro-batches go through a chunk before the next is taken,
-    backwards through the chunks in the opposite order (Narayanan et al. 2021, arXiv 2104.04473,
+    """Return 1F1B over v chunks per rank: p micro-batches pass through a chunk before the next
+    chunk begins, and backwards take the chunks in reverse (Narayanan et al. 2021, arXiv 2104.04473,
     section 2.2.2, in Megatron's order)."""
     turns = [(chunk, first + i) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
     forwards = [Action("F", chunk * p + rank, microbatch) for chunk, microbatch in turns]
     backwards = [Action("B", (v - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in turns]
-    return in_turns(forwards, backwards, warmup=2 * (p - 1 - rank) + (v - 1) * p)
+    return alternate(forwards, backwards, warmup=2 * (p - 1 - rank) + (v - 1) * p)
 
 
-def in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then a forward and a backward in turns, then the backwards that are
-    left."""
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+    """Return `warmup` forwards, then a forward and a backward in turn, then the remaining
+    backwards."""
     warmup = min(warmup, len(forwards))
     steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
-def forwards_of(stage: int, m: int) -> list[Action]:
-    return [Action("F", stage, microbatch) for microbatch in range(m)]
-
-
-def backwards_of(stage: int, m: int) -> list[Action]:
-    return [Action("B", stage, microbatch) for microbatch in range(m)]
+def all_of(kind: Kind, stage: int, m: int) -> list[Action]:
+    """Return the actions of one kind for all micro-batches of a stage."""
+    return [Action(kind, stage, microbatch) for microbatch in range(m)]

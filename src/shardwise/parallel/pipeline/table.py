@@ -1,6 +1,6 @@
-"""A pipeline schedule as a table: what every rank does, in which order. To replay it is to execute
-it with a clock in the place of a model: each rank takes its actions in order, and each action waits
-for its input. Imports no torch."""
+"""A pipeline schedule as a table of actions per rank. `replay` executes it with a clock instead of
+a model: each rank takes its actions in order, and each action waits for its input. Imports no
+torch."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from shardwise.parallel.pipeline.actions import Action, Kind
 
 Output = tuple[Kind, int, int]
-"""What an action leaves to others: ("F", stage, microbatch) its activations, ("B", ...) the
-gradient of its input."""
+"""A result that other actions wait for: ("F", stage, microbatch) are the activations of a stage,
+("B", stage, microbatch) is the gradient of its input."""
 
 SHORTEST = 1e-12
 LONGEST = 1e12
@@ -18,8 +18,8 @@ LONGEST = 1e12
 
 @dataclass(frozen=True)
 class Table:
-    """The actions of each rank of a pipeline in order, and the rank of each virtual stage. Nothing
-    here is checked: that a table can run is proven by `validate.validate`."""
+    """The actions of each rank of a pipeline in order, and the rank of each virtual stage. Not
+    checked: `validate.validate` proves that a table can run."""
 
     ranks: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
@@ -27,15 +27,21 @@ class Table:
 
     @property
     def chunks(self) -> float:
-        """Virtual stages a rank, which are whole numbers in every schedule but a user's own."""
+        """Virtual stages per rank: a whole number, except in some custom schedules."""
         return len(self.placement) / len(self.ranks)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """How long one whole stage takes, in any unit of time: a forward, the gradient of its input,
-    that of its weights, and a transfer between ranks. A backward that is not split takes tb + tw.
-    Raises ValueError for what is no time."""
+    """Times of one whole stage, in any unit. An unsplit backward takes tb + tw. Raises ValueError
+    for invalid times.
+
+    Attributes:
+        tf: a forward
+        tb: the gradient of the input
+        tw: the gradient of the weights
+        tc: a transfer between ranks
+    """
 
     tf: float = 1.0
     tb: float = 1.0
@@ -47,24 +53,23 @@ class Costs:
             cost = getattr(self, field.name)
             if not (cost == 0 or SHORTEST <= cost <= LONGEST):
                 raise ValueError(
-                    f"{field.name} must be 0, or a time from {SHORTEST:g} to {LONGEST:g}, not {cost:g}"
+                    f"{field.name} must be 0, or from {SHORTEST:g} to {LONGEST:g}, not {cost:g}"
                 )
         if self.microbatch <= 0:
             raise ValueError(
-                "tf, tb and tw are all 0, so there is nothing to schedule; one above 0 works"
+                "tf, tb and tw are all 0, so there is nothing to schedule; set one above 0"
             )
 
     @property
     def microbatch(self) -> float:
-        """The work of one micro-batch on one rank."""
+        """Time of one micro-batch on one rank."""
         return self.tf + self.tb + self.tw
 
     def seconds(self, chunks: float = 1) -> Callable[[Action], float]:
-        """What each action takes where a rank has that many chunks of a stage: a chunk takes its
-        part of the whole."""
-        whole = {"F": self.tf, "B": self.tb + self.tw, "I": self.tb, "W": self.tw}
-        each: dict[str, float] = {kind: cost / chunks for kind, cost in whole.items()}
-        return lambda action: each[action.kind]
+        """Return the time of each action where a stage is divided into `chunks` equal parts."""
+        stage = {"F": self.tf, "B": self.tb + self.tw, "I": self.tb, "W": self.tw}
+        chunk: dict[str, float] = {kind: cost / chunks for kind, cost in stage.items()}
+        return lambda action: chunk[action.kind]
 
 
 EQUAL = Costs()
@@ -72,11 +77,16 @@ EQUAL = Costs()
 
 @dataclass(frozen=True)
 class Memory:
-    """What activations a rank may hold: `limit` times the number of stages, in forwards of a whole
-    stage, or no limit. A forward counts 1 up to its B or I, and from I to W `mem_w`: what the
-    weights' gradients are made of, 32h of 34h + 5as bytes a token where scores of attention are
-    kept (Qi et al. 2023), 0.28 with h 4096, a 32 heads and s 2048. Raises ValueError for what
-    nothing can hold."""
+    """Limit of the activations that a rank holds, in forwards of a whole stage.
+
+    Attributes:
+        limit: the limit, times the number of stages; None: no limit
+        mem_w: what a forward counts from I to W, where until B or I it counts 1. These are the
+            inputs of the weights' gradients: 32h of 34h + 5as bytes per token where attention
+            scores are saved (Qi et al. 2023); 0.28 with h = 4096, a = 32 heads and s = 2048.
+
+    Raises ValueError for a limit that is not above 0, or a `mem_w` outside 0 to 1.
+    """
 
     limit: float | None = None
     mem_w: float = 0.28
@@ -88,7 +98,7 @@ class Memory:
             )
         if not 0 <= self.mem_w <= 1:
             raise ValueError(
-                f"what is held between I and W must be 0 to 1 of a forward, not {self.mem_w:g}"
+                f"mem_w, the share of a forward held from I to W, must be 0 to 1, not {self.mem_w}"
             )
 
 
@@ -96,9 +106,8 @@ NO_LIMIT = Memory()
 
 
 def needed(action: Action, last_stage: int) -> Output | None:
-    """The output that an action waits for, None for the first forward. What else it uses was waited
-    for before: where the gradient of the next stage's input is there, so is the forward of this
-    one."""
+    """Return the output that an action waits for, None for the first forward. Its other inputs are
+    there by then: the gradient from the next stage implies the forward of this one."""
     stage = action.stage
     microbatch = action.microbatch
     if action.kind == "F":
@@ -111,9 +120,12 @@ def needed(action: Action, last_stage: int) -> Output | None:
 def replay(
     table: Table, seconds: Callable[[Action], float], transfer_s: float = 0.0
 ) -> Iterator[tuple[int, Action, float, float]]:
-    """(rank, action, start, end) of every action, each after what it waits for: ranks keep their
-    order and start as soon as they can, and a transfer to another rank takes `transfer_s` without
-    holding either up. Raises ValueError at the end if ranks are left that wait for each other."""
+    """Yield (rank, action, start, end) of every action, after the actions that it waits for.
+
+    Ranks keep their order and start each action as soon as they can. A transfer to another rank
+    takes `transfer_s` and delays neither rank otherwise. Raises ValueError at the end if ranks wait
+    for each other.
+    """
     last_stage = len(table.placement) - 1
     placement = table.placement
     position = [0] * len(table.ranks)
@@ -132,17 +144,13 @@ def replay(
                 if source not in ended:
                     waiting.setdefault(source, []).append(rank)
                     break
-                start = max(
-                    start, ended[source] + (transfer_s if placement[source[1]] != rank else 0.0)
-                )
+                is_remote = placement[source[1]] != rank
+                start = max(start, ended[source] + (transfer_s if is_remote else 0.0))
             free_at[rank] = end = start + seconds(action)
             position[rank] += 1
             if action.kind != "W":
-                output: Output = (
-                    "F" if action.kind == "F" else "B",
-                    action.stage,
-                    action.microbatch,
-                )
+                what: Kind = "F" if action.kind == "F" else "B"
+                output = what, action.stage, action.microbatch
                 ended[output] = end
                 ready += waiting.pop(output, ())
             yield rank, action, start, end
@@ -151,7 +159,7 @@ def replay(
 
 
 def deadlock(table: Table, position: Sequence[int]) -> str:
-    """Who waits for whom, of the ranks that stand at these positions."""
+    """Return which rank waits for which, for ranks stuck at these positions."""
     stuck = [rank for rank, actions in enumerate(table.ranks) if position[rank] < len(actions)]
     chain = [stuck[0]]
     waits = list[str]()
@@ -161,17 +169,17 @@ def deadlock(table: Table, position: Sequence[int]) -> str:
         source = needed(table.ranks[rank][at], len(table.placement) - 1)
         assert source is not None, "the first forward waits for nothing"
         waits.append(
-            f"rank {rank} waits at position {at}, with {table.ranks[rank][at]}, for {Action(*source)}"
+            f"rank {rank} waits at position {at}, in {table.ranks[rank][at]}, for {Action(*source)}"
         )
         if (owner := table.placement[source[1]]) in chain:
             break
         chain.append(owner)
-    return f"no rank can go on: {', '.join(waits)}; what is waited for must come earlier"
+    return f"deadlock: {', '.join(waits)}; the awaited actions must come earlier"
 
 
-def held(actions: Sequence[Action], mem_w: float = 1.0) -> Iterator[float]:
-    """What a rank holds after each action, in forwards of a chunk: each from its F to its B, or to
-    its I and from there `mem_w` of it to its W. With 1 it is the number of forwards in flight."""
+def held_forwards(actions: Sequence[Action], mem_w: float = 1.0) -> Iterator[float]:
+    """Yield what a rank holds after each action, in forwards of a chunk: 1 from F to B or I, and
+    `mem_w` from I to W. With `mem_w` = 1 it is the number of forwards in flight."""
     whole = 0
     split = 0
     for action in actions:
@@ -181,7 +189,7 @@ def held(actions: Sequence[Action], mem_w: float = 1.0) -> Iterator[float]:
 
 
 def table_span(table: Table, costs: Costs) -> float:
-    """The longest time of one rank from its first action to its last."""
+    """Return the longest time of one rank from its first action to its last."""
     first = [math.inf] * len(table.ranks)
     last = [0.0] * len(table.ranks)
     for rank, _, start, end in replay(table, costs.seconds(table.chunks), costs.tc):

@@ -1,6 +1,6 @@
-"""Tables as CSV files in the form that PyTorch's pipelining reads and writes
-(torch.distributed.pipelining.schedules, `_load_csv` and `_dump_csv` with "compute_only"): a line a
-rank, a cell a step, `1F0` for the forward of micro-batch 0 through stage 1."""
+"""Tables as CSV files in the format of PyTorch's pipelining
+(torch.distributed.pipelining.schedules, `_load_csv` and `_dump_csv` with "compute_only"): one line
+per rank, one cell per step, `1F0` for the forward of micro-batch 0 through stage 1."""
 
 import re
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ MOST_BYTES = 100_000_000
 
 
 def csv_text(table: Table) -> str:
-    """Each action in the column of the step in which it comes where all take one step; idle steps
-    are empty cells."""
+    """Return a table as CSV: each action in the column of its step, where all actions take one
+    step. Idle steps are empty cells."""
     lines: list[list[str]] = [[] for _ in table.ranks]
     for rank, action, start, _ in replay(table, lambda action: 1.0):
         lines[rank] += [""] * (round(start) - len(lines[rank]))
@@ -28,12 +28,15 @@ def csv_text(table: Table) -> str:
 
 
 def read_csv(path: Path) -> Table:
-    """The table of a file, with the stages on the ranks that have them. A B whose micro-batch has a
-    W and no I is read as an I: PyTorch once wrote them so, as papers do. Raises ValueError for what
-    cannot be read; whether the table can run, `validate.validate` tells."""
+    """Return the table in a file, with each stage on the rank that has its actions.
+
+    A B whose micro-batch also has a W and no I is read as an I: PyTorch once wrote them so, as
+    papers do. Raises ValueError for a file that cannot be read; `validate.validate` checks that the
+    table can run.
+    """
     if (num_bytes := path.stat().st_size) > MOST_BYTES:
         raise ValueError(
-            f"{path} has {num_bytes:,} bytes; schedules of up to {MOST_BYTES:,} are read"
+            f"{path} has {num_bytes:,} bytes; schedules of up to {MOST_BYTES:,} bytes can be read"
         )
     lines = path.read_text(encoding="utf-8-sig", errors="replace").rstrip("\r\n").split("\n")
     ranks = [
@@ -45,11 +48,11 @@ def read_csv(path: Path) -> Table:
     missing = next(stage for stage in count() if stage not in placement)
     if missing < max(placement):
         raise ValueError(
-            f"{path} has a stage {max(placement)} and none of number {missing}; stages count from 0 up"
+            f"{path} has stage {max(placement)} but no stage {missing}; number stages from 0"
         )
     num_microbatches = 1 + max(action.microbatch for actions in ranks for action in actions)
     owners = tuple(placement[stage] for stage in range(len(placement)))
-    return Table(tuple(map(tuple, halved(ranks))), owners, num_microbatches)
+    return Table(tuple(map(tuple, with_split_backwards(ranks))), owners, num_microbatches)
 
 
 def read_line(line: str, where: str) -> list[Action]:
@@ -61,7 +64,7 @@ def read_line(line: str, where: str) -> list[Action]:
     ]
     if not actions:
         raise ValueError(
-            f"{where} is empty; a schedule has a line for each rank, such as 0F0,0F1,,0B0,0B1"
+            f"{where} is empty; a schedule has one line per rank, such as 0F0,0F1,,0B0,0B1"
         )
     return actions
 
@@ -71,22 +74,23 @@ def read_cell(cell: str, where: str) -> Action:
         return Action(KINDS[match[2]], int(match[1]), int(match[3]))
     if LOWERED.fullmatch(cell):
         raise ValueError(
-            f"{where}: {cell} is of a schedule that PyTorch has lowered; give the one with F, B, I and W alone "
-            '(`_dump_csv(file, format="compute_only")`), since transfers are put in here'
+            f"{where}: {cell} belongs to a schedule that PyTorch has lowered; write it with F, B, "
+            'I and W only (`_dump_csv(file, format="compute_only")`): transfers are added here'
         )
     if cell.endswith("OVERLAP_F_B"):
         raise ValueError(
-            f"{where}: {cell} is two actions at a time; write them one after the other, such as 0F1,1B0"
+            f"{where}: {cell} is two actions at a time; write one after the other, such as 0F1,1B0"
         )
     raise ValueError(
-        f"{where}: {cell[:40]!r} is no action; write stage, F, B, I or W, and micro-batch, such as 1W2"
+        f"{where}: {cell[:40]!r} is not an action; write stage, kind (F, B, I or W) and "
+        "micro-batch, such as 1W2"
     )
 
 
-def halved(ranks: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """With the Bs that have a W beside them, and no I, as Is."""
+def with_split_backwards(ranks: Sequence[Sequence[Action]]) -> list[list[Action]]:
+    """Return the actions with I in place of each B that has a W but no I."""
 
-    def those(kind: Kind) -> set[tuple[int, int]]:
+    def keys(kind: Kind) -> set[tuple[int, int]]:
         return {
             (action.stage, action.microbatch)
             for actions in ranks
@@ -94,10 +98,10 @@ def halved(ranks: Sequence[Sequence[Action]]) -> list[list[Action]]:
             if action.kind == kind
         }
 
-    split = those("W") - those("I")
+    split = keys("W") - keys("I")
 
-    def read_as(action: Action) -> Action:
-        half = action.kind == "B" and (action.stage, action.microbatch) in split
-        return replace(action, kind="I") if half else action
+    def as_split(action: Action) -> Action:
+        is_half = action.kind == "B" and (action.stage, action.microbatch) in split
+        return replace(action, kind="I") if is_half else action
 
-    return [[read_as(action) for action in actions] for actions in ranks]
+    return [[as_split(action) for action in actions] for actions in ranks]
