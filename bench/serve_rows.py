@@ -26,7 +26,7 @@ from profile_decode import stream_bytes_per_s
 from serve import read_arguments, run, tell, turns_parser, write_results
 from train import HERE, imports, machine, make_peers_environment, say
 
-from shardwise.formats.load import read_config
+from shardwise.formats.model_source import read_config
 from shardwise.formats.storage import quantized_forms
 from shardwise.layout import Layout
 from shardwise.measure.offline import ANSWER_TOKENS, PROMPT_TOKENS

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE, find_model, model_path
-from shardwise.formats.hub import is_whole
+from shardwise.formats.hub import is_complete
 from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.hardware import DEVICES, device_for, find_device
 
@@ -145,7 +145,7 @@ def test_a_whole_hub_model_is_used_where_it_lies(cache: Path, snapshot: Path) ->
 
 def test_an_unfinished_download_is_said_to_be_one(cache: Path) -> None:
     found = find_model(HUB_ID, cache_dir=cache, local_files_only=True)
-    with pytest.raises(ValueError, match="lacks weights or tokenizer"):
+    with pytest.raises(ValueError, match="lacks its weights or tokenizer"):
         model_path(found, cache_dir=cache, local_files_only=True)
 
 
@@ -159,20 +159,22 @@ def test_every_shard_of_an_index_counts(snapshot: Path) -> None:
     }
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     (snapshot / "model-00001-of-00002.safetensors").touch()
-    assert not is_whole(snapshot)
+    assert not is_complete(snapshot)
     (snapshot / "model-00002-of-00002.safetensors").touch()
-    assert is_whole(snapshot)
+    assert is_complete(snapshot)
     (snapshot / "tokenizer.json").unlink()
-    assert not is_whole(snapshot)
+    assert not is_complete(snapshot)
 
 
 def test_a_hub_id_that_the_cache_lacks(cache: Path) -> None:
-    with pytest.raises(ValueError, match="neither a folder here nor in the hub's local cache"):
+    with pytest.raises(
+        ValueError, match="neither a folder on this machine nor in the hub's local cache"
+    ):
         find_model("shardwise-tests/other", cache_dir=cache, local_files_only=True)
 
 
 def test_a_bad_hub_id(cache: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be fetched from the hub: Cannot have -- or"):
+    with pytest.raises(ValueError, match="cannot be downloaded: Cannot have -- or"):
         find_model("shardwise--tests/other", cache_dir=cache, local_files_only=True)
 
 
@@ -180,11 +182,14 @@ def test_a_bad_hub_id(cache: Path) -> None:
     ("word", "said"),
     [
         ("lama-3.1-8b", "the nearest names are llama-3.1-8b"),
-        ("zzz", "a model is a catalogue name (llama-3.1-8b), a count (70B), a Hugging Face folder"),
+        (
+            "zzz",
+            "a model is a catalogue name (llama-3.1-8b), a parameter count (70B), a Hugging Face folder",
+        ),
         ("", "a model is a catalogue name"),
-        ("./nowhere", "there is no such file or folder"),
-        ("a/b/c", "there is no such file or folder"),
-        ("missing.gguf", "there is no such file or folder"),
+        ("./nowhere", "does not exist; a model is"),
+        ("a/b/c", "does not exist; a model is"),
+        ("missing.gguf", "does not exist; a model is"),
     ],
 )
 def test_unknown_words(word: str, said: str) -> None:
@@ -211,7 +216,7 @@ def test_what_lies_there_but_is_no_model(tmp_path: Path) -> None:
 
 def test_a_shape_has_no_folder() -> None:
     for word in ("70B", "gpt2"):
-        with pytest.raises(ValueError, match="a shape without weights"):
+        with pytest.raises(ValueError, match="is only a shape, without weights"):
             model_path(find_model(word))
 
 

@@ -25,7 +25,6 @@ import shardwise.train.checkpoint as writing
 from memory import forget_peak, process_bytes
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
-from shardwise.formats.load import load_weights
 from shardwise.formats.run_checkpoint import (
     STATES,
     Checkpoint,
@@ -47,6 +46,7 @@ from shardwise.train.run import prepare_folder
 from shardwise.train.settings import Settings
 from shardwise.train.validate import validated_run
 from tiny_training import build_data, seeded, tiny_settings, whole
+from whole_weights import load_weights
 
 CPU = torch.device("cpu")
 State = dict[tuple[str, str], Tensor]

@@ -21,7 +21,7 @@ from shardwise.formats.huggingface.hf_config import (
     read_folder_config,
     to_hugging_face,
 )
-from shardwise.formats.synthetic import from_count, parse_count
+from shardwise.formats.synthetic import config_of_count, parse_count
 from shardwise.params import model_specs, num_params
 
 LLAMA = {
@@ -432,13 +432,13 @@ def test_a_broken_config_file_is_refused(content: bytes, tmp_path: Path) -> None
 @given(st.floats(6, 13))
 def test_a_count_is_met_within_a_twentieth_of_a_percent(exponent: float) -> None:
     count = round(10**exponent)
-    assert abs(num_params(model_specs(from_count(count))) - count) <= 0.0005 * count
+    assert abs(num_params(model_specs(config_of_count(count))) - count) <= 0.0005 * count
 
 
 @pytest.mark.parametrize("count", [0, 1, 5000, 10**15])
 def test_a_count_out_of_range_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match="1M to 10T work"):
-        from_count(count)
+        config_of_count(count)
 
 
 @pytest.mark.parametrize(

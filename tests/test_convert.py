@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shardwise.formats import convert as conversion
 from shardwise.formats.convert import compare_logits, convert, prompt_logits
 from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
-from shardwise.formats.load import read_config
+from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.params import model_specs, num_params
@@ -142,14 +142,14 @@ def test_different_models_do_not_compare_equal(tmp_path: Path) -> None:
 
 def test_a_folder_that_computes_something_else_does_not_stay(tmp_path: Path, monkeypatch) -> None:
     source = saved(tmp_path / "old", "llama")
-    original = conversion.whole_tensors
+    original = conversion.full_tensors
 
     def with_one_weight_off(*args: Any) -> Any:
         for name, tensor in original(*args):
             yield name, tensor * 1.01 if name == "blocks.1.down" else tensor
 
-    monkeypatch.setattr(conversion, "whole_tensors", with_one_weight_off)
-    assert "does not compute what" in refusal(lambda: convert(source, tmp_path / "new"))
+    monkeypatch.setattr(conversion, "full_tensors", with_one_weight_off)
+    assert "does not compute the same" in refusal(lambda: convert(source, tmp_path / "new"))
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.cli import main
 from shardwise.config import RopeScaling
-from shardwise.formats.convert import drawn_prompt, prompt_logits
+from shardwise.formats.convert import prompt_logits, random_prompt
 from shardwise.formats.gguf.gguf_blocks import choose_block_scales, to_blocks
 from shardwise.formats.gguf.gguf_config import config_metadata
 from shardwise.formats.gguf.gguf_file import read_gguf
@@ -30,7 +30,7 @@ from shardwise.formats.gguf.write_gguf_tokenizer import tokenizer_metadata
 from shardwise.formats.huggingface import compressed_tensors as compressed
 from shardwise.formats.huggingface.folder import write_folder
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.formats.load import read_config
+from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.bpe import PRE_TOKENIZERS, byte_level_bpe
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def assert_agrees(path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     config = read_config(path)
     ours = prompt_logits(path, config, torch.float32)
-    assert (ours - theirs(drawn_prompt(config)).logits).abs().max() <= TOLERANCE * ours.abs().max()
+    assert (ours - theirs(random_prompt(config)).logits).abs().max() <= TOLERANCE * ours.abs().max()
 
 
 # -- folders

@@ -12,11 +12,12 @@ from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.gguf.write_gguf import write_gguf
 from shardwise.formats.huggingface.folder import write_folder
 from shardwise.formats.huggingface.hf_config import read_config_json
-from shardwise.formats.load import load_weights, read_config
+from shardwise.formats.model_source import read_config
 from shardwise.layout import Layout
 from shardwise.params import model_specs
 from shardwise.quant.ggml_decode import read_tensor
 from tiny_models import tiny_model
+from whole_weights import load_weights
 
 CLONE = replace(
     LLAMA,

@@ -20,11 +20,14 @@ from transformers import AutoModelForCausalLM
 from shardwise.formats.huggingface import weight_files as files
 from shardwise.formats.huggingface.folder import FolderReader, write_folder
 from shardwise.formats.huggingface.hf_config import from_hugging_face, read_folder_config
-from shardwise.formats.load import load_weights, open_weights, read_config, strips
+from shardwise.formats.load import open_weights
+from shardwise.formats.model_source import read_config
+from shardwise.formats.reader import strips
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.layout import Layout
 from shardwise.params import Box, boxes, local_shape, model_specs
 from tiny_models import MODELS, VOCAB, our_weights, tiny_model
+from whole_weights import load_weights
 
 ONE = Layout().coord(0)
 
@@ -251,7 +254,7 @@ def test_strips_tile_a_box_in_whole_blocks(
         "part", (7 * block, *columns), (block, *(0 for _ in columns)), (rows * block, *columns)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.formats.load.STRIP_ELEMENTS", limit)
+        patch.setattr("shardwise.formats.reader.STRIP_ELEMENTS", limit)
         found = list(strips(box, block))
     if not math.prod(box.shape):
         assert not found

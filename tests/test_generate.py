@@ -336,8 +336,8 @@ def test_a_model_that_cannot_be_used_is_a_sentence(
     refused(tmp_path / "none.gguf", "there is no such file or folder")
     refused(tmp_path / "none", "there is no such file or folder")
     refused(tmp_path, "is not a model folder")
-    refused("gpt2", "gpt2 is a shape without weights; name a folder")
-    refused("7B", "7B is a shape without weights")
+    refused("gpt2", "'gpt2' is only a shape, without weights; name a folder")
+    refused("7B", "'7B' is only a shape, without weights")
     refused("smollm", "unknown model 'smollm'; the nearest names are smollm2")
     refused(folder / "config.json", "is a file, but not a .gguf file")
 

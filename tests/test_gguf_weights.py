@@ -12,14 +12,16 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from torch import Tensor
 
 from shardwise.config import RopeScaling
-from shardwise.formats import load
+from shardwise.formats.gguf import gguf_reader
 from shardwise.formats.gguf.gguf_config import llama3_divisors
-from shardwise.formats.load import load_weights, open_weights, read_config
+from shardwise.formats.load import open_weights
+from shardwise.formats.model_source import read_config
 from shardwise.layout import Layout
 from shardwise.params import ParamSpec, boxes, model_specs
 from shardwise.quant.ggml_decode import dequantize
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
+from whole_weights import load_weights
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -211,7 +213,7 @@ def test_a_rank_decodes_only_the_blocks_of_its_columns(tmp_path: Path, monkeypat
         decoded.append(raw.numel())
         return dequantize(raw, kind, shape)
 
-    monkeypatch.setattr(load, "dequantize", counted)
+    monkeypatch.setattr(gguf_reader, "dequantize", counted)
     out = [spec for spec in stored_specs(path) if spec.name.endswith("out")]
     load_weights(path, read_config(path), out, layout, layout.coord(1), torch.float32)
     assert (

@@ -104,7 +104,7 @@ def endpoint() -> Iterator[str]:
 
 FETCH = """
 import sys
-from shardwise.catalogue import find_model, model_path
+from shardwise.formats.catalogue import find_model, model_path
 try:
     found = find_model(sys.argv[1])
     print(found.kind, found.config.num_layers, model_path(found))
@@ -155,11 +155,11 @@ def test_a_hub_model_is_downloaded_once_and_only_what_is_read(
     [
         (
             "org/missing",
-            "org/missing: there is no such folder here and no such public model on the hub",
+            "org/missing is neither a folder on this machine nor a public model on the hub",
         ),
         ("org/gated", "org/gated is gated: accept its terms at https://huggingface.co/org/gated"),
-        ("org/other", "org/other is on the hub, but without a config.json"),
-        ("org/pickled", "org/pickled: the hub has no safetensors weights of it"),
+        ("org/other", "org/other has no config.json on the hub"),
+        ("org/pickled", "org/pickled has no safetensors weights on the hub"),
     ],
 )
 def test_what_the_hub_cannot_give_is_a_sentence(

@@ -16,14 +16,17 @@ from torch import Tensor
 
 from shardwise.cli import main
 from shardwise.config import ModelConfig
-from shardwise.formats import load
-from shardwise.formats.load import Reader, load_weights, open_weights, read_box, read_config
+from shardwise.formats import reader
+from shardwise.formats.load import open_weights
+from shardwise.formats.model_source import read_config
+from shardwise.formats.reader import Reader, read_box
 from shardwise.layout import Layout
 from shardwise.params import Box, ParamSpec, boxes_within, model_specs
 from shardwise.train.settings import to_toml
 from test_gguf_weights import write_gguf
 from tiny_models import tiny_model
 from tiny_training import build_data, tiny_settings
+from whole_weights import load_weights
 
 ONE = Layout()
 COORD = ONE.coord(0)
@@ -110,7 +113,7 @@ def test_a_rectangle_is_the_slice_of_the_whole(
     parts = [box for box, _ in boxes_within(spec, ONE, COORD, 0, spec.numel)]
     box = inside(data.draw(st.sampled_from(parts)), data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "STRIP_ELEMENTS", strip)
+        patch.setattr(reader, "STRIP_ELEMENTS", strip)
         assert torch.equal(read(path, spec, box), weights[spec.name][box.slices]), (spec.name, box)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
-from shardwise.formats.load import load_weights, read_config
+from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
@@ -24,6 +24,7 @@ from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
 from smollm2 import smollm2_gguf
 from tiny_models import VOCAB, our_weights, tiny_model
+from whole_weights import load_weights
 
 LOGITS = 1e-4  # of the largest logit, in fp32: the promise
 TINY_LOGITS = 5e-6  # of the largest logit, what two layers in fp32 do

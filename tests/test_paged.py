@@ -13,7 +13,7 @@ from torch import Tensor
 from engines import fill_with_anything
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.formats.load import load_weights, read_config
+from shardwise.formats.model_source import read_config
 from shardwise.kernels.kv_cache import KVPages, Vectors
 from shardwise.kernels.reference.batch_invariant import (
     Head,
@@ -38,6 +38,7 @@ from shardwise.params import model_specs
 from shardwise.quant.kv_dtype import KvDtype
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
+from whole_weights import load_weights
 
 DTYPES = (torch.float32, torch.bfloat16)
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # absolute, of averages of values below 4

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from engines import AsLeader, answers, drawn_tokens, engine_of, greedy, plain_logprobs, runner_of
-from shardwise.formats.load import read_config
+from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.registry import serving_kernels

@@ -16,7 +16,7 @@ from quantized_files import WRITERS, Tensors, awq, edit_tensors, gptq, quantize_
 from shardwise.cli import main
 from shardwise.formats.convert import convert
 from shardwise.formats.huggingface.hf_config import from_hugging_face
-from shardwise.formats.load import load_weights, read_config
+from shardwise.formats.model_source import read_config
 from shardwise.formats.storage import quantized_forms
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
@@ -29,6 +29,7 @@ from shardwise.plan import plan
 from shardwise.quant.weight import QuantizedWeight
 from shardwise.quantize.load_quantized import load_quantized
 from tiny_models import our_weights, tiny_model
+from whole_weights import load_weights
 
 STEM = "model.layers.1.mlp.down_proj"
 

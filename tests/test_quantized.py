@@ -20,7 +20,7 @@ from memory import peak_bytes
 from quantized_files import drawn_blocks
 from shardwise import LLM, SamplingParams
 from shardwise.cli import main
-from shardwise.formats.load import load_weights, read_config
+from shardwise.formats.model_source import read_config
 from shardwise.formats.storage import quantized_forms
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
@@ -46,6 +46,7 @@ from shardwise.serve.request import Ask
 from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
+from whole_weights import load_weights
 
 KINDS = [kind for kind, block in BLOCKS.items() if block.num_elements > 1]
 MIXED = {

@@ -21,7 +21,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.convert import prompt_logits
 from shardwise.formats.huggingface.folder import FolderReader
 from shardwise.formats.huggingface.hf_config import read_folder_config
-from shardwise.formats.load import read_config
+from shardwise.formats.model_source import read_config
 from shardwise.layout import AxisName, Layout
 from shardwise.parallel.apply import apply, read_weights
 from shardwise.parallel.launch import Place

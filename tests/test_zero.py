@@ -17,7 +17,7 @@ from torch import Tensor
 from memory import peak_bytes
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
-from shardwise.formats import load
+from shardwise.formats import reader
 from shardwise.formats.huggingface.folder import write_folder
 from shardwise.formats.load import open_weights
 from shardwise.layout import Layout
@@ -652,7 +652,7 @@ def first_on(
         patch.setattr(
             init, "BLOCK_ELEMENTS", 50
         )  # so that tiny tensors have many blocks and strips
-        patch.setattr(load, "STRIP_ELEMENTS", 70)
+        patch.setattr(reader, "STRIP_ELEMENTS", 70)
         for short in shorts:
             program, mesh = begin(rank, MODELS[family], short, "fp32", folder)
             found.append(whole(program.store, mesh, program.specs, "master"))

@@ -183,14 +183,13 @@ async def open_backend(args: argparse.Namespace) -> "AsyncGenerator[Backend, Non
         model = args.model or await first_model(args.url, args.api_key)
         yield HttpBackend(args.url, model, args.api_key)
         return
-    from shardwise.formats.load import read_config
+    from shardwise.formats.model_source import open_source, read_config
     from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
     from shardwise.serve.engine.remote import RemoteEngine
 
     settings = engine_settings(args)
-    engine = RemoteEngine(
-        settings, read_config(settings.model), load_tokenizer(settings.model), log
-    )
+    source = open_source(settings.model)
+    engine = RemoteEngine(settings, read_config(source), load_tokenizer(source), log)
     try:
         await engine.start()
         yield EngineBackend(engine)
@@ -200,12 +199,13 @@ async def open_backend(args: argparse.Namespace) -> "AsyncGenerator[Backend, Non
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """Return how to load MODEL. Raises ValueError if it cannot be served so."""
-    from shardwise.formats.catalogue import find_model, model_path
-    from shardwise.formats.load import read_config
+    from shardwise.formats.catalogue import find_model, model_source
+    from shardwise.formats.model_source import source_path
 
     if not args.model:
         raise ValueError("name a MODEL to load, or pass --url to measure a server")
-    path = model_path(find_model(args.model))
-    settings = EngineSettings(path, **given_values(args, EngineSettings))
-    check_model(settings, read_config(path))
+    found = find_model(args.model)
+    source = model_source(found)
+    settings = EngineSettings(source_path(source), **given_values(args, EngineSettings))
+    check_model(settings, found.config, source)
     return settings

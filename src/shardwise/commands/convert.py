@@ -136,7 +136,7 @@ def convert_quantized(
     dtype: "torch.dtype | None",
     advance: Advance,
 ) -> "Converted":
-    from shardwise.formats.load import read_config
+    from shardwise.formats.model_source import read_config
     from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
     from shardwise.parallel.launch import device_of
     from shardwise.quantize.export import check_plain, export

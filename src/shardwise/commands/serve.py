@@ -83,15 +83,15 @@ def default_model_name(model: str) -> str:
 
 def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelConfig, Tokenizer]":
     """Return what `RemoteEngine` needs. Raises ValueError if the model cannot be served so."""
-    from shardwise.formats.catalogue import find_model, model_path
-    from shardwise.formats.load import read_config
+    from shardwise.formats.catalogue import find_model, model_source
+    from shardwise.formats.model_source import source_path
     from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 
-    path = model_path(find_model(args.model))
+    found = find_model(args.model)
+    source = model_source(found)
     values = given_values(args, EngineSettings)
     if args.tp is not None:
         values["layout"] = Layout.parse(f"tp{args.tp}")
-    settings = EngineSettings(path, **values)
-    config = read_config(path)
-    check_model(settings, config)
-    return settings, config, load_tokenizer(path)
+    settings = EngineSettings(source_path(source), **values)
+    check_model(settings, found.config, source)
+    return settings, found.config, load_tokenizer(source)

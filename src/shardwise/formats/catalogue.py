@@ -1,4 +1,4 @@
-"""Which model is meant: a word on the command line becomes a `ModelConfig`."""
+"""MODEL on the command line: a word is resolved to a `ModelConfig` and its files."""
 
 import re
 from dataclasses import dataclass, replace
@@ -7,29 +7,32 @@ from typing import Literal
 
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.formats.gguf.gguf_config import config_from_gguf
-from shardwise.formats.gguf.gguf_file import read_gguf
+from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
 from shardwise.formats.hub import fetch_config, fetch_model
 from shardwise.formats.huggingface.hf_config import read_folder_config
-from shardwise.formats.synthetic import from_count, parse_count
+from shardwise.formats.synthetic import config_of_count, parse_count
 from shardwise.suggest import nearest
 
-Kind = Literal["gguf", "folder", "run", "count", "catalogue", "hub"]
+ModelKind = Literal["gguf", "folder", "run", "count", "catalogue", "hub"]
 
-WORDS = "a catalogue name (llama-3.1-8b), a count (70B), a Hugging Face folder, a .gguf file, a run folder, or org/name"
+EXPECTED_MODEL = (
+    "a catalogue name (llama-3.1-8b), a parameter count (70B), a Hugging Face folder, a .gguf "
+    "file, a run folder, or a hub id (org/name)"
+)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def gpt2(num_layers: int, hidden: int, heads: int) -> ModelConfig:
     return ModelConfig(
         "gpt2",
-        num_layers,
-        hidden,
-        4 * hidden,
-        heads,
-        heads,
-        hidden // heads,
-        50257,
-        1024,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        ffn_size=4 * hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab_size=50257,
+        max_positions=1024,
         tied=True,
         norm="layer",
         activation="gelu_tanh",
@@ -54,15 +57,15 @@ def llama(
 ) -> ModelConfig:
     return ModelConfig(
         "llama",
-        num_layers,
-        hidden,
-        ffn,
-        heads,
-        kv_heads,
-        hidden // heads,
-        vocab,
-        max_positions,
-        tied,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        ffn_size=ffn,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=vocab,
+        max_positions=max_positions,
+        tied=tied,
         rope_theta=rope_theta,
     )
 
@@ -70,13 +73,12 @@ def llama(
 def llama3(
     num_layers: int, hidden: int, ffn: int, heads: int, factor: float = 0, tied: bool = False
 ) -> ModelConfig:
-    """Llama 3 as released; with `factor`, the 131072 positions of 3.1 and 3.2."""
+    """Return a Llama 3 shape; with a RoPE `factor`, the context of 131,072 tokens of 3.1 and
+    3.2."""
     shape = llama(num_layers, hidden, ffn, heads, 8, 128256, 8192, tied, 500000.0)
-    return (
-        replace(shape, max_positions=131072, rope_scaling=RopeScaling("llama3", factor))
-        if factor
-        else shape
-    )
+    if not factor:
+        return shape
+    return replace(shape, max_positions=131072, rope_scaling=RopeScaling("llama3", factor))
 
 
 def qwen2(
@@ -88,40 +90,14 @@ def qwen2(
     vocab: int,
     tied: bool = False,
 ) -> ModelConfig:
-    """Qwen2.5 with the positions that it has before YaRN stretches them."""
-    return ModelConfig(
-        "qwen2",
-        num_layers,
-        hidden,
-        ffn,
-        heads,
-        kv_heads,
-        hidden // heads,
-        vocab,
-        32768,
-        tied,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        qkv_bias=True,
-    )
+    """Return a Qwen2.5 shape with its context length before YaRN extends it."""
+    shape = llama(num_layers, hidden, ffn, heads, kv_heads, vocab, 32768, tied, 1e6)
+    return replace(shape, family="qwen2", norm_eps=1e-6, qkv_bias=True)
 
 
 def qwen3(num_layers: int, hidden: int, ffn: int, heads: int, tied: bool = False) -> ModelConfig:
-    return ModelConfig(
-        "qwen3",
-        num_layers,
-        hidden,
-        ffn,
-        heads,
-        8,
-        128,
-        151936,
-        40960,
-        tied,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        qk_norm=True,
-    )
+    shape = llama(num_layers, hidden, ffn, heads, 8, 151936, 40960, tied, 1e6)
+    return replace(shape, family="qwen3", head_dim=128, norm_eps=1e-6, qk_norm=True)
 
 
 CATALOGUE: dict[str, ModelConfig] = {
@@ -140,16 +116,9 @@ CATALOGUE: dict[str, ModelConfig] = {
     "llama-3.1-405b": llama3(126, 16384, 53248, 128, factor=8),
     "llama-3.2-1b": llama3(16, 2048, 8192, 32, factor=32, tied=True),
     "llama-3.2-3b": llama3(28, 3072, 8192, 24, factor=32, tied=True),
-    "mistral-7b": ModelConfig(
-        "mistral",
-        32,
-        4096,
-        14336,
-        32,
-        8,
-        128,
-        32000,
-        32768,
+    "mistral-7b": replace(
+        llama(32, 4096, 14336, 32, 8, max_positions=32768),
+        family="mistral",
         sliding_window=4096,
         windowed_layers=frozenset(range(32)),
     ),
@@ -174,76 +143,91 @@ CATALOGUE: dict[str, ModelConfig] = {
 
 @dataclass(frozen=True)
 class FoundModel:
-    """What a MODEL word names. `path` is the file or folder on this machine; None for a bare
-    shape."""
+    """The model that MODEL on the command line refers to.
+
+    Attributes:
+        name: what to call it.
+        config: its shape.
+        kind: which kind of word it was.
+        path: the file or folder on this machine; None for a shape without weights.
+        gguf: the open file, if it is a .gguf file: its header is read once.
+    """
 
     name: str
     config: ModelConfig
-    kind: Kind
+    kind: ModelKind
     path: Path | None = None
+    gguf: Gguf | None = None
 
 
 def find_model(
     text: str, cache_dir: Path | None = None, local_files_only: bool = False
 ) -> FoundModel:
-    """Resolve a MODEL word. A path that exists wins, then a count, a catalogue name, a hub id.
+    """Resolve MODEL: an existing path first, then a count, a catalogue name, a hub id.
 
-    Of a hub model only `config.json` is fetched, and what the hub's local cache holds is used as it
-    is. `cache_dir` and `local_files_only` are those of huggingface_hub. Raises ValueError with one
-    sentence for what cannot be found or read.
+    Only the config.json of a hub model is downloaded, unless the local cache has it. `cache_dir`
+    and `local_files_only` are those of huggingface_hub. Raises ValueError, in one sentence, for
+    what cannot be found or read.
     """
     path = Path(text).expanduser()
     if text and path.exists():
-        return found_on_disk(text, path)
+        return _find_on_disk(text, path)
     count = parse_count(text)
     if count is not None:
-        return FoundModel(text.upper(), from_count(count), "count")
+        return FoundModel(text.upper(), config_of_count(count), "count")
     if text.lower() in CATALOGUE:
         return FoundModel(text.lower(), CATALOGUE[text.lower()], "catalogue")
-    if (
-        path.suffix == ".gguf"
-        or text.endswith("/")
-        or text.startswith(("/", "./", "../", "~"))
-        or text.count("/") > 1
-    ):
-        raise ValueError(f"{text}: there is no such file or folder")
+    if _looks_like_path(text):
+        raise ValueError(f"{text} does not exist; a model is {EXPECTED_MODEL}")
     if HUB_ID.fullmatch(text):
-        config_path = fetch_config(text, cache_dir, local_files_only)
-        return FoundModel(text, read_folder_config(config_path.parent), "hub", config_path.parent)
+        folder = fetch_config(text, cache_dir, local_files_only).parent
+        return FoundModel(text, read_folder_config(folder), "hub", folder)
     near = nearest(text.lower(), CATALOGUE)
     hint = f"the nearest names are {', '.join(near)}; a" if near else "a"
-    raise ValueError(f"unknown model {text!r}; {hint} model is {WORDS}")
+    raise ValueError(f"unknown model {text!r}; {hint} model is {EXPECTED_MODEL}")
 
 
-def found_on_disk(text: str, path: Path) -> FoundModel:
+def _looks_like_path(text: str) -> bool:
+    """Return True for what cannot be a hub id, `org/name`."""
+    has_path_prefix = text.startswith(("/", "./", "../", "~"))
+    return has_path_prefix or text.endswith((".gguf", "/")) or text.count("/") > 1
+
+
+def _find_on_disk(text: str, path: Path) -> FoundModel:
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(f"{text} is a file, but not a .gguf file; a model is {WORDS}")
-        return FoundModel(path.stem, config_from_gguf(read_gguf(path), text), "gguf", path)
+            raise ValueError(f"{text} is a file, but not a .gguf file; a model is {EXPECTED_MODEL}")
+        file = read_gguf(path)
+        return FoundModel(path.stem, config_from_gguf(file, text), "gguf", path, file)
     name = path.resolve().name
     if (path / "config.json").is_file():
         return FoundModel(name, read_folder_config(path), "folder", path)
     if (path / "model" / "config.json").is_file():
         return FoundModel(name, read_folder_config(path / "model"), "run", path)
     files = sorted(path.glob("*.gguf"))
-    hint = f"; name the file in it, {files[0]}" if files else "; a model is " + WORDS
+    hint = f"name the file in it, {files[0]}" if files else f"a model is {EXPECTED_MODEL}"
     raise ValueError(
-        f"{text} is not a model folder: it has neither config.json nor model/config.json{hint}"
+        f"{text} is not a model folder: it has neither config.json nor model/config.json; {hint}"
     )
 
 
 def model_path(
     found: FoundModel, cache_dir: Path | None = None, local_files_only: bool = False
 ) -> Path:
-    """The file or folder with the weights of `found`; a hub model is downloaded (config, tokenizer,
-    safetensors).
+    """Return the file or folder with the weights of a model; a hub model is downloaded.
 
-    Raises ValueError for a bare shape, which has none, and for a hub that cannot be reached.
+    Raises ValueError for a shape without weights, and if the download fails.
     """
     if found.kind == "hub":
         return fetch_model(found.name, cache_dir, local_files_only)
     if found.path is None:
         raise ValueError(
-            f"{found.name} is a shape without weights; name a folder, a .gguf file, a run, or org/name"
+            f"{found.name!r} is only a shape, without weights; name a folder, a .gguf file, a run "
+            "or a hub id (org/name)"
         )
     return found.path
+
+
+def model_source(found: FoundModel) -> Path | Gguf:
+    """Return the weights of a model as `model_path` does, but a .gguf file open."""
+    return found.gguf or model_path(found)

@@ -1,5 +1,5 @@
-"""Any model that can be read, written as a Hugging Face folder: and then proven, by reading it back
-and comparing."""
+"""Converting any model that can be read to a Hugging Face folder, verified by reloading it and
+comparing logits."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
+from shardwise.formats.gguf.gguf_file import Gguf
 from shardwise.formats.huggingface.folder import check_vacant, write_folder
-from shardwise.formats.load import Reader, kind_of, open_weights, read_config, read_param
+from shardwise.formats.load import open_weights
+from shardwise.formats.model_source import (
+    ModelSource,
+    open_source,
+    read_config,
+    source_kind,
+    source_path,
+)
+from shardwise.formats.reader import Reader, read_param
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.kernels.reference.attention import causal_attention
@@ -23,7 +32,7 @@ from shardwise.model.transformer import Transformer
 from shardwise.params import ParamSpec, model_specs, num_params
 
 Progress = Callable[[str, float], None]
-"""progress(what is being done, how much of it is done from 0 to 1)."""
+"""progress(phase, fraction): the fraction of the phase that is done, from 0 to 1."""
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -31,12 +40,18 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 PROMPT_TOKENS = 32
 TOLERANCE = 1e-4
+"""Of the largest logit."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written: file names, number of parameters, and the largest difference found between
-    logits."""
+    """What a conversion wrote.
+
+    Attributes:
+        files: their names.
+        params: number of parameters.
+        checked_logits: the largest difference between logits of source and destination.
+    """
 
     files: tuple[str, ...]
     params: int
@@ -49,103 +64,108 @@ def convert(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write the model at `source`, a folder, a `.gguf` file or a run, as the Hugging Face folder
-    `destination`.
+    """Write a model (a folder, a `.gguf` file or a run) as a Hugging Face folder.
 
-    `dtype` of None keeps the source's; quantized weights become bf16. The tokenizer comes along.
-    Ends by loading both and comparing logits in fp32. Raises ValueError for a source that cannot be
-    read, a destination that is in use, or logits that differ by more than 1e-4 of the largest; then
-    the destination is removed again.
+    `dtype` defaults to the source's; quantized weights become bf16. The tokenizer is written too.
+    Both models are then loaded and their logits compared in fp32. Raises ValueError for a source
+    that cannot be read, a destination that exists, or logits that differ by more than 1e-4 of the
+    largest; the destination is then removed.
     """
-    source = Path(source)
     destination = Path(destination)
-    report = progress or (lambda what, done: None)
-    config = read_config(source)
+    report = progress or (lambda phase, fraction: None)
+    opened = open_source(source)
+    config = read_config(opened)
     specs = model_specs(config)
     check_vacant(destination)
-    tokenizer, tokenizer_files = find_tokenizer(source)
-    with closing(open_weights(source, config)) as reader:
+    tokenizer, tokenizer_files = find_tokenizer(opened)
+    with closing(open_weights(opened, config)) as reader:
         dtype = dtype or reader.dtype
-        tensors = whole_tensors(reader, specs, dtype, report)
+        tensors = full_tensors(reader, specs, dtype, report)
         files = write_folder(destination, config, specs, tensors, dtype, tokenizer, tokenizer_files)
     try:
-        checked = compare_logits(source, destination, dtype, report)
+        difference = compare_logits(opened, destination, dtype, report)
     except ValueError:
         shutil.rmtree(destination)
         raise
-    return Converted(files, num_params(specs), checked)
+    return Converted(files, num_params(specs), difference)
 
 
-def find_tokenizer(source: Path) -> tuple[Tokenizer | None, list[Path]]:
-    """The source's tokenizer, as far as it has one that can be read, and the files to copy instead
+def find_tokenizer(source: ModelSource) -> tuple[Tokenizer | None, list[Path]]:
+    """Return the source's tokenizer, if it has one that can be read, and the files to copy instead
     of saving it."""
-    if kind_of(source) == "gguf":
+    if isinstance(source, Gguf) or source_kind(source) == "gguf":
         return load_tokenizer(source), []
-    if kind_of(source) == "run":
-        source = source / "model"
-    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    readable = any((source / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-    return load_tokenizer(source) if readable else None, files
+    folder = source_path(source)
+    if source_kind(source) == "run":
+        folder = folder / "model"
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    is_readable = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    return load_tokenizer(folder) if is_readable else None, files
 
 
-def whole_tensors(
+def full_tensors(
     reader: Reader, specs: tuple[ParamSpec, ...], dtype: torch.dtype, report: Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    done = 0
+    """Yield name and unsharded tensor of every stored parameter."""
+    num_read = 0
     total = num_params(specs)
     for spec in specs:
         if spec.tied_to is None:
             yield spec.name, read_param(reader, spec, Layout(), Layout().coord(0), dtype)
-            done += spec.numel
-            report("writing", done / total)
+            num_read += spec.numel
+            report("writing", num_read / total)
 
 
-def compare_logits(source: Path, destination: Path, dtype: torch.dtype, report: Progress) -> float:
-    """The largest difference between the logits of two models, the first rounded to `dtype`, for a
-    drawn prompt.
+def compare_logits(
+    source: ModelSource, destination: Path, dtype: torch.dtype, report: Progress
+) -> float:
+    """Return the largest difference between the logits of two models for a random prompt.
 
-    Both are computed in fp32. Raises ValueError above the tolerance.
+    Weights of the first are rounded to `dtype`; both compute in fp32. Raises ValueError above the
+    tolerance.
     """
     expected = prompt_logits(source, read_config(source), dtype)
     report("checking", 0.5)
     logits = prompt_logits(destination, read_config(destination), dtype)
     report("checking", 1.0)
-    return agreed(logits, expected, source, destination)
+    return largest_difference(logits, expected, source_path(source), destination)
 
 
-def agreed(logits: Tensor, expected: Tensor, source: Path, destination: Path) -> float:
-    """The largest difference. Raises ValueError above the tolerance."""
+def largest_difference(logits: Tensor, expected: Tensor, source: Path, destination: Path) -> float:
+    """Return the largest difference of logits. Raises ValueError above the tolerance."""
     difference = (logits - expected).abs().max().item()
     largest = expected.abs().max().item()
     if not difference <= TOLERANCE * largest:
         raise ValueError(
-            f"{destination} was written but does not compute what {source} does: logits differ by {difference:.3g}, "
-            f"and the largest is {largest:.3g}; it has been removed"
+            f"{destination} does not compute the same as {source} and has been removed: logits "
+            f"differ by {difference:.3g}, and the largest is {largest:.3g}"
         )
     return difference
 
 
 @torch.no_grad()
-def prompt_logits(path: Path, config: ModelConfig, dtype: torch.dtype) -> Tensor:
-    """Logits [1, T, V] in fp32 of a prompt that depends on the model's size alone."""
-    tokens = drawn_prompt(config)
-    with closing(open_weights(path, config)) as reader:
+def prompt_logits(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """Return logits [1, T, V] in fp32 of a random prompt, with weights rounded to `dtype`."""
+    tokens = random_prompt(config)
+    with closing(open_weights(source, config)) as reader:
         weights = StreamedWeights(reader, model_specs(config), dtype)
         return Transformer(config, REFERENCE).forward(
             weights, tokens, torch.arange(tokens.shape[1])[None], Causal(config, causal_attention)
         )
 
 
-def drawn_prompt(config: ModelConfig) -> Tensor:
+def random_prompt(config: ModelConfig) -> Tensor:
+    """Return token ids [1, T] that depend only on the model's size."""
     num_tokens = min(PROMPT_TOKENS, config.max_positions)
-    return torch.randint(
-        config.vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (1, num_tokens), generator=generator)
 
 
 class StreamedWeights(Mapping[str, Tensor]):
-    """A model's weights, each read when it is asked for, rounded to `dtype` and widened to fp32: no
-    more of a large model is in memory than the block that is computing."""
+    """The weights of a model, each read when it is used, rounded to `dtype` and widened to fp32.
+
+    Only the block that computes is in memory, however large the model.
+    """
 
     def __init__(self, reader: Reader, specs: tuple[ParamSpec, ...], dtype: torch.dtype) -> None:
         self._reader = reader
@@ -156,9 +176,9 @@ class StreamedWeights(Mapping[str, Tensor]):
         return name in self._specs
 
     def __getitem__(self, name: str) -> Tensor:
-        return read_param(
-            self._reader, self._specs[name], Layout(), Layout().coord(0), self._dtype
-        ).float()
+        spec = self._specs[name]
+        layout = Layout()
+        return read_param(self._reader, spec, layout, layout.coord(0), self._dtype).float()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)

@@ -1,22 +1,29 @@
-"""Models on the Hugging Face hub: what is in its local cache is used as it is, the rest is
-downloaded.
+"""Models on the Hugging Face hub: the local cache is used as it is, missing files are downloaded.
 
-huggingface_hub is imported by the functions that need it, so that a word that names no hub model
-does not wait for it.
+huggingface_hub is imported by the functions that need it, since its import takes long.
 """
 
-import json
 import socket
 from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
+from shardwise.formats.config_files import read_json_object
+
 MODEL_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", "*.jinja")
+WHAT_TO_DO = (
+    "check the name, the network (a proxy, HF_ENDPOINT), and where the cache is (HF_HOME), or name "
+    "a model folder"
+)
 
 
 def fetch_config(
     hub_id: str, cache_dir: Path | None = None, local_files_only: bool = False
 ) -> Path:
+    """Return the path of a model's config.json, from the cache or downloaded.
+
+    Raises ValueError, in one sentence, if that fails.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -25,25 +32,30 @@ def fetch_config(
             hf_hub_download(hub_id, "config.json", cache_dir=cache_dir, local_files_only=True)
         )
     except LocalEntryNotFoundError as error:
-        if local_files_only or not hub_in_reach():
-            raise hub_problem(hub_id, error) from error
+        if local_files_only or not can_reach_hub():
+            raise _hub_error(hub_id, error) from error
     except ValueError as error:
-        raise hub_problem(hub_id, error) from error
+        raise _hub_error(hub_id, error) from error
     try:
         return Path(hf_hub_download(hub_id, "config.json", cache_dir=cache_dir))
-    except Exception as error:  # the client's HTTP library, and so its errors, differ by version
-        raise hub_problem(hub_id, error) from error
+    except Exception as error:  # the HTTP client, and so its errors, differ by version
+        raise _hub_error(hub_id, error) from error
 
 
 def fetch_model(hub_id: str, cache_dir: Path | None = None, local_files_only: bool = False) -> Path:
+    """Return the folder of a model with its weights and tokenizer, from the cache or downloaded.
+
+    Raises ValueError, in one sentence, if that fails.
+    """
     from huggingface_hub import snapshot_download
 
     cached = fetch_config(hub_id, cache_dir, local_files_only).parent
-    if is_whole(cached):
+    if is_complete(cached):
         return cached
-    if local_files_only or not hub_in_reach():
+    if local_files_only or not can_reach_hub():
         raise ValueError(
-            f"{hub_id}: the hub's local cache lacks weights or tokenizer, and the hub is not reached"
+            f"{hub_id}: the local cache lacks its weights or tokenizer, and the hub cannot be "
+            f"reached; {WHAT_TO_DO}"
         )
     try:
         folder = snapshot_download(
@@ -53,31 +65,32 @@ def fetch_model(hub_id: str, cache_dir: Path | None = None, local_files_only: bo
             ignore_patterns=["*/*", "consolidated*"],
         )
     except Exception as error:
-        raise hub_problem(hub_id, error) from error
+        raise _hub_error(hub_id, error) from error
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError(
-            f"{hub_id}: the hub has no safetensors weights of it, and no other kind is read from there"
+            f"{hub_id} has no safetensors weights on the hub, the only kind that is downloaded"
         )
     return Path(folder)
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a snapshot has a tokenizer and every file of its weights."""
+def is_complete(folder: Path) -> bool:
+    """Return True if a snapshot in the cache has a tokenizer and every file of its weights."""
     index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
     if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    else:
-        files = {"model.safetensors"}
+        files = set(read_json_object(index)["weight_map"].values())
     has_tokenizer = any(
         (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
     )
     return has_tokenizer and all((folder / name).exists() for name in files)
 
 
-def hub_in_reach() -> bool:
-    """Whether the hub's name resolves, asked first because its client retries for half a minute
-    where there is no network. A proxy resolves names by itself, so with one the client has to
-    try."""
+def can_reach_hub() -> bool:
+    """Return True if the hub's host name resolves.
+
+    Checked before the client is called, which retries for half a minute without a network. A proxy
+    resolves names itself, so with one the client has to try.
+    """
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
@@ -88,8 +101,8 @@ def hub_in_reach() -> bool:
         return False
 
 
-def hub_problem(hub_id: str, error: Exception) -> ValueError:
-    """One sentence for each way in which a download fails."""
+def _hub_error(hub_id: str, error: Exception) -> ValueError:
+    """Return one sentence for each way in which a download fails."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -102,15 +115,17 @@ def hub_problem(hub_id: str, error: Exception) -> ValueError:
         return ValueError(f"{hub_id} is gated: accept its terms at {page}, then `hf auth login`")
     if isinstance(error, RepositoryNotFoundError):
         return ValueError(
-            f"{hub_id}: there is no such folder here and no such public model on the hub"
+            f"{hub_id} is neither a folder on this machine nor a public model on the hub; check "
+            "the name, or `hf auth login` for a private model"
         )
     if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-        return ValueError(f"{hub_id} is on the hub, but without a config.json")
+        return ValueError(f"{hub_id} has no config.json on the hub")
     if isinstance(error, LocalEntryNotFoundError | ConnectionError):
         return ValueError(
-            f"{hub_id} is neither a folder here nor in the hub's local cache, and the hub is not reached"
+            f"{hub_id} is neither a folder on this machine nor in the hub's local cache, and the "
+            f"hub cannot be reached; {WHAT_TO_DO}"
         )
     reason = str(error).strip().splitlines()
     return ValueError(
-        f"{hub_id} cannot be fetched from the hub: {reason[0] if reason else type(error).__name__}"
+        f"{hub_id} cannot be downloaded: {reason[0] if reason else type(error).__name__}"
     )

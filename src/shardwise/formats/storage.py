@@ -14,6 +14,7 @@ from shardwise.formats.huggingface.quantized_tensors import (
     stored_matrices,
 )
 from shardwise.formats.huggingface.weight_files import read_headers
+from shardwise.formats.model_source import ModelSource, source_path
 from shardwise.formats.tensor_names import TensorNames, fit_prefix, stored_parts, stored_shapes
 from shardwise.layout import Layout
 from shardwise.params import ParamSpec, model_specs
@@ -29,12 +30,18 @@ from shardwise.quant.scheme import (
 )
 
 
-def quantized_forms(path: Path | None, config: ModelConfig, layout: Layout, quant: str) -> Forms:
-    """The forms that `quant` asks for: those of the file or folder at `path`, or those of a scheme.
+def quantized_forms(
+    source: ModelSource | None, config: ModelConfig, layout: Layout, quant: str
+) -> Forms:
+    """The forms that `quant` asks for: those of the model at `source`, or those of a scheme.
     Raises ValueError for what is not known, is not stored quantized, or is so already, and for
     groups that the layout would cut."""
     return chosen_forms(
-        {} if path is None else kept_forms(path, config), path, config, layout, quant
+        {} if source is None else kept_forms(source, config),
+        None if source is None else source_path(source),
+        config,
+        layout,
+        quant,
     )
 
 
@@ -70,8 +77,11 @@ def check_forms(config: ModelConfig, forms: Forms, layout: Layout) -> None:
     check_cuts(model_specs(config), {name: form.group for (name, _), form in forms.items()}, layout)
 
 
-def kept_forms(path: Path, config: ModelConfig) -> Forms:
+def kept_forms(source: ModelSource, config: ModelConfig) -> Forms:
     """Those of the matrices that a GGUF file or a folder stores quantized; a run has none."""
+    if isinstance(source, Gguf):
+        return gguf_forms(source, config)
+    path = Path(source)
     if path.is_dir():
         return folder_forms(path, config) if (path / "config.json").is_file() else {}
     return gguf_forms(read_gguf(path), config)

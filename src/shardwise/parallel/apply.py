@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.formats.load import Reader, read_box
+from shardwise.formats.reader import Reader, read_box
 from shardwise.kernels.interface import CausalAttention, TrainingKernels
 from shardwise.kernels.training_registry import training_kernels
 from shardwise.layout import Layout

@@ -234,7 +234,7 @@ def chosen_forms(quant: str, found: FoundModel, mode: Mode | None, layout: Layou
     if mode == "train":
         raise ValueError("weights are quantized in serving; leave quant out of training")
     served = Layout(tp=layout.tp) if layout and serves(layout) else Layout()
-    return quantized_forms(found.path, found.config, served, quant)
+    return quantized_forms(found.gguf or found.path, found.config, served, quant)
 
 
 def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode | None) -> None:

@@ -18,10 +18,10 @@ from shardwise.formats.convert import (
     Converted,
     Progress,
     StreamedWeights,
-    agreed,
-    drawn_prompt,
     find_tokenizer,
+    largest_difference,
     prompt_logits,
+    random_prompt,
 )
 from shardwise.formats.families import family_of
 from shardwise.formats.gguf.gguf_config import config_metadata
@@ -31,7 +31,8 @@ from shardwise.formats.gguf.write_gguf_tokenizer import tokenizer_metadata
 from shardwise.formats.huggingface.folder import check_vacant, write_folder
 from shardwise.formats.huggingface.hf_config import read_config_json
 from shardwise.formats.huggingface.quantized_tensors import folder_format
-from shardwise.formats.load import kind_of, open_weights, read_config
+from shardwise.formats.load import open_weights
+from shardwise.formats.model_source import read_config, source_kind
 from shardwise.formats.tokenizers.tokenizer import check_vocabulary
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
@@ -76,7 +77,7 @@ def export(
     report("checking", 0.5)
     try:
         logits = prompt_logits(destination, read_config(destination), dtype)
-        difference = agreed(logits, passed.logits(), source, destination)
+        difference = largest_difference(logits, passed.logits(), source, destination)
     except ValueError:
         destination.unlink() if recipe.gguf else shutil.rmtree(destination)
         raise
@@ -87,7 +88,7 @@ def export(
 def check_plain(source: Path) -> None:
     """Raise ValueError for a model that is stored quantized."""
     kinds: set[str] = set()
-    if kind_of(source) == "gguf":
+    if source_kind(source) == "gguf":
         kinds = {
             tensor.kind
             for tensor in read_gguf(source).tensors.values()
@@ -139,7 +140,7 @@ def write(
         return write_folder(
             destination, config, specs, tensors, dtype, tokenizer, files, scheme=recipe.scheme
         )
-    if kind_of(source) == "gguf":
+    if source_kind(source) == "gguf":
         metadata = {
             key: each
             for key, each in read_gguf(source).metadata.items()
@@ -160,7 +161,7 @@ class Passed:
         self.config = config
         self.dtype = dtype
         self._decoder = Transformer(config, REFERENCE)
-        self._tokens = drawn_prompt(config)
+        self._tokens = random_prompt(config)
         self._positions = torch.arange(self._tokens.shape[1])[None]
         self._held: dict[str, Tensor | Quantized] = {}
         self._x: Tensor | None = None

@@ -4,13 +4,14 @@ plain at a time."""
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.formats.load import Reader, open_weights, read_box, read_param, strips
+from shardwise.formats.load import open_weights
+from shardwise.formats.model_source import ModelSource, source_path
+from shardwise.formats.reader import Reader, read_box, read_param, strips
 from shardwise.formats.storage import chosen_forms
 from shardwise.layout import Coord, Layout
 from shardwise.params import Box, ParamSpec, block_of, boxes
@@ -23,7 +24,7 @@ Weights = dict[str, Tensor | QuantizedWeight]
 
 
 def load_quantized(
-    path: str | Path,
+    source: ModelSource,
     config: ModelConfig,
     specs: Iterable[ParamSpec],
     layout: Layout,
@@ -37,8 +38,10 @@ def load_quantized(
     rank would hold. `specs` may be part of the model, as on a pipeline stage. Raises ValueError as
     `quantized_forms` does."""
     scheme = parse_quant(quant) if quant else None
-    with closing(open_weights(path, config)) as reader:
-        forms = chosen_forms(reader.forms, Path(path), config, layout, quant) if quant else {}
+    with closing(open_weights(source, config)) as reader:
+        forms = (
+            chosen_forms(reader.forms, source_path(source), config, layout, quant) if quant else {}
+        )
 
         def piece(spec: ParamSpec, box: Box) -> Piece:
             if scheme is not None:

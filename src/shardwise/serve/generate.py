@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.formats.load import read_config
+from shardwise.formats.model_source import open_source, read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.kernels.reference.serving import REFERENCE
@@ -61,12 +61,13 @@ def load_model(
 ) -> LoadedModel:
     """Load a Hugging Face folder, a GGUF file or a run whole, with its tokenizer; `quant` as in
     EngineSettings."""
-    config = read_config(path)
-    tokenizer = load_tokenizer(path)
+    source = open_source(path)
+    config = read_config(source)
+    tokenizer = load_tokenizer(source)
     check_vocabulary(tokenizer, config.vocab_size)
     one = Layout()
     weights = load_quantized(
-        path, config, model_specs(config), one, one.coord(0), dtype, quant, device
+        source, config, model_specs(config), one, one.coord(0), dtype, quant, device
     )
     return LoadedModel(config, weights, tokenizer, dtype, device)  # type: ignore[arg-type]  # `linear` takes both kinds
 

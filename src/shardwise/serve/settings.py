@@ -5,6 +5,7 @@ The flags of `shardwise serve`, `bench serve`, `generate` and `eval` are generat
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.config import ModelConfig
 from shardwise.kernels.spans import BLOCK_TOKENS
@@ -14,6 +15,9 @@ from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype
 from shardwise.quant.scheme import parse_quant
 from shardwise.serve.engine.scheduler import Limits
 from shardwise.setting import REQUIRED, setting
+
+if TYPE_CHECKING:
+    from shardwise.formats.model_source import ModelSource
 
 LEAST_BODY_BYTES = 1 << 20
 
@@ -129,13 +133,18 @@ class ServerSettings:
             )
 
 
-def check_model(settings: EngineSettings, config: ModelConfig) -> None:
-    """Raise ValueError, before any process is started, if this model cannot be served so."""
+def check_model(
+    settings: EngineSettings, config: ModelConfig, source: "ModelSource | None" = None
+) -> None:
+    """Raise ValueError, before any process is started, if this model cannot be served so.
+
+    `source` is the model of the settings, if it is already open.
+    """
     from shardwise.formats.storage import quantized_forms  # numpy, which --help does without
 
     check_shape(settings, config)
     if settings.quant is not None:
-        quantized_forms(settings.model, config, settings.layout, settings.quant)
+        quantized_forms(source or settings.model, config, settings.layout, settings.quant)
 
 
 def check_shape(settings: EngineSettings, config: ModelConfig) -> None:

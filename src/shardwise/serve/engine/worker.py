@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 
-from shardwise.formats.load import read_config
+from shardwise.formats.model_source import open_source, read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.model.layers import DTYPES
@@ -136,17 +136,18 @@ def start(
 ) -> Started:
     """Load the model and make pages of the memory that is left. Raises ValueError for what does not
     fit, with what does."""
-    config = read_config(settings.model)
+    source = open_source(settings.model)
+    config = read_config(source)
     check_shape(settings, config)
     max_len = settings.max_len or config.max_positions
     mesh = make_mesh(settings.layout, place.rank, place.device, config.num_kv_heads)
     dtype = DTYPES[settings.dtype]
     with phase("weights"):
-        tokenizer = load_tokenizer(settings.model)
+        tokenizer = load_tokenizer(source)
         check_vocabulary(tokenizer, config.vocab_size)
         coord = settings.layout.coord(place.rank)
         weights = load_quantized(
-            settings.model,
+            source,
             config,
             model_specs(config),
             settings.layout,

@@ -1,0 +1,36 @@
+"""A GGUF header, which holds the whole vocabulary, is read once per process of a server."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.commands.serve import describe_engine
+from shardwise.formats.gguf import gguf_file
+from shardwise.parallel.launch import Place
+from shardwise.serve.engine.worker import start
+from smollm2 import smollm2_gguf
+
+
+@pytest.mark.parametrize("quant", [None, "as-stored"])
+def test_starting_a_server_reads_the_header_twice(
+    quant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in the process of the server, once in that of the engine."""
+    reads: list[Path] = []
+    read_part = gguf_file._read_part
+
+    def counted(cursor: gguf_file._Cursor, part: int) -> object:
+        reads.append(cursor.path)
+        return read_part(cursor, part)
+
+    monkeypatch.setattr(gguf_file, "_read_part", counted)
+    flags = {"quant": quant} if quant else {}
+    args = Namespace(model=str(smollm2_gguf()), tp=None, kv_bytes=1 << 26, max_len=64, **flags)
+    settings, config, tokenizer = describe_engine(args)
+    assert len(reads) == 1
+    started = start(Place(0, 1, torch.device("cpu")), settings)
+    assert started.runner.config == config
+    assert started.tokenizer.vocab_size == tokenizer.vocab_size
+    assert len(reads) == 2
