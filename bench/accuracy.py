@@ -38,10 +38,10 @@ from shardwise.measure.perplexity import (
     row_logits,
 )
 from shardwise.parallel.mesh import make_mesh
-from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.format import QuantizedMatrix, dequantize
 from shardwise.quant.kv_dtype import KvDtype, vector_bytes
+from shardwise.quantize.quant_config import METHODS, Method, QuantConfig
 from shardwise.quantize.quantizer import Quantizer
-from shardwise.quantize.recipe import METHODS, Method, Recipe
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.train.calibration import calibration_text
@@ -129,7 +129,7 @@ def measure(task: Task, asked: Iterable[tuple[str, Sequence[Method]]]) -> Iterat
     yield Row("none", None, 16.0, likeness(task.model, task.model, task.held_out, task.context))
     for name, methods in asked:
         for method in methods:
-            quantized, bits = quantize(task, Recipe.parse(name, method))
+            quantized, bits = quantize(task, QuantConfig.parse(name, method))
             yield Row(
                 name, method, bits, likeness(quantized, task.model, task.held_out, task.context)
             )
@@ -184,16 +184,16 @@ def over_pages(
     return logits
 
 
-def quantize(task: Task, recipe: Recipe) -> tuple[LoadedModel, float]:
+def quantize(task: Task, quant_config: QuantConfig) -> tuple[LoadedModel, float]:
     """The model as it is when quantized, in plain numbers, and the bits that a weight of its blocks
     takes."""
-    quantizer = Quantizer(task.model.config, recipe, torch.bfloat16)
-    text = task.calibration if recipe.calibrated else None
+    quantizer = Quantizer(task.model.config, quant_config, torch.bfloat16)
+    text = task.calibration if quant_config.calibrated else None
     weights = {}
     num_bytes = 0
     num_weights = 0
     for name, value in quantizer.parameters(task.model.weights, text, lambda what, done: None):
-        if isinstance(value, Quantized):
+        if isinstance(value, QuantizedMatrix):
             num_bytes = num_bytes + value.num_bytes
             num_weights = num_weights + value.shape[0] * value.shape[1]
             value = dequantize(value, torch.float32)

@@ -41,8 +41,8 @@ from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs
 from shardwise.quant import format
-from shardwise.quant.dynamic import plain_in_fp64
-from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.dynamic import dequantize_fp64
+from shardwise.quant.format import QuantizedMatrix, dequantize
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme, quantizable
 from shardwise.quant.weight import QuantizedWeight
@@ -271,7 +271,7 @@ def check_codes(work: Work, dtype: torch.dtype, kv_dtype: KvDtype) -> Row:
     return Row(f"written as {kv_dtype}, {str(dtype)[6:]}", float(same), "", same)
 
 
-def quantized(name: str, num_out: int, num_in: int, device: torch.device) -> Quantized:
+def quantized(name: str, num_out: int, num_in: int, device: torch.device) -> QuantizedMatrix:
     return format.quantize(drawn((num_out, num_in), torch.float32, device), Scheme.parse(name))
 
 
@@ -283,7 +283,7 @@ def check_products(work: Work, kernels: ServingKernels) -> Iterator[Row]:
         head, table = kernels.pack_head(QuantizedWeight((held,)), dtype)
         x = drawn((300 if work.device.type == "cuda" else 40, num_in), dtype, work.device, 1)
         found = head.apply(x)
-        error = far(found, x.double() @ plain_in_fp64(held).t())
+        error = far(found, x.double() @ dequantize_fp64(held).t())
         told = f"product {num_in} -> {num_out}, {name}, {str(dtype)[6:]}"
         yield Row(told, error, "of the largest", error <= PRODUCT_ERROR)
         same = all(

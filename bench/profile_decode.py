@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.native.serving import PackedQuantized, PackedWeight
-from shardwise.model.layers import Attend, Light
+from shardwise.model.layers import Attend, RecomputedInput
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
 from shardwise.serve.engine.engine import Engine, Named
@@ -83,7 +83,7 @@ class TimedWeight:
     name: str
     clock: Clock
 
-    def apply(self, x: Tensor | Light) -> Tensor:
+    def apply(self, x: Tensor | RecomputedInput) -> Tensor:
         with self.clock.part(self.name):
             made: Tensor = self.weight.apply(x)
         return made

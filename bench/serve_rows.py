@@ -27,11 +27,11 @@ from serve import read_arguments, run, tell, turns_parser, write_results
 from train import HERE, imports, machine, make_peers_environment, say
 
 from shardwise.formats.model_source import read_config
-from shardwise.formats.storage import quantized_forms
+from shardwise.formats.storage import quantized_formats
 from shardwise.layout import Layout
 from shardwise.measure.offline import ANSWER_TOKENS, PROMPT_TOKENS
 from shardwise.params import model_specs
-from shardwise.quant.scheme import held_bytes, quantizable
+from shardwise.quant.scheme import quantizable, weight_bytes
 
 BARS = {
     "prefill_512": 2.0, "decode_1": 1.2, "decode_8": 1.8, "decode_32": 1.8,
@@ -233,12 +233,12 @@ def measure_limits(model: Path, quant: str | None = "as-stored") -> Limits:
     """Plain numbers, without `quant`, are multiplied at the rate of a product in bf16."""
     config = read_config(model)
     one = Layout()
-    forms = quantized_forms(model, config, one, quant) if quant else {}
+    formats = quantized_formats(model, config, one, quant) if quant else {}
     specs = [spec for spec in model_specs(config) if spec.tied_to is None]
     matrices = [
         spec for spec in specs if len(spec.shape) == 2 and (spec.name != "embed" or config.tied)
     ]
-    weight_bytes = sum(held_bytes(spec, one, one.coord(0), forms, 2) for spec in matrices)
+    weight_bytes = sum(weight_bytes(spec, one, one.coord(0), formats, 2) for spec in matrices)
     block_operations = 2 * sum(spec.numel for spec in matrices if quantizable(spec))
     head_operations = 2 * config.vocab_size * config.hidden_size
     rate = product_flops() * (2 if quant else 1)

@@ -17,17 +17,24 @@ from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
-from shardwise.model.layers import Causal, Light, linear
+from shardwise.model.layers import Causal, RecomputedInput, linear
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.params import model_specs
-from shardwise.quant.format import Quantized, choose_scales, codes_of, dequantize, encode, quantize
+from shardwise.quant.format import (
+    QuantizedMatrix,
+    choose_scales,
+    codes_of,
+    dequantize,
+    encode,
+    quantize,
+)
 from shardwise.quant.scheme import Scheme
 from shardwise.quantize.awq import NARROWER, clipped, input_scales, within_groups
 from shardwise.quantize.fold import folds
 from shardwise.quantize.gptq import DAMPING, gptq
+from shardwise.quantize.quant_config import QuantConfig
 from shardwise.quantize.quantizer import MATRICES, Quantizer
-from shardwise.quantize.recipe import Recipe
-from shardwise.quantize.statistics import InputStatistics, WatchedWeight
+from shardwise.quantize.statistics import InputStatistics, ObservedWeight
 from tiny_models import MODELS, our_weights, tiny_model
 
 SCHEMES = (
@@ -63,10 +70,10 @@ def statistics_of(x: Tensor) -> InputStatistics:
 def test_statistics_are_means_over_all_that_went_through() -> None:
     weight = drawn(6, 16)
     x = inputs(16)
-    watched = WatchedWeight(weight)
+    watched = ObservedWeight(weight)
     for piece in x.view(2, 50, 6, 16):
         assert torch.equal(linear(piece, watched), F.linear(piece, weight))
-    light = Light(lambda a: 2 * a, (x,))
+    light = RecomputedInput(lambda a: 2 * a, (x,))
     assert torch.equal(linear(light, watched), F.linear(2 * x, weight))
     found = watched.statistics()
     whole = torch.cat([x, 2 * x]).double()
@@ -82,7 +89,7 @@ def test_statistics_are_means_over_all_that_went_through() -> None:
 
 
 def test_activations_that_are_no_numbers_are_told_of() -> None:
-    watched = WatchedWeight(torch.ones(2, 4))
+    watched = ObservedWeight(torch.ones(2, 4))
     linear(torch.full((3, 4), torch.inf), watched)
     with pytest.raises(ValueError, match="activations that are infinite or no numbers"):
         watched.statistics()
@@ -215,7 +222,7 @@ def test_clipping_finds_the_best_range_of_each_group(name: str, seed: int) -> No
     found = clipped(weight, scheme, second)
     size = scheme.group or 256
 
-    def errors(quantized: Quantized) -> Tensor:
+    def errors(quantized: QuantizedMatrix) -> Tensor:
         """[N, G], of each group alone."""
         change = (dequantize(quantized, torch.float32) - weight).double().split(size, 1)
         blocks = [second.double()[at : at + size, at : at + size] for at in range(0, 256, size)]
@@ -301,19 +308,19 @@ def test_one_block_is_plain_at_a_time(name: str, method: str) -> None:
     model = tiny_model(name)
     config = from_hugging_face(model.config.to_dict())
     weights = OnLoan(our_weights(model))
-    recipe = Recipe.parse("int4-g32", method)
+    quant_config = QuantConfig.parse("int4-g32", method)
     seen = []
     progress = []
     text = (
         torch.randint(101, (9, 64), generator=torch.Generator().manual_seed(0))
-        if recipe.calibrated
+        if quant_config.calibrated
         else None
     )
-    parameters = Quantizer(config, recipe, torch.float32).parameters(
+    parameters = Quantizer(config, quant_config, torch.float32).parameters(
         weights, text, lambda *each: progress.append(each)
     )
     for key, value in parameters:
-        assert isinstance(value, Quantized) == (key.split(".")[-1] in MATRICES)
+        assert isinstance(value, QuantizedMatrix) == (key.split(".")[-1] in MATRICES)
         seen.append(key)
         del value
         blocks = {each.split(".")[1] for each in weights.held if each.startswith("blocks.")}
@@ -327,11 +334,13 @@ def test_a_block_sees_the_errors_of_those_before_it() -> None:
     model = tiny_model("qwen2")
     config = from_hugging_face(model.config.to_dict())
     weights = our_weights(model)
-    recipe = Recipe.parse("int3-g32", "gptq")
+    quant_config = QuantConfig.parse("int3-g32", "gptq")
     text = torch.randint(101, (6, 50), generator=torch.Generator().manual_seed(0))
-    made = dict(Quantizer(config, recipe, torch.float32).parameters(weights, text, lambda *_: None))
+    made = dict(
+        Quantizer(config, quant_config, torch.float32).parameters(weights, text, lambda *_: None)
+    )
     first = {
-        key: dequantize(value, torch.float32) if isinstance(value, Quantized) else value
+        key: dequantize(value, torch.float32) if isinstance(value, QuantizedMatrix) else value
         for key, value in made.items()
         if not key.startswith("blocks.1.")
     }
@@ -341,11 +350,11 @@ def test_a_block_sees_the_errors_of_those_before_it() -> None:
     rope = decoder.rope_tables(positions, torch.float32)
     x = decoder.block(x, 0, BlockWeights.of(first, 0), rope, Causal(config, causal_attention))
     into = decoder.norm(x, weights["blocks.1.norm1"]).flatten(0, 1)
-    wanted = gptq(weights["blocks.1.qkv"], recipe.scheme, into.t() @ into / len(into))
+    wanted = gptq(weights["blocks.1.qkv"], quant_config.scheme, into.t() @ into / len(into))
     found = made["blocks.1.qkv"]
-    assert isinstance(found, Quantized)
+    assert isinstance(found, QuantizedMatrix)
     assert (codes_of(found) != codes_of(wanted)).float().mean() <= 0.005  # sums in another order
-    rounded = quantize(weights["blocks.1.qkv"], recipe.scheme)
+    rounded = quantize(weights["blocks.1.qkv"], quant_config.scheme)
     assert (codes_of(found) != codes_of(rounded)).float().mean() > 0.05
 
 
@@ -355,12 +364,12 @@ def test_rounding_a_model_is_rounding_its_matrices() -> None:
     weights = our_weights(model)
     for name in ("int8", "int4z-g32", "fp8"):
         made = dict(
-            Quantizer(config, Recipe.parse(name), torch.float32).parameters(
+            Quantizer(config, QuantConfig.parse(name), torch.float32).parameters(
                 weights, None, lambda *_: None
             )
         )
         for key, value in made.items():
-            if isinstance(value, Quantized):
+            if isinstance(value, QuantizedMatrix):
                 wanted = quantize(weights[key], Scheme.parse(name))
                 assert torch.equal(value.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
             else:
@@ -372,7 +381,7 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
     config = from_hugging_face(model.config.to_dict())
     weights = our_weights(model)
     weights["blocks.1.down"][3, 3] = torch.nan
-    parameters = Quantizer(config, Recipe.parse("int8"), torch.float32).parameters(
+    parameters = Quantizer(config, QuantConfig.parse("int8"), torch.float32).parameters(
         weights, None, lambda *_: None
     )
     with pytest.raises(
@@ -397,5 +406,5 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
 )
 def test_recipes_that_are_not_known(name: str, method: str, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
-        Recipe.parse(name, method)
+        QuantConfig.parse(name, method)
     assert sentence in str(caught.value)

@@ -32,7 +32,7 @@ from shardwise.kernels.reference.attention import (
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
 from shardwise.model.layers import Attend
-from shardwise.model.loss import IGNORED
+from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel import apply as applied
 from shardwise.parallel import context
 from shardwise.parallel.apply import Program
@@ -310,8 +310,8 @@ def test_every_token_is_on_one_rank_and_padding_is_nobodys(
     for rank, mine in enumerate(parts):
         assert mine.tokens.shape == mine.targets.shape == mine.positions.shape == (2, size)
         at = own_tokens(num_tokens, layout, rank)
-        real = mine.targets[0] != IGNORED
-        assert torch.equal(at >= 0, real) and bool((mine.targets[:, ~real] == IGNORED).all())
+        real = mine.targets[0] != IGNORE_INDEX
+        assert torch.equal(at >= 0, real) and bool((mine.targets[:, ~real] == IGNORE_INDEX).all())
         assert bool((mine.positions >= 0).all()) and bool((mine.positions < num_tokens).all())
         seen += at[real].tolist()
         for name in ("tokens", "targets", "positions", "documents"):
@@ -326,7 +326,7 @@ def test_every_token_is_on_one_rank_and_padding_is_nobodys(
         mine_of = (
             chunks[rank] if layout.all_to_all else torch.cat([chunks[rank], chunks[-1 - rank]])
         )
-        assert torch.equal(at, mine_of.where(mine_of < num_tokens, IGNORED)), (
+        assert torch.equal(at, mine_of.where(mine_of < num_tokens, IGNORE_INDEX)), (
             "a chunk from either end"
         )
     assert sorted(seen) == list(range(num_tokens))
@@ -410,7 +410,7 @@ class Case:
             positions[:, 1:] -= starts.cummax(1).values
         return MicroBatch(
             window[:, :-1].contiguous(),
-            torch.where(kept, window[:, 1:], IGNORED),
+            torch.where(kept, window[:, 1:], IGNORE_INDEX),
             positions,
             documents,
         )
@@ -704,7 +704,7 @@ def alone(
 of_steps: dict[str, tuple[Case, Spoil]] = {
     "targets counted by every rank": (Case("cp2", "llama"), put(Mesh, "dp", Mesh.data)),
     "positions start anew": (Case("cp2", "llama"), put(applied, "local_part", local_positions)),
-    "padding has targets": (Case("cp2", "llama", 13), put(context, "IGNORED", 0)),
+    "padding has targets": (Case("cp2", "llama", 13), put(context, "IGNORE_INDEX", 0)),
     "documents are not told": (
         Case("cp2", "llama", text="packed"),
         put(applied, "make_attend", alone),

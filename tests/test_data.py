@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shardwise.cli import main
-from shardwise.model.loss import IGNORED
+from shardwise.model.loss import IGNORE_INDEX
 from shardwise.train import documents
 from shardwise.train.corpus import build, read_corpus, staged
 from shardwise.train.data import Batches, Order, TokenFile, held_out_batches
@@ -660,7 +660,7 @@ def test_separate_documents(lengths: list[int], seq_len: int) -> None:
                 num_targets += 1
             else:
                 assert microbatch.tokens[sample, t] == 999_999
-                assert microbatch.targets[sample, t] == IGNORED
+                assert microbatch.targets[sample, t] == IGNORE_INDEX
     assert batches[0].num_targets == num_targets
 
 
@@ -684,7 +684,7 @@ def test_held_out_is_read_once_in_order_by_ranks_in_step(
     ]
     targets = torch.cat([row.targets for row in rows])
     assert targets.shape == (num_batches * data_size * batch, 4)
-    assert (targets[num_samples:] == IGNORED).all()
+    assert (targets[num_samples:] == IGNORE_INDEX).all()
     stream = token_file.window(0, 4 * num_samples + 1).tolist()
     assert targets[:num_samples].flatten().tolist() == stream[1:]
     assert torch.cat([row.tokens for row in rows])[:num_samples].flatten().tolist() == stream[:-1]

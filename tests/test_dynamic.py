@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.quant import format
-from shardwise.quant.dynamic import STRETCH, dynamic_matmul, quantize_activations
+from shardwise.quant.dynamic import ACTIVATION_GROUP, dynamic_matmul, quantize_activations
 from shardwise.quant.format import codes_of, dequantize, quantize
 from shardwise.quant.scheme import Scheme
 
@@ -31,22 +31,22 @@ def test_activations_are_off_by_half_a_step(
 ) -> None:
     x = drawn(rows, columns, seed) * 10**scale
     codes, scales = quantize_activations(x)
-    num_stretches = -(-columns // STRETCH)
-    assert codes.dtype == torch.int8 and codes.shape == (rows, num_stretches, STRETCH)
+    num_stretches = -(-columns // ACTIVATION_GROUP)
+    assert codes.dtype == torch.int8 and codes.shape == (rows, num_stretches, ACTIVATION_GROUP)
     assert scales.dtype == torch.float32 and scales.shape == (rows, num_stretches, 1)
     back = (codes.float() * scales).flatten(1)
     assert (
         (back[:, :columns] - x).abs()
-        <= scales.repeat_interleave(STRETCH, 1)[:, :columns, 0] * 0.5001
+        <= scales.repeat_interleave(ACTIVATION_GROUP, 1)[:, :columns, 0] * 0.5001
     ).all()
     assert back[:, columns:].eq(0).all() and codes.abs().amax(-1).eq(127).all()
 
 
 def test_what_is_nothing_or_no_number() -> None:
-    x = torch.zeros(1, 4 * STRETCH)
-    x[0, STRETCH] = 1e-38
-    x[0, 2 * STRETCH] = torch.nan
-    x[0, 3 * STRETCH] = torch.inf
+    x = torch.zeros(1, 4 * ACTIVATION_GROUP)
+    x[0, ACTIVATION_GROUP] = 1e-38
+    x[0, 2 * ACTIVATION_GROUP] = torch.nan
+    x[0, 3 * ACTIVATION_GROUP] = torch.inf
     codes, scales = quantize_activations(x)
     assert codes[0, :2].eq(0).all() and scales[0, :2].eq(0).all()
     assert not (codes.float() * scales)[0, 2:].isfinite().any()
@@ -87,7 +87,7 @@ def test_the_product_is_near_that_of_plain_numbers(
     assert found.dtype == dtype and found.shape == (2, 3, 100)
     plain = dequantize(quantized, torch.float64)
     wanted = x.double() @ plain.t()
-    steps = quantize_activations(x)[1].double().repeat_interleave(STRETCH, -1).flatten(-2)
+    steps = quantize_activations(x)[1].double().repeat_interleave(ACTIVATION_GROUP, -1).flatten(-2)
     bound = steps / 2 @ plain.abs().t()
     assert ((found - wanted).abs() <= bound * 1.001 + wanted.abs() * torch.finfo(dtype).eps).all()
 

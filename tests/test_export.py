@@ -36,11 +36,11 @@ from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer, train_bpe
 from shardwise.params import model_specs
-from shardwise.quant.format import dequantize, quantize, rounded
+from shardwise.quant.format import dequantize, quantize, round_to_nearest
 from shardwise.quant.scheme import GGUF_SCHEMES, Scheme, quantizable
 from shardwise.quantize.export import export
+from shardwise.quantize.quant_config import METHODS, QuantConfig
 from shardwise.quantize.quantizer import Quantizer
-from shardwise.quantize.recipe import METHODS, Recipe
 from smollm2 import smollm2_gguf
 from tiny_models import MODELS, tiny_model
 
@@ -64,9 +64,9 @@ def drawn_text() -> Tensor:
 
 
 def exported(tmp_path: Path, source: Path, quant: str, method: str = "rtn") -> Path:
-    recipe = Recipe.parse(quant, method)
-    new = tmp_path / f"new{'.gguf' if recipe.gguf else ''}"
-    done = export(source, new, recipe, drawn_text() if recipe.calibrated else None)
+    quant_config = QuantConfig.parse(quant, method)
+    new = tmp_path / f"new{'.gguf' if quant_config.gguf else ''}"
+    done = export(source, new, quant_config, drawn_text() if quant_config.calibrated else None)
     assert done.checked_logits == 0.0
     assert done.params == sum(
         each.numel for each in model_specs(read_config(source)) if each.tied_to is None
@@ -141,7 +141,7 @@ def test_shards_hold_what_they_may(tmp_path: Path) -> None:
     config = read_config(source)
     weights = load_file(source / "model.safetensors")
     specs = model_specs(config)
-    quantizer = Quantizer(read_config(source), Recipe.parse("int4-g32"), torch.bfloat16)
+    quantizer = Quantizer(read_config(source), QuantConfig.parse("int4-g32"), torch.bfloat16)
     ours = {spec.name: torch.zeros(spec.shape) for spec in specs} | {
         "embed": weights["model.embed_tokens.weight"]
     }
@@ -186,7 +186,7 @@ def test_blocks_are_those_of_the_package(kind: str) -> None:
     scheme = Scheme.parse(GGUF_SCHEMES[kind])
     weight = torch.randn(9, 160, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.02
     weight[0, :64] = 0
-    quantized = rounded(weight, scheme, choose_block_scales)
+    quantized = round_to_nearest(weight, scheme, choose_block_scales)
     theirs = gguf.quants.dequantize(to_blocks(quantized).numpy(), gguf.GGMLQuantizationType[kind])
     assert torch.equal(torch.from_numpy(np.array(theirs)), dequantize(quantized, torch.float32))
     steps = quantized.scales.float().repeat_interleave(32, 1)
@@ -561,5 +561,5 @@ def test_a_file_that_computes_something_else_does_not_stay(
         "shardwise.formats.gguf.write_gguf.to_blocks", lambda q: to_blocks(q).flip(0)
     )
     with pytest.raises(ValueError, match="was written but does not compute what"):
-        export(source, tmp_path / "new.gguf", Recipe.parse("gguf:q8_0"))
+        export(source, tmp_path / "new.gguf", QuantConfig.parse("gguf:q8_0"))
     assert not (tmp_path / "new.gguf").exists()

@@ -32,8 +32,8 @@ from shardwise.measure.parity import (
     vanishes,
 )
 from shardwise.model.batch import MicroBatch
-from shardwise.model.init import generator_of
-from shardwise.model.loss import IGNORED
+from shardwise.model.init import seeded_generator
+from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel.apply import check_trainable
 from shardwise.parallel.launch import Place
 from shardwise.parallel.pipeline.actions import stage_pieces
@@ -109,7 +109,7 @@ def batch_of(case: Case, step: int) -> MicroBatch:
     targets: if all that each token saw were alike, gradients of queries and keys would be zero, and
     what is compared would be rounding.
     """
-    random = generator_of(case.trial.seed, "sequences", step)
+    random = seeded_generator(case.trial.seed, "sequences", step)
     vocab = case.trial.config.vocab_size
     num_sequences = case.trial.layout.dp * case.trial.layout.microbatches * case.rows
     ids = torch.randint(vocab, (num_sequences, case.length + 1), generator=random)
@@ -122,14 +122,14 @@ def batch_of(case: Case, step: int) -> MicroBatch:
     )
     places = torch.arange(case.length).expand_as(tokens)
     if not case.packed:
-        return MicroBatch(tokens, ids[:, 1:].where(has_target, IGNORED), places, None)
+        return MicroBatch(tokens, ids[:, 1:].where(has_target, IGNORE_INDEX), places, None)
     is_last = tokens < lowest
     is_first = is_last.roll(1, 1)
     is_first[:, 0] = True
     starts = places.where(is_first, 0).cummax(1).values
     return MicroBatch(
         tokens,
-        ids[:, 1:].where(has_target & ~is_last, IGNORED),
+        ids[:, 1:].where(has_target & ~is_last, IGNORE_INDEX),
         places - starts,
         is_first.cumsum(1),
     )
@@ -149,7 +149,9 @@ def part_of(batch: MicroBatch, layout: Layout, data_rank: int) -> Batch:
         )
         for part in parts
     )
-    return Batch(microbatches, sum(int((each.targets != IGNORED).sum()) for each in microbatches))
+    return Batch(
+        microbatches, sum(int((each.targets != IGNORE_INDEX).sum()) for each in microbatches)
+    )
 
 
 Shares = dict[str, list[tuple[Box, Tensor]]]

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from memory import peak_bytes
 from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.model import loss
-from shardwise.model.loss import IGNORED, cross_entropy, cross_entropy_naive
+from shardwise.model.loss import IGNORE_INDEX, cross_entropy, cross_entropy_naive
 
 FP32 = 1e-6  # of the largest element, or of 1 where products of that size cancel, against the definition in fp64
 BF16 = 1e-2  # of the largest element of a gradient, or of 1: logits, gradients and sums of chunks round to 8 bits
@@ -45,7 +45,7 @@ def with_gradients(
 def definition(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """`cross_entropy_naive` without its rounding of the logits to fp32."""
     log_p = (x @ weight.T).log_softmax(-1)
-    has_target = targets != IGNORED
+    has_target = targets != IGNORE_INDEX
     aimed = log_p.gather(-1, targets.where(has_target, 0)[..., None])[..., 0]
     return -aimed.where(has_target, 0).sum()
 
@@ -88,14 +88,16 @@ def test_any_size_and_chunking_is_the_definition(
     scale: float,
 ) -> None:
     x, weight, targets = drawn(rows, width, vocab, seed)
-    targets[torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < ignored] = IGNORED
+    targets[torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < ignored] = (
+        IGNORE_INDEX
+    )
     with patch.multiple(loss, SOFTMAX_BYTES=softmax_bytes, PRODUCT_BYTES=product_bytes):
         assert_is_definition(x, weight, targets, scale)
 
 
 def test_naive_is_the_definition() -> None:
     x, weight, targets = drawn(50, 16, 101)
-    targets[::7] = IGNORED
+    targets[::7] = IGNORE_INDEX
     wanted = with_gradients(definition, x.double(), weight.double(), targets)
     assert_close(with_gradients(cross_entropy_naive, x, weight, targets), wanted, FP32)
 
@@ -144,7 +146,7 @@ def test_strides_do_not_matter() -> None:
 @pytest.mark.parametrize("rows", [1, 100])
 def test_bf16_is_the_definition_to_its_own_rounding(rows: int) -> None:
     x, weight, targets = drawn(rows, 64, 999)
-    targets[3:20:5] = IGNORED
+    targets[3:20:5] = IGNORE_INDEX
     x = x.bfloat16()
     weight = weight.bfloat16()
     wanted = with_gradients(definition, x.double(), weight.double(), targets)
@@ -182,7 +184,7 @@ def test_a_hopeless_target_costs_its_distance() -> None:
 
 def test_all_ignored_is_zero_with_zero_gradients() -> None:
     x, weight, _ = drawn(10, 4, 7)
-    total, dx, dw = with_gradients(cross_entropy, x, weight, torch.full((10,), IGNORED))
+    total, dx, dw = with_gradients(cross_entropy, x, weight, torch.full((10,), IGNORE_INDEX))
     assert total == 0 and not dx.any() and not dw.any()
 
 

@@ -36,7 +36,7 @@ from shardwise.kernels.serving_interface import AttentionShape, ServingKernels
 from shardwise.kernels.spans import Span
 from shardwise.kernels.training_registry import training_kernels
 from shardwise.quant.dynamic import dynamic_matmul
-from shardwise.quant.format import Quantized, dequantize, quantize
+from shardwise.quant.format import QuantizedMatrix, dequantize, quantize
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme
 from shardwise.quant.weight import QuantizedTable, QuantizedWeight
@@ -177,7 +177,7 @@ def test_a_quantized_product_is_as_defined_and_a_row_has_the_same_bits_alone(
     )
 
 
-def with_numbers(held: Quantized, scales: torch.dtype, minima: bool) -> Quantized:
+def with_numbers(held: QuantizedMatrix, scales: torch.dtype, minima: bool) -> QuantizedMatrix:
     """The same codes with scales of another dtype and, where they have offsets, minima in place of
     zero points."""
     zeros = held.zeros
@@ -289,11 +289,11 @@ def test_a_rank_may_hold_nothing_of_an_mlp(native: NativeServing) -> None:
     assert y.shape == (2, 3, 0) and torch.autograd.grad(y.sum(), inner)[0].shape == (2, 3, 0)
 
 
-def empty_codes(weight: Tensor) -> Quantized:
+def empty_codes(weight: Tensor) -> QuantizedMatrix:
     """In groups: of no columns there are none."""
     num_rows, num_columns = weight.shape
     codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
-    return Quantized(
+    return QuantizedMatrix(
         Scheme.parse("int8-g32"),
         (num_rows, num_columns),
         codes,

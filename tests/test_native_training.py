@@ -23,8 +23,8 @@ from shardwise.kernels.training_registry import native_training_kernels
 from shardwise.layout import Layout
 from shardwise.model import loss
 from shardwise.model.chunks import PRODUCT_BYTES
-from shardwise.model.loss import IGNORED, Block, cross_entropy, local_targets
-from shardwise.model.seams import UNCUT, Seams
+from shardwise.model.loss import IGNORE_INDEX, VocabShard, cross_entropy, local_targets
+from shardwise.model.seams import UNSHARDED, Seams
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.context import make_attend
 from shardwise.parallel.mesh import make_mesh
@@ -277,7 +277,7 @@ def test_norm_shows_what_is_no_number(native: NativeTraining) -> None:
 def logits_of(num_rows: int, num_columns: int, seed: int) -> tuple[Tensor, Tensor]:
     logits = 3 * torch.randn(num_rows, num_columns, generator=seeded(seed))
     targets = torch.randint(num_columns, (num_rows,), generator=seeded(seed + 1))
-    targets[torch.rand(num_rows, generator=seeded(seed)) < 0.3] = IGNORED
+    targets[torch.rand(num_rows, generator=seeded(seed)) < 0.3] = IGNORE_INDEX
     return logits.to(BF16), targets
 
 
@@ -297,13 +297,13 @@ def test_loss_and_gradient_of_logits(
     logits, targets = logits_of(num_rows, num_columns, seed)
     exact = logits.double()
     log_p = exact.log_softmax(-1)
-    has_target = (targets != IGNORED)[:, None]
+    has_target = (targets != IGNORE_INDEX)[:, None]
     at = targets[:, None].where(has_target, 0)
     one = torch.zeros_like(exact).scatter_(1, at, 1.0)
     padded = torch.cat((logits, torch.full((num_rows, padding), torch.nan, dtype=BF16)), 1)
     if gaps:
         padded = torch.cat((padded, torch.zeros_like(padded)), 1)[:, : num_columns + padding]
-    local = local_targets(targets, Block(UNCUT, num_columns + padding, num_columns))
+    local = local_targets(targets, VocabShard(UNSHARDED, num_columns + padding, num_columns))
     total = NativeTraining.of(name).cross_entropy_grad_(padded, local, True)
     wanted = -(log_p.gather(1, at) * has_target).sum()
     assert (total - wanted).abs() <= 1e-5 * wanted.abs().clamp(min=1)
@@ -324,15 +324,15 @@ def test_loss_of_a_block_of_the_vocabulary(native: NativeTraining) -> None:
     top = exact.amax(-1, keepdim=True)
     for rank, mine in enumerate(logits.split(45, 1)):
         theirs = exact.split(45, 1)[1 - rank]
-        is_there = (aimed // 45 == 1 - rank) & (targets != IGNORED)[:, None]
+        is_there = (aimed // 45 == 1 - rank) & (targets != IGNORE_INDEX)[:, None]
         their_sums = (theirs - top).exp().sum(-1, keepdim=True)
         told = torch.cat((their_sums, (exact.gather(1, aimed) - top).where(is_there, 0)), 1).float()
         peaks = theirs.amax(-1, keepdim=True).float()
         seams = Seams()
-        seams.rank = rank
-        seams.highest = lambda x, peaks=peaks: torch.maximum(x, peaks, out=x)  # type: ignore[method-assign]
-        seams.total = lambda x, told=told: x.add_(told)  # type: ignore[method-assign]
-        local = local_targets(targets, Block(seams, 45, 90))
+        seams.vocab_rank = rank
+        seams.max = lambda x, peaks=peaks: torch.maximum(x, peaks, out=x)  # type: ignore[method-assign]
+        seams.sum = lambda x, told=told: x.add_(told)  # type: ignore[method-assign]
+        local = local_targets(targets, VocabShard(seams, 45, 90))
         found = mine.clone()
         other = mine.clone()
         total = native.cross_entropy_grad_(found, local, True)
@@ -344,7 +344,7 @@ def test_loss_of_a_block_of_the_vocabulary(native: NativeTraining) -> None:
 
 def test_loss_without_a_gradient_leaves_the_logits(native: NativeTraining) -> None:
     logits, targets = logits_of(5, 70, 1)
-    local = local_targets(targets, Block(UNCUT, 70, 70))
+    local = local_targets(targets, VocabShard(UNSHARDED, 70, 70))
     before = logits.clone()
     total = native.cross_entropy_grad_(logits, local, False)
     assert torch.equal(logits, before) and torch.equal(
@@ -359,7 +359,9 @@ def test_logits_that_are_no_numbers_show(native: NativeTraining) -> None:
     logits[2, 5] = torch.inf
     logits[4] = -math.inf
     logits[4, 3] = 9
-    total = native.cross_entropy_grad_(logits, local_targets(targets, Block(UNCUT, 70, 70)), True)
+    total = native.cross_entropy_grad_(
+        logits, local_targets(targets, VocabShard(UNSHARDED, 70, 70)), True
+    )
     assert total.isnan() and logits[1].isnan().all() and logits[2].isnan().any()
     assert not logits[[0, 3, 5]].isnan().any() and not logits[4].any(), (
         "a row that is certain has no gradient"
@@ -371,7 +373,9 @@ def test_a_target_outside_the_vocabulary_is_an_error(native: NativeTraining, tar
     logits, targets = logits_of(5, 70, 1)
     targets[2] = target
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        native.cross_entropy_grad_(logits, local_targets(targets, Block(UNCUT, 70, 70)), True)
+        native.cross_entropy_grad_(
+            logits, local_targets(targets, VocabShard(UNSHARDED, 70, 70)), True
+        )
 
 
 def test_the_whole_loss_in_chunks(native: NativeTraining, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +426,7 @@ def test_threads_change_nothing(native: NativeTraining) -> None:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             logits, targets = logits_of(30, 500, 1)
-            total = of(logits, local_targets(targets, Block(UNCUT, 500, 500)), True)
+            total = of(logits, local_targets(targets, VocabShard(UNSHARDED, 500, 500)), True)
             attended = with_gradients(native.attention, inputs, torch.ones_like(inputs[0]))
             found.append(
                 [*attended, *results(versions(native, "norm"), 2, normed, dy), total, logits]
@@ -447,7 +451,7 @@ def test_a_block_saves_what_is_planned(native: NativeTraining, model: str, short
         for name, each in whole.items()
         if name.startswith("blocks.0")
     }
-    decoder = Transformer(config, kernels, UNCUT, layout.recompute == "selective")
+    decoder = Transformer(config, kernels, UNSHARDED, layout.recompute == "selective")
     x = torch.randn(3, 8, 64, generator=seeded(1)).to(BF16).requires_grad_()
     rope = decoder.rope_tables(torch.arange(8).expand(3, -1), BF16)
     attend = make_attend(config, layout, make_mesh(layout, 0, CPU, 2).cp, None, kernels.attention)

@@ -38,7 +38,7 @@ from shardwise.measure.parity import (
     ratio,
     vanishes,
 )
-from shardwise.model.loss import IGNORED
+from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel import mesh as mesh_module
 from shardwise.parallel.fsdp import FsdpStore
 from shardwise.parallel.launch import Place
@@ -445,8 +445,14 @@ def test_batches(trial: Trial, step: int) -> None:
     tokens, targets = draw_batch(trial, step)
     assert tokens.shape == targets.shape == (layout.dp * layout.microbatches * 2, 32)
     parts = [part_of(tokens, targets, layout, rank) for rank in range(layout.dp)]
-    counts = [int((each.targets != IGNORED).sum()) for part in parts for each in part.microbatches]
-    assert sum(counts) == sum(part.num_targets for part in parts) == int((targets != IGNORED).sum())
+    counts = [
+        int((each.targets != IGNORE_INDEX).sum()) for part in parts for each in part.microbatches
+    ]
+    assert (
+        sum(counts)
+        == sum(part.num_targets for part in parts)
+        == int((targets != IGNORE_INDEX).sum())
+    )
     assert all(part.num_targets for part in parts), "a rank that gives nothing would not be missed"
     assert len(set(counts)) > 1 or len(counts) == 1
     assert (min(counts) == 0) == (layout.microbatches > 1)

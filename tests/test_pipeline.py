@@ -15,7 +15,7 @@ from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import STATES, Checkpoint
 from shardwise.layout import Layout
-from shardwise.model.layers import Light, linear
+from shardwise.model.layers import RecomputedInput, linear
 from shardwise.parallel.apply import Program, apply
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.pipeline.actions import Action
@@ -156,8 +156,8 @@ def test_a_deferred_gradient_is_the_same_gradient() -> None:
     w = torch.randn(5, 4, dtype=torch.float64)
     w.requires_grad_()
     dy = torch.randn(2, 3, 5, dtype=torch.float64)
-    for given in (x, Light(torch.tanh, (x,))):
-        plain = torch.tanh(x) if isinstance(given, Light) else x
+    for given in (x, RecomputedInput(torch.tanh, (x,))):
+        plain = torch.tanh(x) if isinstance(given, RecomputedInput) else x
         dx, dw = torch.autograd.grad(plain @ w.t(), (x, w), dy)
         tape: list[DeferredGradient] = []
         y = linear(given, Deferred("w", w, tape))

@@ -14,7 +14,7 @@ from shardwise.layout import Layout
 from shardwise.params import boxes, local_shape, model_specs
 from shardwise.quant.format import (
     FP8,
-    Quantized,
+    QuantizedMatrix,
     choose_scales,
     codes_of,
     dequantize,
@@ -65,7 +65,7 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, Scheme]:
     return weight + draw(st.sampled_from((0.0, 0.1))), scheme
 
 
-def code_at(quantized: Quantized, row: int, column: int) -> float:
+def code_at(quantized: QuantizedMatrix, row: int, column: int) -> float:
     """By the definition: bits b i to b i + b - 1 of the row's bytes, lowest first."""
     if quantized.codes.dtype != torch.uint8 or quantized.scheme.bits == 8:
         return float(quantized.codes[row, column])
@@ -75,7 +75,7 @@ def code_at(quantized: Quantized, row: int, column: int) -> float:
     return code if quantized.scheme.zero else code - 2 ** (bits - 1)
 
 
-def weight_at(quantized: Quantized, row: int, column: int) -> float:
+def weight_at(quantized: QuantizedMatrix, row: int, column: int) -> float:
     """By the definition, in Python's doubles."""
     group = column // quantized.scheme.group if quantized.scheme.group else 0
     code = code_at(quantized, row, column)

@@ -17,7 +17,7 @@ from shardwise.cli import main
 from shardwise.formats.convert import convert
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.model_source import read_config
-from shardwise.formats.storage import quantized_forms
+from shardwise.formats.storage import quantized_formats
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
@@ -73,9 +73,9 @@ def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name
     loaded = load_weights(path, config, specs, one, one.coord(0), torch.float32)
     for each in wanted:
         assert torch.equal(loaded[each], wanted[each]), each
-    forms = quantized_forms(path, config, one, "as-stored")
-    assert {key.split(".")[-1] for key, _ in forms} == {"qkv", "out", "gate_up", "down"}
-    can_cut = all(form.group in (None, 16) for form in forms.values())
+    formats = quantized_formats(path, config, one, "as-stored")
+    assert {key.split(".")[-1] for key, _ in formats} == {"qkv", "out", "gate_up", "down"}
+    can_cut = all(format.group in (None, 16) for form in formats.values())
     for layout in (one, Layout(tp=2)) if can_cut else (one,):
         for rank in range(layout.tp):
             coord = layout.coord(rank)
@@ -83,7 +83,7 @@ def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name
             for spec in specs:
                 held = kept[spec.name]
                 assert isinstance(held, QuantizedWeight) == (
-                    (spec.name, spec.rows[0].name) in forms
+                    (spec.name, spec.rows[0].name) in formats
                 )
                 local = held.plain(torch.float32) if isinstance(held, QuantizedWeight) else held
                 for box in boxes(spec, layout, coord):

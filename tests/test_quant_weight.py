@@ -1,4 +1,4 @@
-"""Quantized weights where plain ones stood: products, gradients, rows of the same bits, the blocks
+"""QuantizedMatrix weights where plain ones stood: products, gradients, rows of the same bits, the blocks
 of GGUF files."""
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.batch_invariant import RowWeight, row_weights
 from shardwise.kernels.reference.norm import rms_norm
 from shardwise.kernels.reference.serving import REFERENCE
-from shardwise.model.layers import Causal, Light, linear
+from shardwise.model.layers import Causal, RecomputedInput, linear
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.pipeline.deferred import Deferred, DeferredGradient
-from shardwise.quant.format import Quantized, dequantize, quantize
+from shardwise.quant.format import QuantizedMatrix, dequantize, quantize
 from shardwise.quant.ggml import BLOCKS
-from shardwise.quant.ggml_blocks import Blocks, from_blocks, stack_blocks
+from shardwise.quant.ggml_blocks import GgmlMatrix, from_ggml_blocks, stack_ggml
 from shardwise.quant.ggml_decode import dequantize as decode
-from shardwise.quant.scheme import Scheme, gguf_form
-from shardwise.quant.weight import Piece, Plain, QuantizedWeight
+from shardwise.quant.scheme import Scheme, ggml_format
+from shardwise.quant.weight import FloatMatrix, MatrixPart, QuantizedWeight
 from tiny_models import our_weights, tiny_model
 
 KINDS = [kind for kind, block in BLOCKS.items() if block.num_elements > 1]
@@ -37,14 +37,14 @@ def random_of(seed: int) -> torch.Generator:
 
 
 def drawn_weight(num_columns: int = 256) -> QuantizedWeight:
-    """Rows in five forms."""
+    """Rows in five formats."""
     weight = torch.randn(24, num_columns, generator=random_of(1))
-    pieces: list[Piece] = [
+    pieces: list[MatrixPart] = [
         quantize(weight, Scheme.parse(name)) for name in ("int4-g32", "int3z-g64", "fp8")
     ]
     pieces += [
-        Blocks("Q6_K", (7, num_columns), drawn_blocks("Q6_K", 7, num_columns)),
-        Plain(weight[:5]),
+        GgmlMatrix("Q6_K", (7, num_columns), drawn_blocks("Q6_K", 7, num_columns)),
+        FloatMatrix(weight[:5]),
     ]
     return QuantizedWeight(tuple(pieces))
 
@@ -55,18 +55,18 @@ def test_blocks_are_kept_without_loss(kind: str) -> None:
     raw = drawn_blocks(kind, 9, 512)
     shape = (9, 512)
     wanted = decode(raw, kind, shape)
-    piece = from_blocks(raw, kind, shape)
-    assert isinstance(piece, Quantized) == (kind in ("Q8_0", "Q4_0", "Q4_1"))
+    piece = from_ggml_blocks(raw, kind, shape)
+    assert isinstance(piece, QuantizedMatrix) == (kind in ("Q8_0", "Q4_0", "Q4_1"))
 
-    def plain(held: Quantized | Blocks) -> Tensor:
+    def plain(held: QuantizedMatrix | GgmlMatrix) -> Tensor:
         return QuantizedWeight((held,)).plain(torch.float32)
 
     assert torch.equal(plain(piece), wanted)
-    form = gguf_form(kind)
-    assert form is not None and form.num_bytes(shape) == piece.num_bytes == raw.nbytes
+    form = ggml_format(kind)
+    assert form is not None and format.num_bytes(shape) == piece.num_bytes == raw.nbytes
     assert torch.equal(plain(piece.rows(2, 7).columns(256, 512)), wanted[2:7, 256:])
     assert torch.equal(
-        plain(stack_blocks([piece, piece])) if isinstance(piece, Blocks) else wanted.repeat(2, 1),
+        plain(stack_ggml([piece, piece])) if isinstance(piece, GgmlMatrix) else wanted.repeat(2, 1),
         wanted.repeat(2, 1),
     )
 
@@ -110,7 +110,9 @@ def test_what_is_light_is_made_again() -> None:
         times.append(1)
         return rms_norm(x, scale, 1e-5)
 
-    light = torch.autograd.grad(linear(Light(make, (x, scale)), weight).square().sum(), (x, scale))
+    light = torch.autograd.grad(
+        linear(RecomputedInput(make, (x, scale)), weight).square().sum(), (x, scale)
+    )
     assert len(times) == 2
     kept = torch.autograd.grad(linear(make(x, scale), weight).square().sum(), (x, scale))
     assert all(torch.equal(one, other) for one, other in zip(light, kept, strict=True))
@@ -124,8 +126,8 @@ class LowRank:
     down: Tensor | Deferred
     up: Tensor | Deferred
 
-    def apply(self, x: Tensor | Light) -> Tensor:
-        made = x.make(*x.inputs) if isinstance(x, Light) else x
+    def apply(self, x: Tensor | RecomputedInput) -> Tensor:
+        made = x.make(*x.inputs) if isinstance(x, RecomputedInput) else x
         return linear(x, self.base) + linear(linear(made, self.down), self.up)
 
 
@@ -226,8 +228,8 @@ def test_gradients_of_adapters_may_wait() -> None:
     up = torch.randn(84, 4, generator=random_of(4)).requires_grad_()
     dy = torch.randn(3, 4, 84, generator=random_of(5))
 
-    def light(x: Tensor) -> Light:
-        return Light(partial(rms_norm, eps=1e-5), (x, scale))
+    def light(x: Tensor) -> RecomputedInput:
+        return RecomputedInput(partial(rms_norm, eps=1e-5), (x, scale))
 
     tape: list[DeferredGradient] = []
     waiting = LowRank(weight, Deferred("down", down, tape), Deferred("up", up, tape))
@@ -271,5 +273,5 @@ def test_as_many_bytes_as_its_pieces() -> None:
         weight.to("cpu").plain(torch.float32), weight.plain(torch.float32)
     )
     (quantized, *_) = weight.pieces
-    assert isinstance(quantized, Quantized)
+    assert isinstance(quantized, QuantizedMatrix)
     assert torch.equal(weight.plain(torch.float32)[:24], dequantize(quantized, torch.float32))

@@ -21,7 +21,7 @@ from quantized_files import drawn_blocks
 from shardwise import LLM, SamplingParams
 from shardwise.cli import main
 from shardwise.formats.model_source import read_config
-from shardwise.formats.storage import quantized_forms
+from shardwise.formats.storage import quantized_formats
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
@@ -35,7 +35,7 @@ from shardwise.plan import plan
 from shardwise.plan.ledger import Precision, serving_ledgers
 from shardwise.quant.format import dequantize, quantize
 from shardwise.quant.ggml import BLOCKS
-from shardwise.quant.scheme import Scheme, keepable, quantizable
+from shardwise.quant.scheme import Scheme, can_stay_quantized, quantizable
 from shardwise.quant.weight import QuantizedWeight
 from shardwise.quantize.load_quantized import load_quantized
 from shardwise.serve.engine.batch import Batch, Part
@@ -143,7 +143,7 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str, tp: int) -> Non
         kept = load_quantized(path, config, specs, layout, coord, torch.float32, "as-stored")
         for spec in specs:
             held = kept[spec.name]
-            assert isinstance(held, QuantizedWeight) == keepable(spec)
+            assert isinstance(held, QuantizedWeight) == can_stay_quantized(spec)
             local = held.plain(torch.float32) if isinstance(held, QuantizedWeight) else held
             assert torch.equal(local, plain[spec.name]), spec.name
         assert nbytes(kept) == planned_bytes(path, layout, "as-stored", "fp32")
@@ -504,7 +504,7 @@ def test_blocks_that_ranks_would_cut(tmp_path: Path) -> None:
         match=r"tp4 cuts the 512 columns of blocks\.0\.out where groups of 256 columns do "
         r"not end; tp 1 and 2 work",
     ):
-        quantized_forms(path, read_config(path), Layout(tp=4), "as-stored")
+        quantized_formats(path, read_config(path), Layout(tp=4), "as-stored")
 
 
 def test_the_trainer_knows_no_quantized_weights(

@@ -26,7 +26,7 @@ from shardwise.kernels.reference.gated import gated
 from shardwise.kernels.reference.norm import rms_norm
 from shardwise.kernels.reference.training import REFERENCE_TRAINING
 from shardwise.layout import Layout, Recompute
-from shardwise.model.layers import Light, layer_norm, linear
+from shardwise.model.layers import RecomputedInput, layer_norm, linear
 from shardwise.parallel.apply import Program
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline.executor import Pipeline
@@ -97,7 +97,7 @@ def test_a_light_linear_is_the_linear_of_what_is_made(
     arguments = (*inputs, *([] if has_bias else [None]))
     kept: list[Tensor] = []
     with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
-        y = linear(Light(MAKES[make], arguments), weight, *bias)
+        y = linear(RecomputedInput(MAKES[make], arguments), weight, *bias)
     expected = F.linear(MAKES[make](*arguments), weight, *bias)
     assert torch.equal(y, expected)
     for mine, other in zip(

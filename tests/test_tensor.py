@@ -311,7 +311,10 @@ def move_on(rank: int, world: int) -> tuple[bool, ...]:
         (of_gathered, terms * mine),
         (scattered, terms * mine),
         (of_scattered, whole),
-        (seams.part(positions.expand(batch, -1)), own_part(positions, seams).expand(batch, -1)),
+        (
+            seams.local_tokens(positions.expand(batch, -1)),
+            own_part(positions, seams).expand(batch, -1),
+        ),
     ]
     return tuple(torch.equal(found, wanted) for found, wanted in pairs)
 

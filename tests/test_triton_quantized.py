@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engines import LoadedModel, tiny
 from shardwise.kernels.reference.batch_invariant import Head, RowWeight
-from shardwise.quant.dynamic import plain_in_fp64
-from shardwise.quant.format import Quantized, dequantize, quantize
+from shardwise.quant.dynamic import dequantize_fp64
+from shardwise.quant.format import QuantizedMatrix, dequantize, quantize
 from shardwise.quant.scheme import Scheme
 from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 from test_native import with_numbers
@@ -57,22 +57,22 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def held_as(
     scheme: str, num_out: int, num_in: int, scales: torch.dtype = BF16, minima: bool = False
-) -> Quantized:
+) -> QuantizedMatrix:
     return with_numbers(
         quantize(drawn(num_out, num_in, seed=1), Scheme.parse(scheme)), scales, minima
     )
 
 
-def head_of(held: Quantized, dtype: torch.dtype) -> TritonQuantized:
+def head_of(held: QuantizedMatrix, dtype: torch.dtype) -> TritonQuantized:
     head, table = triton_quantized.pack_head(QuantizedWeight((held,)), dtype)
     assert isinstance(head, TritonQuantized) and head is table, "it is there once"
     return head
 
 
-def assert_defined(found: Tensor, x: Tensor, held: Quantized) -> None:
+def assert_defined(found: Tensor, x: Tensor, held: QuantizedMatrix) -> None:
     """Products of codes are exact, so sums in fp32 are all that differs from the definition in
     fp64."""
-    plain = plain_in_fp64(held)
+    plain = dequantize_fp64(held)
     wide = x.double()
     most = (
         wide.abs() @ plain.abs().t()

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import Advance, progress_bar
-from shardwise.quantize.recipe import METHODS
+from shardwise.quantize.quant_config import METHODS
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.formats.convert import Converted
-    from shardwise.quantize.recipe import Recipe
+    from shardwise.quantize.quant_config import QuantConfig
 
 STORED_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -123,10 +123,10 @@ def check_quantization_flags(args: argparse.Namespace) -> None:
         )
 
 
-def recipe_of(args: argparse.Namespace) -> "Recipe":
-    from shardwise.quantize.recipe import Recipe
+def recipe_of(args: argparse.Namespace) -> "QuantConfig":
+    from shardwise.quantize.quant_config import QuantConfig
 
-    return Recipe.parse(args.quant, args.method or METHODS[0])
+    return QuantConfig.parse(args.quant, args.method or METHODS[0])
 
 
 def convert_quantized(
@@ -139,16 +139,16 @@ def convert_quantized(
     from shardwise.formats.model_source import read_config
     from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
     from shardwise.parallel.launch import device_of
-    from shardwise.quantize.export import check_plain, export
+    from shardwise.quantize.export import check_unquantized, export
     from shardwise.train.calibration import USUAL_TOKENS, calibration_text
 
-    recipe = recipe_of(args)
+    quant_config = recipe_of(args)
     text = None
-    check_plain(source)
-    if recipe.calibrated:
+    check_unquantized(source)
+    if quant_config.calibrated:
         num_tokens = USUAL_TOKENS if args.calibration_tokens is None else args.calibration_tokens
         max_positions = read_config(source).max_positions
         text = calibration_text(
             Path(args.calibration), load_tokenizer(source), max_positions, num_tokens
         )
-    return export(source, destination, recipe, text, dtype, device_of(0, 1), advance)
+    return export(source, destination, quant_config, text, dtype, device_of(0, 1), advance)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from shardwise.layout import Coord, Layout
 from shardwise.params import Box, ParamSpec, block_of, boxes, local_shape
-from shardwise.quant.format import Quantized
-from shardwise.quant.ggml_blocks import Blocks
-from shardwise.quant.scheme import Forms
+from shardwise.quant.format import QuantizedMatrix
+from shardwise.quant.ggml_blocks import GgmlMatrix
+from shardwise.quant.scheme import StorageFormats
 
 STRIP_ELEMENTS = 1 << 20
 
@@ -27,17 +27,17 @@ class Reader(Protocol):
 
     Attributes:
         dtype: the dtype of most elements; quantized ones count as bf16.
-        forms: the storage formats of the matrices that are stored quantized.
+        formats: the storage formats of the matrices that are stored quantized.
     """
 
     dtype: torch.dtype
-    forms: Forms
+    formats: StorageFormats
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         """Return a box of a parameter on the CPU, in any floating dtype; it may be read-only."""
         ...
 
-    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized | Blocks:
+    def read_piece(self, spec: ParamSpec, box: Box) -> QuantizedMatrix | GgmlMatrix:
         """Return a box of a part that is stored quantized, without dequantizing it."""
         ...
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.params import Box, ParamSpec, model_specs
-from shardwise.quant.scheme import Forms
+from shardwise.quant.scheme import StorageFormats
 
 FORMAT_VERSION = 1
 NAME = re.compile(r"step-(\d{8})")
@@ -191,7 +191,7 @@ class RunReader:
         self._checkpoint = newest(path, warnings.warn)
         self._checkpoint.check_model(model_specs(config))
         self.dtype = torch.float32
-        self.forms: Forms = {}
+        self.formats: StorageFormats = {}
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         return self._checkpoint.read(spec, "master", box)

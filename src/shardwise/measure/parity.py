@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.model.init import generator_of
-from shardwise.model.loss import IGNORED
+from shardwise.model.init import seeded_generator
+from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
 from shardwise.parallel.launch import Place, device_of
 from shardwise.parallel.mesh import Mesh, make_mesh
@@ -176,14 +176,14 @@ def draw_batch(trial: Trial, step: int) -> tuple[Tensor, Tensor]:
     targets, so that ranks and micro-batches have unequal numbers of them. The last micro-batch of
     the last data rank has none if that rank has others: a rank that gave nothing to any sum would
     not be missed."""
-    random = generator_of(trial.seed, "parity batch", step)
+    random = seeded_generator(trial.seed, "parity batch", step)
     rows = trial.num_sequences
     length = trial.length_tokens
     ids = torch.randint(trial.config.vocab_size, (rows, length + 1), generator=random)
     kept = torch.rand(rows, length, generator=random) < torch.linspace(1.0, 0.1, rows)[:, None]
     if trial.layout.microbatches > 1:
         kept[-MICROBATCH_SEQUENCES:] = False
-    return ids[:, :-1].contiguous(), torch.where(kept, ids[:, 1:], IGNORED)
+    return ids[:, :-1].contiguous(), torch.where(kept, ids[:, 1:], IGNORE_INDEX)
 
 
 def part_of(tokens: Tensor, targets: Tensor, layout: Layout, data_rank: int) -> Batch:

@@ -1,4 +1,4 @@
-"""What one forward of the model reads."""
+"""The input of one forward of the model."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Tokens that go through the model together; each [B, T], int64. `targets` is -100 where there
-    is none.
+    """Sequences that go through the model together.
 
-    `documents` numbers the document of each token, so that attention can stay inside it; None:
-    attend to all before.
+    Attributes:
+        tokens: token ids [B, T], int64.
+        targets: the token to predict at each position [B, T], int64; -100 where there is none.
+        positions: position of each token in its sequence [B, T], int64.
+        documents: number of the document of each token [B, T], int64, so that attention stays
+            within a document; None: a token attends to all earlier tokens of its sequence.
     """
 
     tokens: Tensor

@@ -1,9 +1,9 @@
-"""First weights that do not depend on the layout: every block of rows has its own seed, made of the
-parameter's name.
+"""Initial weights that do not depend on the layout: each block of rows has its own random seed,
+derived from the name of the parameter.
 
-So any cut of any layout starts from one model, and no rank draws a whole tensor at once: of a
-matrix cut by rows it draws what it holds and little more, of one cut by columns every block, one
-after the other.
+All shardings of a model therefore start from the same weights, and no rank draws a whole tensor at
+once. A rank draws little more than its shard of a matrix sharded by rows, and every block, one at a
+time, of a matrix sharded by columns.
 """
 
 import hashlib
@@ -15,43 +15,43 @@ from shardwise.layout import Coord, Layout
 from shardwise.params import Box, ParamSpec, boxes, local_shape
 
 BLOCK_ELEMENTS = 1 << 18
-"""Rows are drawn in blocks of about this many elements. It is part of the definition: changing it
-changes every seed's weights."""
+"""Approximate number of elements of a block of rows. It is part of the definition: another value
+changes the weights of every seed."""
 
 
 def init_weights(
     spec: ParamSpec, layout: Layout, coord: Coord, seed: int, dtype: torch.dtype
 ) -> Tensor:
-    """The local tensor of `spec` at `coord`; padding is zero."""
+    """Return the initial local tensor of `spec` on the rank at `coord`; padding is zero."""
     weights = torch.zeros(local_shape(spec, layout, coord), dtype=dtype)
     for box in boxes(spec, layout, coord):
-        fill(weights[box.local_slices], spec, box, seed)
+        init_box(weights[box.local_slices], spec, box, seed)
     return weights
 
 
-def fill(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
-    """Write the elements of `box` into `out`, one seeded block of rows after the other."""
+def init_box(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
+    """Write the initial elements of `box` into `out`, one seeded block of rows at a time."""
     if spec.init.kind != "normal":
         out.fill_(1.0 if spec.init.kind == "ones" else 0.0)
         return
-    num_rows = spec.shape[0]
-    row_shape = spec.shape[1:]
+    num_rows, *row_shape = spec.shape
     block = max(1, BLOCK_ELEMENTS // (spec.numel // num_rows))
     first = box.start[0]
-    last = box.start[0] + box.shape[0]
-    for index in range(first // block, -(-last // block) if last > first else first // block):
+    last = first + box.shape[0]
+    if first == last:
+        return
+    for index in range(first // block, -(-last // block)):
         start = index * block
-        stop = min((index + 1) * block, num_rows)
-        drawn = torch.randn(
-            stop - start, *row_shape, generator=generator_of(seed, spec.name, index)
-        )
+        stop = min(start + block, num_rows)
+        generator = seeded_generator(seed, spec.name, index)
+        values = torch.randn(stop - start, *row_shape, generator=generator)
         a = max(start, first)
         b = min(stop, last)
-        out[a - first : b - first] = drawn[(slice(a - start, b - start), *box.slices[1:])].mul_(
-            spec.init.std
-        )
+        shard = values[(slice(a - start, b - start), *box.slices[1:])]
+        out[a - first : b - first] = shard.mul_(spec.init.std)
 
 
-def generator_of(seed: int, name: str, block: int) -> torch.Generator:
+def seeded_generator(seed: int, name: str, block: int) -> torch.Generator:
+    """Return a generator whose seed is a hash of the arguments."""
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

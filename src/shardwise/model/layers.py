@@ -1,6 +1,8 @@
-"""The operations a decoder block is made of. Shapes: B batch, T tokens, D model, H heads, K kv
-heads, C head dim; leading dims are free where only the last matter, so that training passes [B, T,
-D] and serving a flat [tokens, D]."""
+"""The operations of a decoder block.
+
+Shapes: B batch, T tokens, D model, H heads, K KV heads, C head dim. Where only the last dims matter
+the leading ones are free: training passes [B, T, D], serving a flat [tokens, D].
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,16 +22,17 @@ DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.fl
 
 
 @dataclass(frozen=True)
-class Light:
-    """What costs little to make, as a norm does, and so is made again in the backward instead of
-    being kept."""
+class RecomputedInput:
+    """An input of a linear layer that is cheap to compute, such as a norm: the backward recomputes
+    make(*inputs) instead of saving it."""
 
     make: Callable[..., Tensor]
     inputs: tuple[Tensor | None, ...]
 
 
-class LightLinear(torch.autograd.Function):
-    """A linear of something light. The product itself is never repeated."""
+class RecomputeLinear(torch.autograd.Function):
+    """A linear layer that recomputes its input in the backward. The matmul itself is never
+    repeated."""
 
     @staticmethod
     def forward(
@@ -48,45 +51,44 @@ class LightLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
         (dy,) = grads
-        x, d_inputs = made_again(ctx.make, inputs, dy @ weight)
+        x, d_inputs = recompute_input(ctx.make, inputs, dy @ weight)
         rows = dy.flatten(0, -2)
         d_bias = rows.sum(0) if ctx.has_bias else None
         return None, rows.t() @ x.flatten(0, -2), d_bias, *d_inputs
 
 
-def made_again(
+def recompute_input(
     make: Callable[..., Tensor], inputs: Sequence[Tensor | None], dx: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """x = make(*inputs), and what its gradient dx means for each of the inputs."""
+    """Return x = make(*inputs) and the gradient of each input, given the gradient dx of x."""
     leaves = [None if each is None else each.detach().requires_grad_() for each in inputs]
     with torch.enable_grad():
         x = make(*leaves)
-    found = iter(torch.autograd.grad(x, [leaf for leaf in leaves if leaf is not None], dx))
-    return x.detach(), [None if leaf is None else next(found) for leaf in leaves]
+    grads = iter(torch.autograd.grad(x, [leaf for leaf in leaves if leaf is not None], dx))
+    return x.detach(), [None if leaf is None else next(grads) for leaf in leaves]
 
 
 class AppliedWeight(Protocol):
-    """What stands in for a weight matrix that is not a plain tensor: quantized, low-rank or
-    deferred."""
+    """A weight matrix that is not a tensor: quantized, low-rank, or with a deferred gradient."""
 
-    def apply(self, x: Tensor | Light) -> Tensor: ...
+    def apply(self, x: Tensor | RecomputedInput) -> Tensor: ...
 
 
-def linear(x: Tensor | Light, weight: Tensor | AppliedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in], plus bias [out]: the one door for every kind of
-    weight."""
+def linear(
+    x: Tensor | RecomputedInput, weight: Tensor | AppliedWeight, bias: Tensor | None = None
+) -> Tensor:
+    """Return x [..., in] @ weight [out, in]^T + bias [out], for every type of weight."""
     if not isinstance(weight, Tensor):
         y = weight.apply(x)
         return y if bias is None else y + bias
-    if isinstance(x, Light):
-        z: Tensor = LightLinear.apply(x.make, weight, bias, *x.inputs)
+    if isinstance(x, RecomputedInput):
+        z: Tensor = RecomputeLinear.apply(x.make, weight, bias, *x.inputs)
         return z
     return F.linear(x, weight, bias)
 
 
 class AppliedTable(Protocol):
-    """What stands in for an embedding that is not a plain tensor: a quantized one, or one packed
-    for its products."""
+    """An embedding that is not a tensor: quantized, or packed for the matmul of the logits."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -95,17 +97,20 @@ class AppliedTable(Protocol):
 
 
 def look_up(ids: Tensor, weight: Tensor | AppliedTable, sparse_grad: bool = False) -> Tensor:
-    """Rows [..., D] of weight [N, D]. With `sparse_grad` its gradient holds those rows alone, not
-    all of them."""
+    """Return rows [..., D] of weight [N, D]. With `sparse_grad` the gradient of the weight is a
+    sparse tensor of the rows that were looked up."""
     if not isinstance(weight, Tensor):
         return weight.look_up(ids)
-    rows: Tensor = LookUp.apply(ids, weight, sparse_grad)
+    rows: Tensor = EmbeddingLookup.apply(ids, weight, sparse_grad)
     return rows
 
 
-class LookUp(torch.autograd.Function):
-    """Adds up the gradients of a row in fp32 and rounds them once. A row that is looked up a
-    thousand times, as that of a space is, would stop growing in bf16."""
+class EmbeddingLookup(torch.autograd.Function):
+    """An embedding lookup whose backward sums the gradients of a row in fp32 and rounds once.
+
+    In bf16 the sum of a frequent token, such as a space that occurs a thousand times, would stop
+    growing.
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, sparse_grad: bool) -> Tensor:
@@ -117,14 +122,13 @@ class LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
         (ids,) = ctx.saved_tensors
-        ordered, order = ids.flatten().sort(stable=True)
-        rows, counts = ordered.unique_consecutive(return_counts=True)
-        terms = grads[0].flatten(0, -2)[order].float()
-        sums = torch.segment_reduce(terms, "sum", lengths=counts, axis=0, unsafe=True).to(
-            grads[0].dtype
-        )
+        (dy,) = grads
+        sorted_ids, order = ids.flatten().sort(stable=True)
+        rows, counts = sorted_ids.unique_consecutive(return_counts=True)
+        terms = dy.flatten(0, -2)[order].float()
+        sums = torch.segment_reduce(terms, "sum", lengths=counts, axis=0, unsafe=True)
         sparse = torch.sparse_coo_tensor(
-            rows[None], sums, ctx.shape, is_coalesced=True, check_invariants=False
+            rows[None], sums.to(dy.dtype), ctx.shape, is_coalesced=True, check_invariants=False
         )
         return None, sparse if ctx.sparse_grad else sparse.to_dense(), None
 
@@ -134,22 +138,21 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Angle per position of each pair of elements, [C/2] in fp32 (Su et al. 2021), stretched for
-    long contexts."""
+    """Return the angle per position of each pair of elements, [C/2] in fp32 (Su et al. 2021).
+
+    Llama 3 scaling divides the frequencies of pairs that make few rotations within the original
+    context length, and interpolates between those and the others.
+    """
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = (
-        scaling.original_max_positions * frequencies / (2 * math.pi)
-    )  # of each pair over the original context
+    rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(
-        0, 1
-    )  # 1: many turns, as it was; 0: less than one, stretched
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
+    return unscaled * frequencies + (1 - unscaled) * frequencies / scaling.factor
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> RopeTables:
@@ -159,17 +162,17 @@ def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> R
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer, q [..., H, C], k [..., K, C], v [..., K, C]) -> [..., H, C]. It alone knows which
-tokens see which."""
+"""attend(layer, q [..., H, C], k [..., K, C], v [..., K, C]) -> [..., H, C]. It decides which tokens
+attend to which."""
 
 
 @dataclass(frozen=True)
 class Causal:
-    """Attention within the given tokens: each sees itself and what came before it, inside its
-    document and window.
+    """Causal attention within a batch: a token attends to itself and to earlier tokens of its
+    document, inside the sliding window of the layer.
 
     Called with q [B, T, H, C] and k, v [B, T, K, C]. `documents` [B, T] numbers the document of
-    each token, so that packed ones do not see each other.
+    each token; None: each sequence is one document.
     """
 
     config: ModelConfig

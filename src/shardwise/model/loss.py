@@ -1,6 +1,8 @@
-"""Cross entropy of the head without ever holding its logits: they are the largest tensor of a
-training step (one row is the vocabulary), so they live a few rows at a time, while the cache still
-holds them."""
+"""Cross entropy of the output projection that never holds all logits.
+
+Logits are the largest tensor of a training step (each row has the size of the vocabulary), so they
+are computed and consumed a few rows at a time, while they are still in the cache.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +13,18 @@ from torch import Tensor
 
 from shardwise.kernels.interface import CrossEntropyGrad, Targets
 from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, chunks
-from shardwise.model.seams import UNCUT, Seams
+from shardwise.model.seams import UNSHARDED, Seams
 
-IGNORED = -100
-"""Target of a token that has none: it takes no part in the loss."""
+IGNORE_INDEX = -100
+"""The target of a token that does not count in the loss."""
 
 
 def cross_entropy_naive(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The definition: the sum of -log softmax(x weight^T)[target] over tokens with a target, in
-    fp32."""
+    """Return the definition: the sum of -log softmax(x weight^T)[target] over the tokens that have
+    a target, in fp32."""
     logits = F.linear(x, weight).float()
     return F.cross_entropy(
-        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 
@@ -31,38 +33,37 @@ def cross_entropy(
     weight: Tensor,
     targets: Tensor,
     cross_entropy_grad: CrossEntropyGrad,
-    seams: Seams = UNCUT,
+    seams: Seams = UNSHARDED,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The same sum over x [..., D], weight [V, D], targets [...], with both gradients worked out on
-    the way forward.
+    """Return the same sum for x [..., D], weight [V, D] and targets [...], with both gradients
+    computed in the forward.
 
-    The gradient of the logits, softmax less one at the target, needs nothing that comes later but a
-    scale. So each chunk of rows goes through product, softmax and its two gradient products and is
-    forgotten (Liger kernels do the same). Holds at most PRODUCT_BYTES of logits in the dtype of x,
-    and SOFTMAX_BYTES of them in fp32 if `cross_entropy_grad` needs that.
+    The gradient of the logits is softmax minus one at the target, times a scale, which is the only
+    part that the backward adds. So each chunk of rows goes through the matmul, the softmax and the
+    two matmuls of the gradients, and is then dropped, as in the Liger kernels. At most
+    PRODUCT_BYTES of logits exist at once in the dtype of x, and SOFTMAX_BYTES in fp32 if
+    `cross_entropy_grad` needs them.
 
-    With `seams` the weight is this rank's block of the vocabulary, of `vocab_size` rows in all,
-    beyond which there is padding. Logits are never gathered: ranks tell each other two numbers a
-    token, the softmax's maximum apart.
+    With `seams`, `weight` is this rank's shard of a vocabulary of `vocab_size` rows, followed by
+    padding. Logits are never gathered: ranks exchange the maximum and two sums per token.
     """
     x = seams.enter(x)
-    if (
-        not torch.is_grad_enabled()
-    ):  # a Function is told that its inputs require gradients even then
+    if not torch.is_grad_enabled():
+        # needs_input_grad of a Function does not depend on no_grad
         x = x.detach()
         weight = weight.detach()
-    block = Block(seams, weight.shape[0], vocab_size or weight.shape[0])
+    shard = VocabShard(seams, weight.shape[0], vocab_size or weight.shape[0])
     total: Tensor = LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, targets.flatten(), block, cross_entropy_grad
+        x.flatten(0, -2), weight, targets.flatten(), shard, cross_entropy_grad
     )
     return total
 
 
 @dataclass(frozen=True)
-class Block:
-    """Which ids of the vocabulary this rank holds: `size` from `first` on, as far as there are
-    `vocab_size`."""
+class VocabShard:
+    """The rows of the vocabulary on this rank: `size` rows from `first` on, of which those beyond
+    `vocab_size` are padding."""
 
     seams: Seams
     size: int
@@ -70,41 +71,42 @@ class Block:
 
     @property
     def first(self) -> int:
-        return self.seams.rank * self.size
+        return self.seams.vocab_rank * self.size
 
     @property
     def num_real(self) -> int:
+        """The number of rows that are not padding."""
         return min(max(self.vocab_size - self.first, 0), self.size)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
+    """The output projection and its cross entropy, with the gradients of x and of the weight
+    computed in the forward and scaled in the backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        block: Block,
+        shard: VocabShard,
         cross_entropy_grad: CrossEntropyGrad,
     ) -> Tensor:
-        wants_dx, wants_dw, *_ = ctx.needs_input_grad
-        dx = torch.empty_like(x) if wants_dx else None
-        dw = (torch.empty_like if len(x) else torch.zeros_like)(weight) if wants_dw else None
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        dx = torch.empty_like(x) if needs_dx else None
+        dw = (torch.empty_like if len(x) else torch.zeros_like)(weight) if needs_dw else None
         total = x.new_zeros((), dtype=torch.float32)
         vocab = weight.shape[0]
-        pieces = list(chunks(len(x), PRODUCT_BYTES // (vocab * x.element_size())))
-        space = x.new_empty(
-            pieces[0].stop if pieces else 0, vocab
-        )  # of the first piece, and no other is longer
-        for rows in pieces:
-            logits = space[: rows.stop - rows.start]
+        row_chunks = list(chunks(len(x), PRODUCT_BYTES // (vocab * x.element_size())))
+        longest = row_chunks[0].stop if row_chunks else 0  # the first
+        buffer = x.new_empty(longest, vocab)
+        for rows in row_chunks:
+            logits = buffer[: rows.stop - rows.start]
             for inner in chunks(len(logits), SOFTMAX_BYTES // (vocab * 4)):
                 part = logits[inner]
-                wanted = targets[rows][inner]
                 torch.mm(x[rows][inner], weight.t(), out=part)
-                total += cross_entropy_grad(
-                    part, local_targets(wanted, block), wants_dx or wants_dw
-                )
+                part_targets = local_targets(targets[rows][inner], shard)
+                total += cross_entropy_grad(part, part_targets, needs_dx or needs_dw)
             if dx is not None:
                 torch.mm(logits, weight, out=dx[rows])
             if dw is not None:
@@ -118,27 +120,17 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         dx, dw = ctx.saved_tensors
         (scale,) = scales
-        return (
-            None if dx is None else dx.mul_(scale),
-            None if dw is None else dw.mul_(scale),
-            None,
-            None,
-            None,
-        )
+        dx = None if dx is None else dx.mul_(scale)
+        dw = None if dw is None else dw.mul_(scale)
+        return dx, dw, None, None, None
 
 
-def local_targets(targets: Tensor, block: Block) -> Targets:
-    """Return the targets [rows] as columns of this rank."""
-    has_target = (targets != IGNORED)[:, None]
-    local = targets[:, None] - block.first
-    is_here = has_target  # of a whole vocabulary: a target outside it is an error of `gather`
-    if block.size < block.vocab_size:
-        is_here = has_target & (local >= 0) & (local < block.size)
-    return Targets(
-        local.where(is_here, 0),
-        is_here,
-        has_target,
-        block.num_real,
-        block.seams.highest,
-        block.seams.total,
-    )
+def local_targets(targets: Tensor, shard: VocabShard) -> Targets:
+    """Return `targets` [rows] as columns of this rank's shard of the logits."""
+    has_target = (targets != IGNORE_INDEX)[:, None]
+    local = targets[:, None] - shard.first
+    is_here = has_target  # with the whole vocabulary, `gather` raises for a target outside it
+    if shard.size < shard.vocab_size:
+        is_here = has_target & (local >= 0) & (local < shard.size)
+    column = local.where(is_here, 0)
+    return Targets(column, is_here, has_target, shard.num_real, shard.seams.max, shard.seams.sum)

@@ -1,5 +1,8 @@
-"""Where tensor parallelism meets the model. Uncut, each seam is the identity or the plain
-operation, so the model has no branch for it; `parallel/tensor.py` has the cut ones."""
+"""TP hooks: the places in the model where tensor parallelism communicates.
+
+Without tensor parallelism each hook is the identity or the ordinary operation, so the model has no
+branch for it. `parallel/tensor.py` implements the hooks that communicate.
+"""
 
 from torch import Tensor
 
@@ -7,39 +10,40 @@ from shardwise.model.layers import AppliedTable, look_up
 
 
 class Seams:
-    """A block uses `enter` and `leave`; embedding and loss, which are cut over the vocabulary, use
-    the others."""
+    """Hooks of one rank. Blocks call `enter` and `leave` (Megatron-LM's f and g); the embedding and
+    the loss, which are sharded over the vocabulary, call the others.
 
-    rank: int = 0
-    """Which block of the vocabulary this rank holds."""
+    Attributes:
+        vocab_rank: index of this rank's shard of the vocabulary.
+    """
+
+    vocab_rank: int = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Before weights that are cut by columns."""
+        """Return the input of column-parallel weights."""
         return x
 
     def leave(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """After weights that are cut by rows: the sum over ranks, then the bias, once."""
+        """Return the output of row-parallel weights: the sum over ranks, plus the bias, once."""
         return x if bias is None else x + bias
 
     def look_up(
         self, ids: Tensor, weight: Tensor | AppliedTable, sparse_grad: bool = False
     ) -> Tensor:
-        """Rows of a weight whose rows are cut."""
+        """Return rows [..., D] of an embedding whose rows are sharded over ranks."""
         return look_up(ids, weight, sparse_grad)
 
-    def part(self, x: Tensor) -> Tensor:
-        """Of what is the same on all ranks, as positions are, this rank's part of the sequence: [B,
-        T, ...]."""
+    def local_tokens(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of x [B, T, ...], which all ranks hold in full."""
         return x
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place, without a gradient: of what each found in its block of the
-        vocabulary."""
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum a statistic of the vocabulary over its shards, in place and without gradient."""
         return x
 
-    def highest(self, x: Tensor) -> Tensor:
-        """The maximum over ranks, in place, without a gradient."""
+    def max(self, x: Tensor) -> Tensor:
+        """Take the maximum over the shards of the vocabulary, in place and without gradient."""
         return x
 
 
-UNCUT = Seams()
+UNSHARDED = Seams()

@@ -1,8 +1,8 @@
-"""One decoder for every family: GPT-2 and the Llama line differ by flags of its config.
+"""The decoder of every family: GPT-2 and the Llama families differ by flags of their config.
 
-How it is cut, quantized, paged or pipelined stands outside: cuts enter through `Seams`, other
-weights through `linear`, the cache through `attend`. The weights are an argument, by the names of
-`params.model_specs`.
+Sharding, quantization, paging and pipelining are outside of it: tensor parallelism is in the hooks
+of `Seams`, quantized weights are behind `linear`, the KV cache is behind `attend`. Weights are an
+argument, by the names of `params.model_specs`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ from shardwise.config import ModelConfig
 from shardwise.kernels.activations import ACTIVATIONS
 from shardwise.kernels.interface import ModelKernels, RopeTables
 from shardwise.model import layers
-from shardwise.model.layers import Attend, Light, linear, look_up
-from shardwise.model.seams import UNCUT, Seams
+from shardwise.model.layers import Attend, RecomputedInput, linear, look_up
+from shardwise.model.seams import UNSHARDED, Seams
 
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The parameters of one block: [out, in] matrices; qkv holds q|k|v, gate_up holds gate|up by
-    rows."""
+    """The parameters of one block. Matrices are [out, in]; the rows of qkv are q|k|v, those of
+    gate_up gate|up."""
 
     norm1: Tensor
     qkv: Tensor
@@ -48,27 +48,32 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class Transformer:
-    """The decoder. `forward` is the whole of it; its pieces (`embed`, `block`, `final`) are what a
-    pipeline runs."""
+    """The decoder. `forward` runs all of it; a pipeline runs its pieces `embed`, `block`, `final`.
+
+    Attributes:
+        config: shape and flags of the model.
+        kernels: implementations of the operations.
+        seams: TP hooks.
+        recompute_inputs: recompute norms and activations in the backward (selective recompute).
+        applies_rope: apply RoPE to q and k before `attend`; False where `attend` does it.
+    """
 
     config: ModelConfig
     kernels: ModelKernels
-    seams: Seams = UNCUT
-    selective: bool = False
-    """Whether the backward makes norms and activations again (selective recompute)."""
+    seams: Seams = UNSHARDED
+    recompute_inputs: bool = False
     applies_rope: bool = True
-    """True if the model applies RoPE to q and k; False if `attend` does."""
 
     def forward(
         self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """Logits [..., V] of tokens [...] at positions [...]."""
+        """Return the logits [..., V] of tokens [...] at positions [...]."""
         return self.logits(weights, self.hidden(weights, tokens, positions, attend))
 
     def hidden(
         self, weights: Mapping[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """The normalised last hidden state [..., D]."""
+        """Return the hidden states [..., D] after the final norm."""
         x = self.embed(weights, tokens, positions)
         rope = self.rope_tables(positions, x.dtype)
         for layer in range(self.config.num_layers):
@@ -82,19 +87,19 @@ class Transformer:
         positions: Tensor,
         sparse_grad: bool = False,
     ) -> Tensor:
-        """Rows of the embedding. With `sparse_grad` its gradient holds those rows alone, not the
-        whole vocabulary."""
+        """Return the embeddings [..., D] of tokens [...], with learned positions added if the model
+        has them. With `sparse_grad` the gradients of both tables are sparse tensors."""
         x = self.seams.look_up(tokens, weights["embed"], sparse_grad)
         if self.config.positions != "learned":
             return x
-        return x + look_up(self.seams.part(positions), weights["positions"], sparse_grad)
+        return x + look_up(self.seams.local_tokens(positions), weights["positions"], sparse_grad)
 
     def block(
         self, x: Tensor, layer: int, w: BlockWeights, rope: RopeTables | None, attend: Attend
     ) -> Tensor:
-        """Attention, then MLP, each added to the residual x [..., D]."""
+        """Run attention, then the MLP, and add each to the residual x [..., D]."""
         q, k, v = self.split_heads(
-            linear(self.light(self.entering, x, w.norm1, w.norm1_bias), w.qkv, w.qkv_bias)
+            linear(self.linear_input(self.enter, x, w.norm1, w.norm1_bias), w.qkv, w.qkv_bias)
         )
         if w.q_norm is not None and w.k_norm is not None:
             q = self.norm(q, w.q_norm)
@@ -105,17 +110,20 @@ class Transformer:
         attended = attend(layer, q, k, v).flatten(-2)
         x = x + self.seams.leave(linear(attended, w.out), w.out_bias)
         inner = linear(
-            self.light(self.entering, x, w.norm2, w.norm2_bias), w.gate_up, w.gate_up_bias
+            self.linear_input(self.enter, x, w.norm2, w.norm2_bias), w.gate_up, w.gate_up_bias
         )
-        return x + self.seams.leave(linear(self.light(self.activate, inner), w.down), w.down_bias)
+        activated = self.linear_input(self.activate, inner)
+        return x + self.seams.leave(linear(activated, w.down), w.down_bias)
 
-    def entering(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the input of a column-parallel linear: x after its norm."""
         return self.seams.enter(self.norm(x, weight, bias))
 
-    def light(self, make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor | Light:
-        """What goes into a product: kept for the backward or, with selective recompute, made again
-        there."""
-        return Light(make, inputs) if self.selective else make(*inputs)
+    def linear_input(
+        self, make: Callable[..., Tensor], *inputs: Tensor | None
+    ) -> Tensor | RecomputedInput:
+        """Return make(*inputs), which the backward recomputes under selective recompute."""
+        return RecomputedInput(make, inputs) if self.recompute_inputs else make(*inputs)
 
     def final(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return self.norm(x, weights["norm"], weights.get("norm_bias"))
@@ -128,17 +136,17 @@ class Transformer:
         return "embed" if self.config.tied else "head"
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., q|k|v] -> [..., heads, C] each. A rank's share of heads follows from the width it
-        sees."""
-        config = self.config
-        heads = qkv.unflatten(-1, (-1, config.head_dim))
-        kv = max(
-            1, heads.shape[-2] * config.num_kv_heads // (config.num_heads + 2 * config.num_kv_heads)
-        )
-        q, k, v = heads.split((heads.shape[-2] - 2 * kv, kv, kv), -2)
+        """Split [..., q|k|v] into three tensors [..., heads, C]. The number of heads on this rank
+        follows from the width of `qkv`."""
+        heads = qkv.unflatten(-1, (-1, self.config.head_dim))
+        num_local = heads.shape[-2]
+        num_kv = self.config.num_kv_heads
+        kv = max(1, num_local * num_kv // (self.config.num_heads + 2 * num_kv))
+        q, k, v = heads.split((num_local - 2 * kv, kv, kv), -2)
         return q, k, v
 
     def activate(self, inner: Tensor) -> Tensor:
+        """Return the input [..., F] of down, from the output of gate_up."""
         if not self.config.gated:
             return ACTIVATIONS[self.config.activation](inner)
         return self.kernels.gated(inner, self.config.activation)
@@ -155,8 +163,8 @@ class Transformer:
         )
 
     def rope_tables(self, positions: Tensor, dtype: torch.dtype) -> RopeTables | None:
-        """Return the RoPE tables of `positions`, which all blocks share; None where the model
-        applies no RoPE."""
+        """Return the RoPE tables of `positions`, for all blocks; None if blocks do not apply
+        RoPE."""
         if self.config.positions == "learned" or not self.applies_rope:
             return None
         return layers.rope_tables(positions, self.frequencies.to(positions.device), dtype)

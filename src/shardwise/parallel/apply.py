@@ -14,9 +14,9 @@ from shardwise.kernels.interface import CausalAttention, TrainingKernels
 from shardwise.kernels.training_registry import training_kernels
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
-from shardwise.model.init import fill
+from shardwise.model.init import init_box
 from shardwise.model.loss import cross_entropy
-from shardwise.model.seams import UNCUT, Seams
+from shardwise.model.seams import UNSHARDED, Seams
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.context import local_part, make_attend
 from shardwise.parallel.mesh import Mesh
@@ -156,7 +156,7 @@ def rank_work(
     splits = any(action.kind == "I" for action in table)
 
     def stage_buffer(context: Context) -> Tensor:
-        tokens = model.seams.part(context.microbatch.tokens)
+        tokens = model.seams.local_tokens(context.microbatch.tokens)
         return torch.empty(
             *tokens.shape, model.config.hidden_size, dtype=context.dtype, device=tokens.device
         )
@@ -180,13 +180,13 @@ def is_deferred(spec: ParamSpec) -> bool:
 
 
 def seams_of(mesh: Mesh) -> Seams:
-    return TensorSeams(mesh.tp, mesh.layout.sequence_parallel) if mesh.tp.size > 1 else UNCUT
+    return TensorSeams(mesh.tp, mesh.layout.sequence_parallel) if mesh.tp.size > 1 else UNSHARDED
 
 
 def draw_weights(program: Program, seed: int) -> None:
     """Draw what this rank owns, and no more of the model than that."""
     for spec, box, view in program.store.owned("master"):
-        fill(view, spec, box, seed)
+        init_box(view, spec, box, seed)
     program.store.refresh()
 
 

@@ -37,7 +37,7 @@ from shardwise.kernels.reference.attention import (
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
 from shardwise.model.layers import Attend, Causal
-from shardwise.model.loss import IGNORED
+from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel.mesh import Axis, Pending
 from shardwise.parallel.tensor import Conjugate
 
@@ -67,7 +67,10 @@ def local_part(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
 
     documents = None if whole.documents is None else part(whole.documents, -1)
     return MicroBatch(
-        part(whole.tokens, 0), part(whole.targets, IGNORED), part(whole.positions, 0), documents
+        part(whole.tokens, 0),
+        part(whole.targets, IGNORE_INDEX),
+        part(whole.positions, 0),
+        documents,
     )
 
 

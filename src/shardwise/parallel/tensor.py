@@ -77,7 +77,7 @@ class TensorSeams(Seams):
     sequence: bool = False
 
     @property
-    def rank(self) -> int:  # type: ignore[override]
+    def vocab_rank(self) -> int:  # type: ignore[override]
         return self.axis.rank
 
     def enter(self, x: Tensor) -> Tensor:
@@ -93,18 +93,18 @@ class TensorSeams(Seams):
     def look_up(
         self, ids: Tensor, weight: Tensor | AppliedTable, sparse_grad: bool = False
     ) -> Tensor:
-        local = ids - self.rank * weight.shape[0]
+        local = ids - self.vocab_rank * weight.shape[0]
         is_here = (local >= 0) & (local < weight.shape[0])
         rows = look_up(local.where(is_here, 0), weight, sparse_grad)
         return self.leave(rows * is_here[..., None])
 
-    def part(self, x: Tensor) -> Tensor:
-        return x.chunk(self.axis.size, 1)[self.rank] if self.sequence else x
+    def local_tokens(self, x: Tensor) -> Tensor:
+        return x.chunk(self.axis.size, 1)[self.axis.rank] if self.sequence else x
 
-    def total(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         self.axis.all_reduce(x).wait()
         return x
 
-    def highest(self, x: Tensor) -> Tensor:
+    def max(self, x: Tensor) -> Tensor:
         self.axis.all_reduce(x, "max").wait()
         return x

@@ -25,11 +25,11 @@ from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits
 from shardwise.plan.buffers import buffer_bytes
 from shardwise.precision import GradientPrecision, Precision
 from shardwise.quant.kv_dtype import KvDtype, vector_bytes
-from shardwise.quant.scheme import Forms, held_bytes
+from shardwise.quant.scheme import StorageFormats, weight_bytes
 
 Mode = Literal["train", "serve"]
 
-NOT_QUANTIZED: Forms = {}
+NOT_QUANTIZED: StorageFormats = {}
 
 STATES = ("parameters", "gradients", "optimizer")
 NOT_COUNTED: dict[Mode, tuple[str, ...]] = {
@@ -167,13 +167,13 @@ def serving_ledgers(
     seq_tokens: int,
     precision: Precision = "bf16",
     num_requests: int = 1,
-    forms: Forms = NOT_QUANTIZED,
+    formats: StorageFormats = NOT_QUANTIZED,
     kv_dtype: KvDtype = "auto",
 ) -> tuple[Ledger, ...]:
     """Weights, and the keys and values of `num_requests` requests of `seq_tokens` tokens; data
-    ranks are replicas. What has one of `forms` is quantized."""
+    ranks are replicas. What has one of `formats` is quantized."""
     each = BYTES_PER_PARAMETER[precision].parameters
-    sizes = unit_bytes(config, layout.tp, each, forms)
+    sizes = unit_bytes(config, layout.tp, each, formats)
     vector = vector_bytes(kv_dtype, each).of(config.head_dim)
     ledgers = []
     for stage in range(layout.pp):
@@ -194,14 +194,16 @@ def serving_ledgers(
     return tuple(ledgers)
 
 
-def unit_bytes(config: ModelConfig, tp: int, element_bytes: int, forms: Forms) -> dict[str, int]:
+def unit_bytes(
+    config: ModelConfig, tp: int, element_bytes: int, formats: StorageFormats
+) -> dict[str, int]:
     """Of the weights of each unit on tensor rank 0, the fullest."""
     layout = Layout(tp=tp)
     first = Coord(dp=0, tp=0, pp=0, cp=0)
-    if not forms:
+    if not formats:
         return {unit: size * element_bytes for unit, size in unit_sizes(config, layout).items()}
     return {
-        unit: sum(held_bytes(spec, layout, first, forms, element_bytes) for spec in specs)
+        unit: sum(weight_bytes(spec, layout, first, formats, element_bytes) for spec in specs)
         for unit, specs in units(model_specs(config)).items()
     }
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import FoundModel, find_model
-from shardwise.formats.storage import quantized_forms
+from shardwise.formats.storage import quantized_formats
 from shardwise.hardware import Device, find_device
 from shardwise.layout import Layout, Recompute
 from shardwise.params import model_specs, num_params
@@ -15,7 +15,7 @@ from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_one_is_not_enough
 from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype, vector_bytes
-from shardwise.quant.scheme import Forms
+from shardwise.quant.scheme import StorageFormats
 
 DEFAULT_SEQ_TOKENS = 8192
 
@@ -133,7 +133,7 @@ def plan(
     check_choices(mode, precision, num_gpus)
     check_training_choices(mode, micro_batch, recompute, wanted)
     check_cache(kv_dtype, mode)
-    forms = NOT_QUANTIZED if quant is None else chosen_forms(quant, found, mode, wanted)
+    formats = NOT_QUANTIZED if quant is None else served_formats(quant, found, mode, wanted)
     trained = replace(wanted, recompute=recompute) if wanted and recompute else wanted
     if trained:
         check_layout(trained, found.config, num_gpus, mode)
@@ -147,7 +147,7 @@ def plan(
         precision,
         seq_tokens,
         quant=quant,
-        forms=forms,
+        formats=formats,
         kv_dtype=kv_dtype,
     )
     recomputed = trained.recompute if trained else recompute or "none"
@@ -157,7 +157,7 @@ def plan(
         num_sequences=num_sequences,
         recompute=recomputed,
         quant=None,
-        forms=NOT_QUANTIZED,
+        formats=NOT_QUANTIZED,
     )
     asked = [
         (job, one)
@@ -229,12 +229,14 @@ def check_cache(kv_dtype: KvDtype, mode: Mode | None) -> None:
         raise ValueError("keys and values are kept in serving; leave kv_dtype out of training")
 
 
-def chosen_forms(quant: str, found: FoundModel, mode: Mode | None, layout: Layout | None) -> Forms:
-    """In what forms the weights are served. Raises ValueError for what cannot be."""
+def served_formats(
+    quant: str, found: FoundModel, mode: Mode | None, layout: Layout | None
+) -> StorageFormats:
+    """In what formats the weights are served. Raises ValueError for what cannot be."""
     if mode == "train":
         raise ValueError("weights are quantized in serving; leave quant out of training")
     served = Layout(tp=layout.tp) if layout and serves(layout) else Layout()
-    return quantized_forms(found.gguf or found.path, found.config, served, quant)
+    return quantized_formats(found.gguf or found.path, found.config, served, quant)
 
 
 def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode | None) -> None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 from shardwise.config import ModelConfig
-from shardwise.formats.storage import check_forms
+from shardwise.formats.storage import check_formats
 from shardwise.hardware import Device
 from shardwise.layout import MAX_SIZE, Layout, Recompute, Shard
 from shardwise.plan.activations import MicroBatchShape
@@ -19,7 +19,7 @@ from shardwise.plan.ledger import Ledger, Mode, serving_ledgers, training_ledger
 from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
 from shardwise.precision import Precision
 from shardwise.quant.kv_dtype import KvDtype
-from shardwise.quant.scheme import Forms
+from shardwise.quant.scheme import StorageFormats
 
 GPUS_OF_A_NODE = (
     8  # tensor parallelism talks within every layer, so by itself it stays where links are fastest
@@ -73,7 +73,7 @@ class Job:
     num_sequences: int = 1
     recompute: Recompute = "none"
     quant: str | None = None
-    forms: Forms = field(default_factory=dict)
+    formats: StorageFormats = field(default_factory=dict)
     """Of serving: how weights are quantized, in a word and matrix by matrix."""
     kv_dtype: KvDtype = "auto"
     """Of serving: what keys and values are kept in."""
@@ -83,7 +83,7 @@ class Job:
         if layout.problems(self.config):
             return False
         try:
-            check_forms(self.config, self.forms, layout)
+            check_formats(self.config, self.formats, layout)
         except ValueError:
             return False
         return True
@@ -104,7 +104,7 @@ class Job:
                 layout,
                 self.seq_tokens,
                 self.precision,
-                forms=self.forms,
+                formats=self.formats,
                 kv_dtype=self.kv_dtype,
             )
             sent = unpriced(layout)  # replicas have nothing to tell each other

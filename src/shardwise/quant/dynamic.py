@@ -16,41 +16,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.quant.format import Quantized, codes_of, strip_rows
+from shardwise.quant.format import QuantizedMatrix, codes_of, strip_rows
 
-STRETCH = 32
+ACTIVATION_GROUP = 32
 """Activations that share a scale."""
-LARGEST = 127
-LEAST = 2.0**-100
+CODE_MAX = 127
+MIN_ABSMAX = 2.0**-100
 """A stretch of nothing larger counts as zeros: 127 divided by it might be no number."""
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K] -> int8 codes [..., G, 32], filled up with zeros, and fp32 scales [..., G, 1].
     What is no number makes its whole scale none."""
-    stretches = F.pad(x.float(), (0, -x.shape[-1] % STRETCH)).unflatten(-1, (-1, STRETCH))
+    stretches = F.pad(x.float(), (0, -x.shape[-1] % ACTIVATION_GROUP)).unflatten(
+        -1, (-1, ACTIVATION_GROUP)
+    )
     largest = stretches.abs().amax(-1, keepdim=True)
-    counts = ~(largest < LEAST)
-    inverse = torch.where(counts, largest.new_tensor(LARGEST) / largest, 0.0)
+    counts = ~(largest < MIN_ABSMAX)
+    inverse = torch.where(counts, largest.new_tensor(CODE_MAX) / largest, 0.0)
     codes = (stretches * inverse).nan_to_num_(0.0).round_().to(torch.int8)
-    return codes, torch.where(counts, largest / LARGEST, 0.0)
+    return codes, torch.where(counts, largest / CODE_MAX, 0.0)
 
 
-def dynamic_matmul(x: Tensor, quantized: Quantized) -> Tensor:
+def dynamic_matmul(x: Tensor, quantized: QuantizedMatrix) -> Tensor:
     """x [..., K] -> [..., N] in the dtype of x: in fp64, rounded once. Groups of weights are whole
     stretches."""
     scheme = quantized.scheme
-    assert scheme.kind == "int" and (scheme.group or STRETCH) % STRETCH == 0, scheme
+    assert scheme.kind == "int" and (scheme.group or ACTIVATION_GROUP) % ACTIVATION_GROUP == 0, (
+        scheme
+    )
     codes, scales = quantize_activations(x)
     activations = (codes.double() * scales.double()).flatten(-2)[..., : x.shape[-1]]
     strips = []
     for start, stop in strip_rows(quantized.shape):
         rows = quantized.rows(start, stop)
-        strips.append(activations @ plain_in_fp64(rows).t())
+        strips.append(activations @ dequantize_fp64(rows).t())
     return torch.cat(strips, -1).to(x.dtype)
 
 
-def plain_in_fp64(quantized: Quantized) -> Tensor:
+def dequantize_fp64(quantized: QuantizedMatrix) -> Tensor:
     """The weights [N, K] that it stands for."""
     scheme = quantized.scheme
     num_rows, num_columns = quantized.shape

@@ -38,7 +38,7 @@ them."""
 
 
 @dataclass(frozen=True, eq=False)
-class Quantized:
+class QuantizedMatrix:
     """A matrix [N, K]. Code i of a row is its bits b i to b i + b - 1, counted from the lowest bit
     of its first byte: 4 bits lie two a byte, 3 bits eight in three bytes. The last byte is filled
     with zeros.
@@ -75,17 +75,17 @@ class Quantized:
             each.nbytes for each in (self.codes, self.scales, self.zeros) if each is not None
         )
 
-    def to(self, device: torch.device | str) -> "Quantized":
+    def to(self, device: torch.device | str) -> "QuantizedMatrix":
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(
             self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros
         )
 
-    def rows(self, start: int, stop: int) -> "Quantized":
+    def rows(self, start: int, stop: int) -> "QuantizedMatrix":
         """Rows [start, stop), views of these."""
-        return self.picked(slice(start, stop))
+        return self.select_rows(slice(start, stop))
 
-    def picked(self, rows: slice | Tensor) -> "Quantized":
+    def select_rows(self, rows: slice | Tensor) -> "QuantizedMatrix":
         """Some rows, or all in another order."""
         codes = self.codes[rows]
         zeros = None if self.zeros is None else self.zeros[rows]
@@ -97,7 +97,7 @@ class Quantized:
             zeros=zeros,
         )
 
-    def columns(self, start: int, stop: int) -> "Quantized":
+    def columns(self, start: int, stop: int) -> "QuantizedMatrix":
         """Columns [start, stop); they begin and end with groups, or, without groups, with whole
         bytes."""
         scheme = self.scheme
@@ -113,11 +113,11 @@ class Quantized:
             else slice(start // scheme.group, stop // scheme.group)
         )
         zeros = None if self.zeros is None else self.zeros[:, groups].contiguous()
-        return Quantized(
+        return QuantizedMatrix(
             scheme, (self.shape[0], stop - start), codes, self.scales[:, groups].contiguous(), zeros
         )
 
-    def cut(self, rows: slice, columns: slice) -> "Quantized":
+    def cut(self, rows: slice, columns: slice) -> "QuantizedMatrix":
         """A rectangle, copied, so that the rest need not be kept."""
         piece = self.rows(rows.start, rows.stop).columns(columns.start, columns.stop)
         zeros = None if piece.zeros is None else piece.zeros.clone()
@@ -143,7 +143,7 @@ def code_dtype(scheme: Scheme) -> torch.dtype:
     return torch.int8 if scheme.bits == 8 and not scheme.zero else torch.uint8
 
 
-def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
+def quantize(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
     """A matrix [N, K] rounded to nearest, each row by itself. Raises ValueError for groups that do
     not divide K and for what is no number."""
     if weight.dim() != 2 or (scheme.group and weight.shape[1] % scheme.group):
@@ -152,10 +152,10 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
         )
     if not weight.isfinite().all():
         raise ValueError("a weight that is infinite or no number cannot be quantized")
-    return rounded(weight, scheme, choose_scales)
+    return round_to_nearest(weight, scheme, choose_scales)
 
 
-def rounded(weight: Tensor, scheme: Scheme, choose: "ChooseScales") -> Quantized:
+def round_to_nearest(weight: Tensor, scheme: Scheme, choose: "ChooseScales") -> QuantizedMatrix:
     """Every weight at the code nearest to it, with the scales that `choose` finds."""
     return encode(weight, scheme, *choose(weight, scheme))
 
@@ -186,7 +186,7 @@ def usable(scales: Tensor) -> Tensor:
 
 def encode(
     weight: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None
-) -> Quantized:
+) -> QuantizedMatrix:
     """The nearest codes of a matrix [N, K] with these scales, and zero points or minima, [N, G]."""
     if scheme.kind == "fp8":
         floats = (
@@ -194,7 +194,7 @@ def encode(
             .clamp_(-FP8_MAX, FP8_MAX)
             .to(FP8)
         )
-        return Quantized(scheme, as_pair(weight), floats.view(weight.shape), scales)
+        return QuantizedMatrix(scheme, matrix_shape(weight), floats.view(weight.shape), scales)
     return from_codes(nearest_codes(weight, scheme, scales, zeros), scheme, scales, zeros)
 
 
@@ -215,30 +215,30 @@ def nearest_codes(
 
 def from_codes(
     codes: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None
-) -> Quantized:
+) -> QuantizedMatrix:
     """A matrix of integers [N, K], of any dtype: with zeros 0 to 2^b - 1, else with a sign."""
-    stored = pack((codes + scheme.middle).to(code_dtype(scheme)), scheme.bits)
-    return Quantized(scheme, as_pair(codes), stored, scales, zeros)
+    stored = pack((codes + scheme.implicit_zero).to(code_dtype(scheme)), scheme.bits)
+    return QuantizedMatrix(scheme, matrix_shape(codes), stored, scales, zeros)
 
 
-def codes_of(quantized: Quantized) -> Tensor:
+def codes_of(quantized: QuantizedMatrix) -> Tensor:
     """The codes [N, K]: int8 where they have a sign, uint8 where `zeros` say, float8 of fp8."""
     scheme = quantized.scheme
     num_columns = quantized.shape[1]
     if scheme.bits == 8:
         return quantized.codes
     codes = unpack(quantized.codes, scheme.bits)[:, :num_columns]
-    return codes if scheme.zero else codes.to(torch.int8) - scheme.middle
+    return codes if scheme.zero else codes.to(torch.int8) - scheme.implicit_zero
 
 
-def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
+def dequantize(quantized: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] in `dtype`: worked out in fp32, rounded once."""
-    return plain_values(
+    return dequantize_codes(
         codes_of(quantized), quantized.scheme, quantized.scales, quantized.zeros
     ).to(dtype)
 
 
-def plain_values(
+def dequantize_codes(
     codes: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None
 ) -> Tensor:
     """What codes [N, K] stand for, in fp32."""
@@ -266,7 +266,7 @@ def matmul(x: Tensor, matrix: Strips) -> Tensor:
     return torch.cat([F.linear(x, strip) for strip in matrix.strips(x.dtype)], -1)
 
 
-def stack_rows(pieces: Sequence[Quantized]) -> Quantized:
+def stack_rows(pieces: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """One matrix of the rows of several of the same scheme and width."""
     first = pieces[0]
     assert all(each.scheme == first.scheme and each.shape[1] == first.shape[1] for each in pieces)
@@ -277,7 +277,7 @@ def stack_rows(pieces: Sequence[Quantized]) -> Quantized:
     )
     codes = torch.cat([each.codes for each in pieces])
     scales = torch.cat([each.scales for each in pieces])
-    return Quantized(first.scheme, (len(codes), first.shape[1]), codes, scales, zeros)
+    return QuantizedMatrix(first.scheme, (len(codes), first.shape[1]), codes, scales, zeros)
 
 
 def grouped(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -286,7 +286,7 @@ def grouped(weight: Tensor, scheme: Scheme) -> Tensor:
     return weight.unflatten(1, (num_groups, weight.shape[1] // max(1, num_groups)))
 
 
-def as_pair(matrix: Tensor) -> tuple[int, int]:
+def matrix_shape(matrix: Tensor) -> tuple[int, int]:
     num_rows, num_columns = matrix.shape
     return num_rows, num_columns
 

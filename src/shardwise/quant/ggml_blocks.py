@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardwise.quant.format import Quantized, strip_rows
+from shardwise.quant.format import QuantizedMatrix, strip_rows
 from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.ggml_decode import dequantize
 from shardwise.quant.scheme import GGUF_SCHEMES, Scheme
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class GgmlMatrix:
     """A matrix [N, K] in blocks of a kind that GGUF has; raw: [N, bytes of a row] of uint8."""
 
     kind: str
@@ -36,17 +36,17 @@ class Blocks:
     def num_bytes(self) -> int:
         return self.raw.nbytes
 
-    def to(self, device: torch.device | str) -> "Blocks":
+    def to(self, device: torch.device | str) -> "GgmlMatrix":
         return replace(self, raw=self.raw.to(device))
 
-    def rows(self, start: int, stop: int) -> "Blocks":
+    def rows(self, start: int, stop: int) -> "GgmlMatrix":
         return replace(self, shape=(stop - start, self.shape[1]), raw=self.raw[start:stop])
 
-    def picked(self, rows: Tensor) -> "Blocks":
+    def select_rows(self, rows: Tensor) -> "GgmlMatrix":
         """Some rows."""
         return replace(self, shape=(len(rows), self.shape[1]), raw=self.raw[rows])
 
-    def columns(self, start: int, stop: int) -> "Blocks":
+    def columns(self, start: int, stop: int) -> "GgmlMatrix":
         """Columns [start, stop), copied; they begin and end with blocks."""
         block = BLOCKS[self.kind]
         assert start % block.num_elements == 0 == stop % block.num_elements, (start, stop)
@@ -63,17 +63,19 @@ class Blocks:
             )
 
 
-def stack_blocks(pieces: Sequence[Blocks]) -> Blocks:
+def stack_ggml(pieces: Sequence[GgmlMatrix]) -> GgmlMatrix:
     """One matrix of the rows of several of the same kind and width."""
     raw = torch.cat([each.raw for each in pieces])
     return replace(pieces[0], shape=(len(raw), pieces[0].shape[1]), raw=raw)
 
 
-def from_blocks(raw: Tensor, kind: str, shape: tuple[int, int]) -> Quantized | Blocks:
+def from_ggml_blocks(
+    raw: Tensor, kind: str, shape: tuple[int, int]
+) -> QuantizedMatrix | GgmlMatrix:
     """What is stored as `raw`, uint8 of any shape, without loss and in as many bytes."""
     num_rows, num_columns = shape
     if kind not in GGUF_SCHEMES:
-        return Blocks(kind, shape, raw.reshape(num_rows, -1))
+        return GgmlMatrix(kind, shape, raw.reshape(num_rows, -1))
     scheme = Scheme.parse(GGUF_SCHEMES[kind])
     blocks = raw.reshape(num_rows, num_columns // 32, BLOCKS[kind].num_bytes)
     scales, *minima = (
@@ -86,6 +88,6 @@ def from_blocks(raw: Tensor, kind: str, shape: tuple[int, int]) -> Quantized | B
     else:  # byte j holds columns j and j + 16: put neighbours together
         nibbles = torch.stack((stored & 15, stored >> 4), -2).flatten(-2)
         codes = nibbles[..., ::2] | nibbles[..., 1::2] << 4
-    return Quantized(
+    return QuantizedMatrix(
         scheme, shape, codes.reshape(num_rows, -1), scales, minima[0] if minima else None
     )

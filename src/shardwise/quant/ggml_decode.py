@@ -112,7 +112,7 @@ def _fields(packed: Tensor, num_bits: int) -> Tensor:
     return torch.stack([(packed >> shift) & mask for shift in range(0, 8, num_bits)], dim=-2)
 
 
-# Plain floats
+# FloatMatrix floats
 # ---------------------------------------------------------------------------------------------------------
 
 

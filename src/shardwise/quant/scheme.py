@@ -77,7 +77,7 @@ class Scheme:
         return 1 << self.bits
 
     @property
-    def middle(self) -> int:
+    def implicit_zero(self) -> int:
         """What is taken off a stored integer, where no offset says. Codes of 8 bits have a sign and
         need none."""
         return 0 if self.zero or self.bits == 8 else self.levels // 2
@@ -94,10 +94,10 @@ class Scheme:
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Of codes, scales and offsets of a matrix, as `quantize` makes them."""
-        return self.form().num_bytes(shape)
+        return self.storage_format().num_bytes(shape)
 
-    def form(self, scale_bytes: int = SCALE_BYTES) -> "Form":
-        return Form(str(self), self.bits, self.group, scale_bytes + ZERO_BYTES * self.zero)
+    def storage_format(self, scale_bytes: int = SCALE_BYTES) -> "StorageFormat":
+        return StorageFormat(str(self), self.bits, self.group, scale_bytes + ZERO_BYTES * self.zero)
 
 
 def parse_quant(name: str) -> Scheme | None:
@@ -114,8 +114,8 @@ def parse_quant(name: str) -> Scheme | None:
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a matrix is held in memory: codes of `bits`, and `beside_bytes` of scales and offsets for
+class StorageFormat:
+    """How a matrix is held in memory: codes of `bits`, and `scale_bytes` of scales and offsets for
     each `group` of columns of a row, or for the row. Of a kind of GGUF `bits` is what a block comes
     to for each weight, rounded down, and the rest stands beside. The name is what people call
     it."""
@@ -123,25 +123,27 @@ class Form:
     name: str
     bits: int
     group: int | None
-    beside_bytes: int
+    scale_bytes: int
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         num_rows, num_columns = shape
         num_groups = 1 if self.group is None else num_columns // self.group
-        return num_rows * (math.ceil(num_columns * self.bits / 8) + num_groups * self.beside_bytes)
+        return num_rows * (math.ceil(num_columns * self.bits / 8) + num_groups * self.scale_bytes)
 
 
-Forms = Mapping[tuple[str, str], Form]
+StorageFormats = Mapping[tuple[str, str], StorageFormat]
 """By the names of a parameter and of its part; what has none is not quantized."""
 
 
-def gguf_form(kind: str) -> Form | None:
+def ggml_format(kind: str) -> StorageFormat | None:
     """That of a kind of GGUF block; None for plain numbers."""
     block = BLOCKS[kind]
     if block.num_elements == 1:
         return None
     bits = 8 * block.num_bytes // block.num_elements
-    return Form(kind, bits, block.num_elements, block.num_bytes - block.num_elements * bits // 8)
+    return StorageFormat(
+        kind, bits, block.num_elements, block.num_bytes - block.num_elements * bits // 8
+    )
 
 
 def quantizable(spec: ParamSpec) -> bool:
@@ -150,22 +152,23 @@ def quantizable(spec: ParamSpec) -> bool:
     return spec.unit.startswith("blocks.") and len(spec.shape) == 2
 
 
-def keepable(spec: ParamSpec) -> bool:
+def can_stay_quantized(spec: ParamSpec) -> bool:
     """What may stay as it is stored: these, and embedding and head."""
     return quantizable(spec) or spec.name in ("embed", "head")
 
 
-def held_bytes(
-    spec: ParamSpec, layout: Layout, coord: Coord, forms: Forms, element_bytes: int
+def weight_bytes(
+    spec: ParamSpec, layout: Layout, coord: Coord, formats: StorageFormats, element_bytes: int
 ) -> int:
     """Of a parameter on the rank at `coord`: of parts that have a form by it, of others by their
     elements."""
     held = boxes(spec, layout, coord)
-    if not any((spec.name, box.part) in forms for box in held):
+    if not any((spec.name, box.part) in formats for box in held):
         return math.prod(local_shape(spec, layout, coord)) * element_bytes
-    found = [(forms.get((spec.name, box.part)), box.shape) for box in held]
+    found = [(formats.get((spec.name, box.part)), box.shape) for box in held]
     return sum(
-        form.num_bytes(shape) if form else math.prod(shape) * element_bytes for form, shape in found
+        format.num_bytes(shape) if format else math.prod(shape) * element_bytes
+        for format, shape in found
     )
 
 
@@ -188,30 +191,32 @@ def check_groups(specs: Iterable[ParamSpec], group: int | None, layout: Layout) 
             raise ValueError(
                 f"groups of {group} columns do not divide the {spec.shape[1]} of {spec.name}; {hint}"
             )
-    check_cuts(matrices, {spec.name: group for spec in matrices}, layout)
+    check_shards(matrices, {spec.name: group for spec in matrices}, layout)
 
 
-def check_cuts(
+def check_shards(
     specs: Iterable[ParamSpec], groups: Mapping[str, int | None], layout: Layout
 ) -> None:
     """Raise ValueError where a rank's columns of a matrix in groups do not end with one, with the
     tp that work."""
     units = [(spec, groups[spec.name] or GROUP_MULTIPLE) for spec in specs if spec.name in groups]
     for spec, unit in units:
-        if not cuts_at(spec, unit, layout):
+        if not is_aligned(spec, unit, layout):
             what = (
                 f"groups of {unit} columns"
                 if groups[spec.name]
                 else f"pieces of {unit} columns, which fill bytes,"
             )
-            works = [tp for tp in range(1, layout.tp) if all(divides(*each, tp) for each in units)]
+            works = [
+                tp for tp in range(1, layout.tp) if all(can_shard(*each, tp) for each in units)
+            ]
             raise ValueError(
                 f"tp{layout.tp} cuts the {spec.shape[1]} columns of {spec.name} where {what} do not end; "
                 f"tp {listed(works)} work{'s' * (len(works) == 1)}"
             )
 
 
-def cuts_at(spec: ParamSpec, unit: int, layout: Layout) -> bool:
+def is_aligned(spec: ParamSpec, unit: int, layout: Layout) -> bool:
     """Whether every tensor rank's columns begin and end at multiples of `unit`, or where the row
     does."""
     ranks = (layout.coord(rank) for rank in range(layout.tp))
@@ -224,14 +229,14 @@ def cuts_at(spec: ParamSpec, unit: int, layout: Layout) -> bool:
     return all(place % unit == 0 or place == spec.shape[1] for place in places)
 
 
-def divides(spec: ParamSpec, unit: int, tp: int) -> bool:
+def can_shard(spec: ParamSpec, unit: int, tp: int) -> bool:
     """Whether tp ranks can have the matrix, in whole heads and whole units of columns."""
     whole = (
         (spec.shape[1] // block_of(spec, spec.dims[1])) % tp == 0
         if spec.dims[1] == "q_heads"
         else True
     )
-    return whole and cuts_at(spec, unit, Layout(tp=tp))
+    return whole and is_aligned(spec, unit, Layout(tp=tp))
 
 
 def listed(numbers: list[int]) -> str:

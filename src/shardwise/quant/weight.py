@@ -15,43 +15,43 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.quant.format import Quantized, as_pair, matmul, strip_rows
-from shardwise.quant.ggml_blocks import Blocks
+from shardwise.quant.format import QuantizedMatrix, matmul, matrix_shape, strip_rows
+from shardwise.quant.ggml_blocks import GgmlMatrix
 
 
 @dataclass(frozen=True, eq=False)
-class Plain:
+class FloatMatrix:
     """Rows that are not quantized, beside others that are."""
 
     weight: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
-        return as_pair(self.weight)
+        return matrix_shape(self.weight)
 
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes
 
-    def to(self, device: torch.device | str) -> "Plain":
+    def to(self, device: torch.device | str) -> "FloatMatrix":
         return replace(self, weight=self.weight.to(device))
 
-    def rows(self, start: int, stop: int) -> "Plain":
-        return Plain(self.weight[start:stop])
+    def rows(self, start: int, stop: int) -> "FloatMatrix":
+        return FloatMatrix(self.weight[start:stop])
 
-    def picked(self, rows: Tensor) -> "Plain":
-        return Plain(self.weight[rows])
+    def select_rows(self, rows: Tensor) -> "FloatMatrix":
+        return FloatMatrix(self.weight[rows])
 
     def strips(self, dtype: torch.dtype) -> Iterator[Tensor]:
         for start, stop in strip_rows(self.shape):
             yield self.weight[start:stop].to(dtype)
 
 
-Piece = Quantized | Blocks | Plain
+MatrixPart = QuantizedMatrix | GgmlMatrix | FloatMatrix
 
 
 class Recomputed(Protocol):
-    """What is cheap to make and so made again in the backward (`model.layers.Light`): x =
+    """What is cheap to make and so made again in the backward (`model.layers.RecomputedInput`): x =
     make(*inputs)."""
 
     @property
@@ -65,7 +65,7 @@ class Recomputed(Protocol):
 class QuantizedWeight:
     """A matrix [N, K] in pieces of rows: q, k and v may be stored in different ways."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MatrixPart, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,11 +75,11 @@ class QuantizedWeight:
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
 
-    def integers(self, columns: int) -> Quantized | None:
+    def integers(self, columns: int) -> QuantizedMatrix | None:
         """What it is held as, if that is one piece of integers of 8 or 4 bits, whose groups are
         whole runs of so many columns: what products of integers take."""
         held = self.pieces[0]
-        if len(self.pieces) > 1 or not isinstance(held, Quantized):
+        if len(self.pieces) > 1 or not isinstance(held, QuantizedMatrix):
             return None
         scheme = held.scheme
         whole = scheme.group is None or scheme.group % columns == 0
@@ -107,10 +107,13 @@ class QuantizedWeight:
         return torch.cat(list(self.strips(dtype)))
 
     def like(self, weight: Tensor) -> "QuantizedWeight":
-        """Plain numbers in the same strips, so that a product with them adds up in the same
+        """FloatMatrix numbers in the same strips, so that a product with them adds up in the same
         order."""
         return QuantizedWeight(
-            tuple(Plain(rows) for rows in weight.split([piece.shape[0] for piece in self.pieces]))
+            tuple(
+                FloatMatrix(rows)
+                for rows in weight.split([piece.shape[0] for piece in self.pieces])
+            )
         )
 
 
@@ -124,7 +127,9 @@ class QuantizedTable(QuantizedWeight):
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows [..., D]."""
         (piece,) = self.pieces
-        return torch.cat(list(piece.picked(ids.flatten()).strips(self.dtype))).view(*ids.shape, -1)
+        return torch.cat(list(piece.select_rows(ids.flatten()).strips(self.dtype))).view(
+            *ids.shape, -1
+        )
 
 
 class FrozenProduct(torch.autograd.Function):

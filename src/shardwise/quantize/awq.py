@@ -16,12 +16,12 @@ from torch import Tensor
 
 from shardwise.quant.format import (
     ChooseScales,
-    Quantized,
+    QuantizedMatrix,
     choose_scales,
     dequantize,
     encode,
     grouped,
-    rounded,
+    round_to_nearest,
 )
 from shardwise.quant.scheme import Scheme
 from shardwise.quantize.statistics import InputStatistics
@@ -47,7 +47,7 @@ def input_scales(
     least = float("inf")
     for step in range(NUM_EXPONENTS):
         scales = foldable(powers(inputs.magnitude, step / NUM_EXPONENTS))
-        made = dequantize(rounded(weight * scales, scheme, choose), torch.float32) / scales
+        made = dequantize(round_to_nearest(weight * scales, scheme, choose), torch.float32) / scales
         error = inputs.output_error(made - weight)
         if error < least:
             best = scales
@@ -64,7 +64,7 @@ def powers(magnitude: Tensor, exponent: float) -> Tensor:
 
 def clipped(
     weight: Tensor, scheme: Scheme, second_moment: Tensor, choose: ChooseScales = choose_scales
-) -> Quantized:
+) -> QuantizedMatrix:
     """A matrix [N, K] rounded to nearest, the range of each group as wide as makes the outputs
     change least."""
     inner = within_groups(second_moment, scheme)

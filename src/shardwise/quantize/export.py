@@ -39,16 +39,16 @@ from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.params import model_specs, num_params, units
-from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.format import QuantizedMatrix, dequantize
 from shardwise.quant.ggml import BLOCKS
+from shardwise.quantize.quant_config import QuantConfig
 from shardwise.quantize.quantizer import Quantizer
-from shardwise.quantize.recipe import Recipe
 
 
 def export(
     source: Path,
     destination: Path,
-    recipe: Recipe,
+    quant_config: QuantConfig,
     text: Tensor | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -64,28 +64,28 @@ def export(
     differ by more than 1e-4 of the largest; then nothing is left behind.
     """
     report = progress or (lambda what, done: None)
-    check_plain(source)
+    check_unquantized(source)
     config = read_config(source)
-    check_destination(destination, recipe, config)
+    check_destination(destination, quant_config, config)
     with closing(open_weights(source, config)) as reader:
         dtype = dtype or reader.dtype
         passed = Passed(config, dtype)
-        quantizer = Quantizer(config, recipe, dtype, device)
+        quantizer = Quantizer(config, quant_config, dtype, device)
         weights = StreamedWeights(reader, model_specs(config), dtype)
         tensors = passed.on(quantizer.parameters(weights, text, report))
-        files = write(source, destination, config, recipe, tensors, dtype)
+        files = write(source, destination, config, quant_config, tensors, dtype)
     report("checking", 0.5)
     try:
         logits = prompt_logits(destination, read_config(destination), dtype)
         difference = largest_difference(logits, passed.logits(), source, destination)
     except ValueError:
-        destination.unlink() if recipe.gguf else shutil.rmtree(destination)
+        destination.unlink() if quant_config.gguf else shutil.rmtree(destination)
         raise
     report("checking", 1.0)
     return Converted(files, num_params(model_specs(config)), difference)
 
 
-def check_plain(source: Path) -> None:
+def check_unquantized(source: Path) -> None:
     """Raise ValueError for a model that is stored quantized."""
     kinds: set[str] = set()
     if source_kind(source) == "gguf":
@@ -104,8 +104,8 @@ def check_plain(source: Path) -> None:
         )
 
 
-def check_destination(destination: Path, recipe: Recipe, config: ModelConfig) -> None:
-    if recipe.gguf:
+def check_destination(destination: Path, quant_config: QuantConfig, config: ModelConfig) -> None:
+    if quant_config.gguf:
         import_gguf()
         if destination.suffix != ".gguf":
             raise ValueError(f"{destination} should end in .gguf, since it becomes one file")
@@ -129,16 +129,16 @@ def write(
     source: Path,
     destination: Path,
     config: ModelConfig,
-    recipe: Recipe,
-    tensors: Iterable[tuple[str, Tensor | Quantized]],
+    quant_config: QuantConfig,
+    tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
     dtype: torch.dtype,
 ) -> tuple[str, ...]:
     """The names of the files."""
     tokenizer, files = find_tokenizer(source)
-    if recipe.gguf is None:
+    if quant_config.gguf is None:
         specs = model_specs(config)
         return write_folder(
-            destination, config, specs, tensors, dtype, tokenizer, files, scheme=recipe.scheme
+            destination, config, specs, tensors, dtype, tokenizer, files, scheme=quant_config.scheme
         )
     if source_kind(source) == "gguf":
         metadata = {
@@ -150,7 +150,7 @@ def write(
         if tokenizer is not None:
             check_vocabulary(tokenizer, config.vocab_size)
         metadata = tokenizer_metadata(tokenizer, config.vocab_size)
-    write_gguf(destination, config, tensors, recipe.gguf, dtype, metadata)
+    write_gguf(destination, config, tensors, quant_config.gguf, dtype, metadata)
     return (destination.name,)
 
 
@@ -163,17 +163,19 @@ class Passed:
         self._decoder = Transformer(config, REFERENCE)
         self._tokens = random_prompt(config)
         self._positions = torch.arange(self._tokens.shape[1])[None]
-        self._held: dict[str, Tensor | Quantized] = {}
+        self._held: dict[str, Tensor | QuantizedMatrix] = {}
         self._x: Tensor | None = None
 
     def on(
-        self, tensors: Iterable[tuple[str, Tensor | Quantized]]
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+        self, tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]]
+    ) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
         unit_ends = {
             specs[-1].name: unit for unit, specs in units(model_specs(self.config)).items()
         }
         for name, tensor in tensors:
-            self._held[name] = tensor if isinstance(tensor, Quantized) else tensor.to(self.dtype)
+            self._held[name] = (
+                tensor if isinstance(tensor, QuantizedMatrix) else tensor.to(self.dtype)
+            )
             if (unit := unit_ends.get(name, "")).startswith("blocks."):
                 self._run(int(unit.removeprefix("blocks.")))
             yield name, tensor
@@ -193,10 +195,12 @@ class Passed:
             return self._x
         return self._decoder.embed(self._plain(self._held), self._tokens, self._positions)
 
-    def _plain(self, weights: dict[str, Tensor | Quantized]) -> dict[str, Tensor]:
+    def _plain(self, weights: dict[str, Tensor | QuantizedMatrix]) -> dict[str, Tensor]:
         """As they are read back: in `dtype`, then in fp32."""
         return {
-            name: (dequantize(each, self.dtype) if isinstance(each, Quantized) else each).float()
+            name: (
+                dequantize(each, self.dtype) if isinstance(each, QuantizedMatrix) else each
+            ).float()
             for name, each in weights.items()
         }
 

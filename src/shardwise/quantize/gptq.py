@@ -16,11 +16,11 @@ from torch import Tensor
 
 from shardwise.quant.format import (
     ChooseScales,
-    Quantized,
+    QuantizedMatrix,
     choose_scales,
+    dequantize_codes,
     from_codes,
     nearest_codes,
-    plain_values,
 )
 from shardwise.quant.scheme import Scheme
 
@@ -32,7 +32,7 @@ the text."""
 
 def gptq(
     weight: Tensor, scheme: Scheme, second_moment: Tensor, choose: ChooseScales = choose_scales
-) -> Quantized:
+) -> QuantizedMatrix:
     """A matrix [N, K] quantized to integers so that its products with inputs of that second moment
     [K, K] change little."""
     assert scheme.kind == "int"
@@ -55,7 +55,9 @@ def gptq(
             chosen = scales[:, at], None if zeros is None else zeros[:, at]
             mine = weight[:, column : column + 1]
             codes[:, column : column + 1] = rounded = nearest_codes(mine, a_row, *chosen)
-            error = (mine - plain_values(rounded, a_row, *chosen))[:, 0] / factor[column, column]
+            error = (mine - dequantize_codes(rounded, a_row, *chosen))[:, 0] / factor[
+                column, column
+            ]
             weight[:, column:stop] -= error[:, None] * factor[column, column:stop]
             errors[:, column - start] = error
         weight[:, stop:] -= errors @ factor[start:stop, stop:]

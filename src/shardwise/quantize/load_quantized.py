@@ -12,13 +12,13 @@ from shardwise.config import ModelConfig
 from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import ModelSource, source_path
 from shardwise.formats.reader import Reader, read_box, read_param, strips
-from shardwise.formats.storage import chosen_forms
+from shardwise.formats.storage import choose_formats
 from shardwise.layout import Coord, Layout
 from shardwise.params import Box, ParamSpec, block_of, boxes
-from shardwise.quant.format import Quantized, quantize, stack_rows
-from shardwise.quant.ggml_blocks import Blocks, stack_blocks
+from shardwise.quant.format import QuantizedMatrix, quantize, stack_rows
+from shardwise.quant.ggml_blocks import GgmlMatrix, stack_ggml
 from shardwise.quant.scheme import Scheme, parse_quant
-from shardwise.quant.weight import Piece, Plain, QuantizedTable, QuantizedWeight
+from shardwise.quant.weight import FloatMatrix, MatrixPart, QuantizedTable, QuantizedWeight
 
 Weights = dict[str, Tensor | QuantizedWeight]
 
@@ -36,23 +36,25 @@ def load_quantized(
     """As `load_weights`, with the matrices of blocks quantized: to the scheme `quant` by rounding
     to nearest, or as they are stored; with None none is. What a rank holds are slices of what one
     rank would hold. `specs` may be part of the model, as on a pipeline stage. Raises ValueError as
-    `quantized_forms` does."""
+    `quantized_formats` does."""
     scheme = parse_quant(quant) if quant else None
     with closing(open_weights(source, config)) as reader:
-        forms = (
-            chosen_forms(reader.forms, source_path(source), config, layout, quant) if quant else {}
+        formats = (
+            choose_formats(reader.formats, source_path(source), config, layout, quant)
+            if quant
+            else {}
         )
 
-        def piece(spec: ParamSpec, box: Box) -> Piece:
+        def piece(spec: ParamSpec, box: Box) -> MatrixPart:
             if scheme is not None:
                 return quantized_box(reader, spec, box, scheme)
-            is_kept = (spec.name, box.part) in forms
-            return reader.read_piece(spec, box) if is_kept else plain_box(reader, spec, box, dtype)
+            is_kept = (spec.name, box.part) in formats
+            return reader.read_piece(spec, box) if is_kept else float_box(reader, spec, box, dtype)
 
         weights: Weights = {}
         for spec in (spec for spec in specs if spec.tied_to is None):
             held = boxes(spec, layout, coord)
-            if any((spec.name, box.part) in forms for box in held):
+            if any((spec.name, box.part) in formats for box in held):
                 weight = QuantizedWeight(joined([piece(spec, box) for box in held])).to(device)
                 weights[spec.name] = (
                     QuantizedTable(weight.pieces, dtype) if spec.name == "embed" else weight
@@ -62,7 +64,7 @@ def load_quantized(
     return weights
 
 
-def quantized_box(reader: Reader, spec: ParamSpec, box: Box, scheme: Scheme) -> Quantized:
+def quantized_box(reader: Reader, spec: ParamSpec, box: Box, scheme: Scheme) -> QuantizedMatrix:
     """A box of a matrix, rounded a few rows at a time. Where a row has one scale it is read whole,
     so that its scale is that of all of it, whoever holds which part."""
     start, stop = (box.slices[1].start, box.slices[1].stop) if scheme.group else (0, spec.shape[1])
@@ -79,21 +81,21 @@ def quantized_box(reader: Reader, spec: ParamSpec, box: Box, scheme: Scheme) -> 
     return stack_rows(pieces)
 
 
-def plain_box(reader: Reader, spec: ParamSpec, box: Box, dtype: torch.dtype) -> Plain:
+def float_box(reader: Reader, spec: ParamSpec, box: Box, dtype: torch.dtype) -> FloatMatrix:
     rows = torch.empty(box.shape, dtype=dtype)
     read_box(reader, spec, box, rows)
-    return Plain(rows)
+    return FloatMatrix(rows)
 
 
-def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+def joined(pieces: Sequence[MatrixPart]) -> tuple[MatrixPart, ...]:
     """The pieces, those of one form in one: a product is then one product."""
-    quantized = [piece for piece in pieces if isinstance(piece, Quantized)]
+    quantized = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
     if (
         len(quantized) == len(pieces)
         and len({(each.scheme, each.scales.dtype) for each in quantized}) == 1
     ):
         return (stack_rows(quantized),)
-    blocks = [piece for piece in pieces if isinstance(piece, Blocks)]
+    blocks = [piece for piece in pieces if isinstance(piece, GgmlMatrix)]
     if len(blocks) == len(pieces) and len({each.kind for each in blocks}) == 1:
-        return (stack_blocks(blocks),)
+        return (stack_ggml(blocks),)
     return tuple(pieces)

@@ -21,13 +21,19 @@ from shardwise.layout import Layout
 from shardwise.model.layers import AppliedWeight, Causal
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.params import model_specs, units
-from shardwise.quant.format import ChooseScales, Quantized, choose_scales, dequantize, rounded
+from shardwise.quant.format import (
+    ChooseScales,
+    QuantizedMatrix,
+    choose_scales,
+    dequantize,
+    round_to_nearest,
+)
 from shardwise.quant.scheme import check_groups
 from shardwise.quantize.awq import clipped, input_scales
 from shardwise.quantize.fold import Block, folds
 from shardwise.quantize.gptq import gptq
-from shardwise.quantize.recipe import Recipe
-from shardwise.quantize.statistics import InputStatistics, WatchedWeight
+from shardwise.quantize.quant_config import QuantConfig
+from shardwise.quantize.statistics import InputStatistics, ObservedWeight
 
 MATRICES = ("qkv", "out", "gate_up", "down")
 BATCH_TOKENS = 4096
@@ -43,24 +49,24 @@ class Quantizer:
     `device`."""
 
     config: ModelConfig
-    recipe: Recipe
+    quant_config: QuantConfig
     dtype: torch.dtype
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        check_groups(model_specs(self.config), self.recipe.scheme.group, Layout())
+        check_groups(model_specs(self.config), self.quant_config.scheme.group, Layout())
 
     @property
     def choose(self) -> ChooseScales:
-        return choose_block_scales if self.recipe.gguf else choose_scales
+        return choose_block_scales if self.quant_config.gguf else choose_scales
 
     def parameters(
         self, weights: Mapping[str, Tensor], text: Tensor | None, progress: Progress
-    ) -> Iterator[tuple[str, Tensor | Quantized]]:
+    ) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
         """The model's parameters in their order, each asked of `weights` (in fp32) once it is
         needed. `text` holds token ids [sequences, tokens] of a calibrated method. Raises ValueError
         for weights that are no numbers."""
-        assert (text is not None) == self.recipe.calibrated
+        assert (text is not None) == self.quant_config.calibrated
         x = None if text is None else self.embedded(weights, text)
         for unit, specs in units(model_specs(self.config)).items():
             if not unit.startswith("blocks."):
@@ -74,7 +80,7 @@ class Quantizer:
             check_numbers(block, unit)
             ready = self.block(block, None if x is None else self.watched(block, layer, x))
             if x is not None and layer + 1 < self.config.num_layers:
-                self.run(plain_block(ready), layer, x, out=x)
+                self.run(dequantized_block(ready), layer, x, out=x)
             yield from ((prefix + name, value.to("cpu")) for name, value in ready.items())
             progress("quantizing", (layer + 1) / self.config.num_layers)
 
@@ -86,7 +92,7 @@ class Quantizer:
 
     def watched(self, block: Block, layer: int, x: Tensor) -> Statistics:
         """What the matrices of a block are multiplied with while it runs."""
-        weights = {name: WatchedWeight(block[name]) for name in MATRICES}
+        weights = {name: ObservedWeight(block[name]) for name in MATRICES}
         self.run({**block, **weights}, layer, x)
         return {name: weight.statistics() for name, weight in weights.items()}
 
@@ -111,12 +117,14 @@ class Quantizer:
             if out is not None:
                 out[start : start + step] = y.to(out.device)
 
-    def block(self, block: Block, statistics: Statistics | None) -> dict[str, Tensor | Quantized]:
+    def block(
+        self, block: Block, statistics: Statistics | None
+    ) -> dict[str, Tensor | QuantizedMatrix]:
         """A block with its matrices quantized, and, of AWQ, with scales taken in."""
-        scheme = self.recipe.scheme
+        scheme = self.quant_config.scheme
         if statistics is None:
-            made = {name: rounded(block[name], scheme, self.choose) for name in MATRICES}
-        elif self.recipe.method == "gptq":
+            made = {name: round_to_nearest(block[name], scheme, self.choose) for name in MATRICES}
+        elif self.quant_config.method == "gptq":
             made = {
                 name: gptq(block[name], scheme, statistics[name].second_moment, self.choose)
                 for name in MATRICES
@@ -135,7 +143,7 @@ class Quantizer:
             name = fold.matrix
             scales = input_scales(
                 block[name],
-                self.recipe.scheme,
+                self.quant_config.scheme,
                 statistics[name],
                 partial(fold.foldable, block),
                 self.choose,
@@ -153,7 +161,7 @@ def check_numbers(block: Block, unit: str) -> None:
             )
 
 
-def plain_block(block: Mapping[str, Tensor | Quantized]) -> Block:
+def dequantized_block(block: Mapping[str, Tensor | QuantizedMatrix]) -> Block:
     return {
         name: value if isinstance(value, Tensor) else dequantize(value, torch.float32)
         for name, value in block.items()

@@ -35,7 +35,7 @@ class InputStatistics:
         return float(((difference @ self.second_moment) * difference).sum(dtype=torch.float64))
 
 
-class WatchedWeight:
+class ObservedWeight:
     """A plain weight [N, K] for `model.layers.linear` that keeps count of what it is multiplied
     with."""
 

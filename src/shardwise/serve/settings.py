@@ -140,11 +140,11 @@ def check_model(
 
     `source` is the model of the settings, if it is already open.
     """
-    from shardwise.formats.storage import quantized_forms  # numpy, which --help does without
+    from shardwise.formats.storage import quantized_formats  # numpy, which --help does without
 
     check_shape(settings, config)
     if settings.quant is not None:
-        quantized_forms(source or settings.model, config, settings.layout, settings.quant)
+        quantized_formats(source or settings.model, config, settings.layout, settings.quant)
 
 
 def check_shape(settings: EngineSettings, config: ModelConfig) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.model.batch import MicroBatch
-from shardwise.model.loss import IGNORED
+from shardwise.model.loss import IGNORE_INDEX
 from shardwise.train.corpus import START_DTYPE, read_corpus
 
 NUM_ROUNDS = 8  # 4 suffice for many samples; 8 also shuffle a handful evenly
@@ -255,7 +255,7 @@ def collate(
 
 
 def num_targets(microbatches: Sequence[MicroBatch]) -> int:
-    return sum(int((each.targets != IGNORED).sum()) for each in microbatches)
+    return sum(int((each.targets != IGNORE_INDEX).sum()) for each in microbatches)
 
 
 def stack(
@@ -264,7 +264,7 @@ def stack(
     """Return the samples of one micro-batch as int64 tensors [B, T]."""
     shape = (len(samples), seq_len)
     tokens = np.zeros(shape, dtype=np.int64)
-    targets = np.full(shape, IGNORED, dtype=np.int64)
+    targets = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     positions = np.tile(np.arange(seq_len, dtype=np.int64), (len(samples), 1))
     documents = np.zeros(shape, dtype=np.int64)
     for row, sample in enumerate(samples):
@@ -276,7 +276,7 @@ def stack(
         if separate_documents:
             numbers = token_file.documents(sample * seq_len, seq_len + 1)
             continues = numbers[1:] == numbers[:-1]
-            targets[row, ~continues] = IGNORED
+            targets[row, ~continues] = IGNORE_INDEX
             starts = np.where(continues[:-1], 0, positions[row, 1:])
             positions[row, 1:] -= np.maximum.accumulate(starts)
             documents[row] = numbers[:-1]

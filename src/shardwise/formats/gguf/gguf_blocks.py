@@ -1,4 +1,4 @@
-"""Quantized matrices as the blocks of GGUF files: scales and minima that fit them, and their bytes.
+"""QuantizedMatrix matrices as the blocks of GGUF files: scales and minima that fit them, and their bytes.
 
 A block is 32 columns of a row: the scale in fp16, of Q4_1 the minimum in fp16, then the codes (see
 `gguf.py`).
@@ -7,7 +7,7 @@ A block is 32 columns of a row: the scale in fp16, of Q4_1 the minimum in fp16, 
 import torch
 from torch import Tensor
 
-from shardwise.quant.format import Quantized, codes_of, grouped
+from shardwise.quant.format import QuantizedMatrix, codes_of, grouped
 from shardwise.quant.scheme import Scheme
 
 BLOCK_COLUMNS = 32
@@ -35,7 +35,7 @@ def usable(scales: Tensor) -> Tensor:
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
 
 
-def to_blocks(quantized: Quantized) -> Tensor:
+def to_blocks(quantized: QuantizedMatrix) -> Tensor:
     """The bytes [N, bytes of a row] of a matrix of one of the schemes in `GGUF_SCHEMES`, with
     scales in fp16."""
     scheme = quantized.scheme
@@ -44,7 +44,7 @@ def to_blocks(quantized: Quantized) -> Tensor:
     if scheme.bits == 8:
         stored = codes.view(torch.uint8)
     else:
-        low, high = (codes + scheme.middle).to(torch.uint8).split(BLOCK_COLUMNS // 2, -1)
+        low, high = (codes + scheme.implicit_zero).to(torch.uint8).split(BLOCK_COLUMNS // 2, -1)
         stored = low | high << 4
     heads = [quantized.scales] if quantized.zeros is None else [quantized.scales, quantized.zeros]
     assert all(each.dtype == torch.float16 for each in heads)

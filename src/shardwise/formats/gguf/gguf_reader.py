@@ -12,12 +12,12 @@ from shardwise.formats.families import family_of
 from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
 from shardwise.formats.gguf.rope_order import deinterleave
 from shardwise.formats.safetensors import DTYPES
-from shardwise.formats.storage import gguf_forms
+from shardwise.formats.storage import gguf_formats
 from shardwise.formats.tensor_names import check_stored, stored_parts
 from shardwise.params import Box, ParamSpec, model_specs
-from shardwise.quant.format import Quantized
+from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.ggml import BLOCKS
-from shardwise.quant.ggml_blocks import Blocks, from_blocks
+from shardwise.quant.ggml_blocks import GgmlMatrix, from_ggml_blocks
 from shardwise.quant.ggml_decode import dequantize, read_tensor
 
 
@@ -33,7 +33,7 @@ class GgufReader:
         shapes = {name: tensor.shape for name, tensor in self._gguf.tensors.items()}
         check_stored(shapes, model_specs(config), self._names, self._gguf.path)
         self.dtype = _common_dtype(self._gguf)
-        self.forms = gguf_forms(self._gguf, config)
+        self.formats = gguf_formats(self._gguf, config)
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         """Return a box in fp32; of a parameter that is sharded by heads, a box of whole heads."""
@@ -45,10 +45,10 @@ class GgufReader:
             tensor = read_tensor(self._gguf, part.name, rows.start, rows.stop)
         return deinterleave(tensor, spec.head_dim) if part.interleaved else tensor
 
-    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized | Blocks:
+    def read_piece(self, spec: ParamSpec, box: Box) -> QuantizedMatrix | GgmlMatrix:
         """Return a box of a part that is stored in quantized blocks, without decoding it.
 
-        Blocks lie along rows, so rows can be reordered whole.
+        GgmlMatrix lie along rows, so rows can be reordered whole.
         """
         part = stored_parts(spec, self._names)[box.part]
         rows, columns = part.slices(box)
@@ -57,7 +57,7 @@ class GgufReader:
         raw = torch.from_numpy(stored.copy()).view(num_rows, -1)
         raw = deinterleave(raw, spec.head_dim) if part.interleaved else raw
         kind = self._gguf.tensor(part.name).kind
-        blocks = from_blocks(raw, kind, (num_rows, part.shape[1]))
+        blocks = from_ggml_blocks(raw, kind, (num_rows, part.shape[1]))
         if num_columns == part.shape[1]:
             return blocks
         return blocks.columns(columns.start, columns.stop)

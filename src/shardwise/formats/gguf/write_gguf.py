@@ -22,7 +22,7 @@ from shardwise.formats.gguf.rope_order import interleave
 from shardwise.formats.safetensors import DTYPE_NAMES
 from shardwise.formats.tensor_names import distinct_parts
 from shardwise.params import ParamSpec, model_specs
-from shardwise.quant.format import Quantized
+from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.scheme import quantizable
 
@@ -30,7 +30,7 @@ from shardwise.quant.scheme import quantizable
 def write_gguf(
     path: Path,
     config: ModelConfig,
-    tensors: Iterable[tuple[str, Tensor | Quantized]],
+    tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
     kind: str,
     dtype: torch.dtype,
     tokenizer: Mapping[str, Any],
@@ -103,7 +103,7 @@ def _tensor_infos(
 
 
 def _tensor_bytes(
-    config: ModelConfig, tensors: Iterable[tuple[str, Tensor | Quantized]], dtype: torch.dtype
+    config: ModelConfig, tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]], dtype: torch.dtype
 ) -> Iterator[Any]:
     """Yield the bytes of every tensor as a numpy array, in the same order."""
     if (divisors := rope_divisors(config)) is not None:
@@ -113,8 +113,8 @@ def _tensor_bytes(
         for part in distinct_parts(spec, family_of(config).gguf):
             rows = torch.arange(part.rows.start, part.rows.stop)
             rows = interleave(rows, spec.head_dim) if part.interleaved else rows
-            if isinstance(tensor, Quantized):
-                raw = to_blocks(tensor.picked(rows))
+            if isinstance(tensor, QuantizedMatrix):
+                raw = to_blocks(tensor.select_rows(rows))
             else:
                 raw = tensor[rows].to(dtype)
                 raw = raw.float() if raw.dim() == 1 else raw

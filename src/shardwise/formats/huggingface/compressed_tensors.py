@@ -1,4 +1,4 @@
-"""Quantized matrices as folders store them for other engines: the format compressed-tensors.
+"""QuantizedMatrix matrices as folders store them for other engines: the format compressed-tensors.
 
     pack-quantized   weight_packed [N, ceil(K b / 32)] in int32, codes without a sign, b bits each, from the lowest bit
                      on; weight_scale [N, G]; weight_zero_point [ceil(N b / 32), G], packed along N; weight_shape
@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.quant.format import SCALE_DTYPE, Quantized, codes_of, pack
+from shardwise.quant.format import SCALE_DTYPE, QuantizedMatrix, codes_of, pack
 from shardwise.quant.scheme import Scheme
 
 
-def stored_tensors(quantized: Quantized) -> dict[str, Tensor]:
+def stored_tensors(quantized: QuantizedMatrix) -> dict[str, Tensor]:
     """The tensors of a matrix, by the ends of their names; they share no memory with it."""
     scheme = quantized.scheme
     num_rows, num_columns = quantized.shape

@@ -25,7 +25,7 @@ from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.huggingface.quantized_folder import QuantizedFolder
 from shardwise.formats.huggingface.weight_files import INDEX, SINGLE, headers_of, opened_slices
 from shardwise.formats.safetensors import DTYPES
-from shardwise.formats.storage import matrix_forms
+from shardwise.formats.storage import matrix_formats
 from shardwise.formats.tensor_names import (
     TensorNames,
     check_stored,
@@ -37,7 +37,7 @@ from shardwise.formats.tensor_names import (
 )
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.params import Box, ParamSpec, model_specs
-from shardwise.quant.format import Quantized, dequantize
+from shardwise.quant.format import QuantizedMatrix, dequantize
 from shardwise.quant.scheme import Scheme, quantizable
 
 
@@ -60,7 +60,7 @@ class FolderReader:
             check_stored(self._quantized.plain_shapes, specs, self._names, path)
             self.dtype = self._common_dtype(specs, path)
             self._opened = opened.pop_all()
-        self.forms = matrix_forms(self._quantized.matrices, specs, self._names)
+        self.formats = matrix_formats(self._quantized.matrices, specs, self._names)
 
     def _common_dtype(self, specs: Iterable[ParamSpec], path: str | Path) -> torch.dtype:
         """The dtype in which most elements are stored."""
@@ -78,13 +78,13 @@ class FolderReader:
         source = stored_parts(spec, self._names)[box.part]
         if source.name in self._quantized.matrices:
             rows, columns = source.slices(box)
-            return dequantize(self._quantized.read(source.name).picked(rows), torch.float32)[
+            return dequantize(self._quantized.read(source.name).select_rows(rows), torch.float32)[
                 :, columns
             ]
         tensor = self._stored[source.name][source.slices(box)]
         return tensor.T if source.transposed else tensor
 
-    def read_piece(self, spec: ParamSpec, box: Box) -> Quantized:
+    def read_piece(self, spec: ParamSpec, box: Box) -> QuantizedMatrix:
         """A box of a part that is stored quantized, as it is."""
         source = stored_parts(spec, self._names)[box.part]
         rows, columns = source.slices(box)
@@ -103,7 +103,7 @@ def write_folder(
     path: str | Path,
     config: ModelConfig,
     specs: Sequence[ParamSpec],
-    tensors: Iterable[tuple[str, Tensor | Quantized]],
+    tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
     dtype: torch.dtype,
     tokenizer: Tokenizer | None = None,
     tokenizer_files: Sequence[Path] = (),
@@ -218,7 +218,7 @@ def write_shards(
 def stored_forms(
     specs: Sequence[ParamSpec],
     names: TensorNames,
-    tensors: Iterable[tuple[str, Tensor | Quantized]],
+    tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
     """Split and turn each of our tensors into those of a folder, on the CPU, sharing no memory."""
@@ -238,11 +238,11 @@ def stored_forms(
             assert not source.interleaved, (
                 "Hugging Face folders keep the rows of heads in our order"
             )
-            if isinstance(tensor, Quantized):
+            if isinstance(tensor, QuantizedMatrix):
                 assert not source.transposed, (
                     "Hugging Face folders have no form for quantized [in, out] matrices"
                 )
-                stored_as = compressed.stored_tensors(tensor.picked(source.rows))
+                stored_as = compressed.stored_tensors(tensor.select_rows(source.rows))
                 yield from (
                     (beside(source.name, ending), each) for ending, each in stored_as.items()
                 )

@@ -17,7 +17,7 @@ from shardwise.formats.huggingface.quantized_tensors import (
     plain_headers,
     stored_matrices,
 )
-from shardwise.quant.format import Quantized
+from shardwise.quant.format import QuantizedMatrix
 
 
 @dataclass
@@ -29,7 +29,7 @@ class QuantizedFolder:
     matrices: Mapping[str, StoredMatrix]
     plain_shapes: Mapping[str, tuple[int, ...]]
     get: Callable[[str], Tensor | None]
-    last: dict[str, Quantized] = field(default_factory=dict)
+    last: dict[str, QuantizedMatrix] = field(default_factory=dict)
 
     @classmethod
     def at(
@@ -49,7 +49,7 @@ class QuantizedFolder:
             check_order(format, each, get(f"{each.stem}.g_idx"))
         return cls(format, matrices, plain_headers(format, headers, matrices), get)
 
-    def read(self, name: str) -> Quantized:
+    def read(self, name: str) -> QuantizedMatrix:
         """The whole matrix of that name."""
         if name not in self.last:
             assert self.format is not None

@@ -15,7 +15,7 @@ from shardwise.formats.huggingface.quantized_tensors import (
     StoredMatrix,
     scale_name,
 )
-from shardwise.quant.format import Quantized, pack, unpack
+from shardwise.quant.format import QuantizedMatrix, pack, unpack
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in its word each of eight neighbours lies."""
@@ -24,12 +24,12 @@ Get = Callable[[str], Tensor | None]
 """A tensor of a matrix, by the end of its name; None where there is none."""
 
 
-def import_matrix(format: FolderFormat, matrix: StoredMatrix, get: Get) -> Quantized:
+def import_matrix(format: FolderFormat, matrix: StoredMatrix, get: Get) -> QuantizedMatrix:
     """The matrix that these tensors are. Raises ValueError for one whose columns were put in
     another order."""
     read = {"gptq": read_gptq, "awq": read_awq}.get(format.method, read_by_rows)
     codes, scales, zeros = read(format, matrix, get)
-    return Quantized(format.scheme, matrix.shape, codes, scales.contiguous(), zeros)
+    return QuantizedMatrix(format.scheme, matrix.shape, codes, scales.contiguous(), zeros)
 
 
 Read = tuple[Tensor, Tensor, Tensor | None]

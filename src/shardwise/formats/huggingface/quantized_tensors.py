@@ -24,7 +24,7 @@ from typing import Any, Literal
 from shardwise.formats.config_files import config_errors, get_object
 from shardwise.formats.dtype_names import NUM_BYTES
 from shardwise.formats.families import FAMILIES
-from shardwise.quant.scheme import Form, Scheme
+from shardwise.quant.scheme import Scheme, StorageFormat
 
 Method = Literal["gptq", "awq", "compressed-tensors", "fp8"]
 METHODS: tuple[Method, ...] = ("gptq", "awq", "compressed-tensors", "fp8")
@@ -210,11 +210,11 @@ def group_of(size: Any) -> int | None:
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A quantized matrix of a folder; `form` is what it takes in memory."""
+    """A quantized matrix of a folder; `format` is its format in memory."""
 
     stem: str
     shape: tuple[int, int]
-    form: Form
+    format: StorageFormat
 
 
 def stored_matrices(
@@ -248,7 +248,7 @@ def stored_matrices(
                 f"{stem}.{scale_name(format)} is stored as {scales}; {', '.join(NUM_BYTES)} can be read"
             )
         found[name] = StoredMatrix(
-            stem, (num_rows, num_columns), format.scheme.form(NUM_BYTES[scales])
+            stem, (num_rows, num_columns), format.scheme.storage_format(NUM_BYTES[scales])
         )
     return found
 

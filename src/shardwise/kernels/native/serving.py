@@ -30,8 +30,8 @@ from shardwise.kernels.reference.batch_invariant import (
 from shardwise.kernels.reference.gated import gated
 from shardwise.kernels.serving_interface import AttentionShape
 from shardwise.kernels.spans import Span, padded_page_tables
-from shardwise.quant.dynamic import STRETCH
-from shardwise.quant.format import Quantized
+from shardwise.quant.dynamic import ACTIVATION_GROUP
+from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 
@@ -261,7 +261,7 @@ class NativeServing(InstructionSet):
         """Pack the matrices of a model's blocks side by side in one piece of memory.
 
         Each is removed from `weights` as it is packed, so that little memory is used twice.
-        Quantized weights without a native product have torch's, with dequantized numbers.
+        QuantizedMatrix weights without a native product have torch's, with dequantized numbers.
         """
         others = {
             name: weights.pop(name)
@@ -323,13 +323,13 @@ class NativeServing(InstructionSet):
         return PackedQuantized(self.functions, target, (num_out, num_in), layout, wide)
 
 
-def native_integers(weight: QuantizedWeight) -> Quantized | None:
+def native_integers(weight: QuantizedWeight) -> QuantizedMatrix | None:
     """Return the integers of a weight if they have a native product: 8 or 4 bits, with groups of
     whole stretches of activations.
 
     None also where the rank has no columns.
     """
-    integers = weight.integers(STRETCH)
+    integers = weight.integers(ACTIVATION_GROUP)
     if integers is None or not integers.shape[1]:
         return None
     scale_dtype = integers.scales.dtype
@@ -337,18 +337,18 @@ def native_integers(weight: QuantizedWeight) -> Quantized | None:
     return integers if known_zeros and scale_dtype in SCALE_KINDS else None
 
 
-def require_native_integers(weight: QuantizedWeight) -> Quantized:
+def require_native_integers(weight: QuantizedWeight) -> QuantizedMatrix:
     integers = native_integers(weight)
     assert integers is not None, "the weight has no native product"
     return integers
 
 
-def library_layout(integers: Quantized) -> Any:
+def library_layout(integers: QuantizedMatrix) -> Any:
     """Return the library's description of integers that have a native product."""
     scheme = integers.scheme
     zeros = integers.zeros
     # Signed bytes are stored with an offset of 128.
-    middle = 128 if scheme.bits == 8 and not scheme.zero else scheme.middle
+    middle = 128 if scheme.bits == 8 and not scheme.zero else scheme.implicit_zero
     offset_kind = 0 if zeros is None else 1 if zeros.dtype == torch.uint8 else 2
     return library.QuantizedShape(
         *integers.shape,

@@ -41,7 +41,7 @@ from shardwise.kernels.reference.batch_invariant import (
     row_weights,
 )
 from shardwise.kernels.triton.attention import INTERPRETED, num_multiprocessors
-from shardwise.quant.format import STRIP_ELEMENTS, Quantized, unpack
+from shardwise.quant.format import STRIP_ELEMENTS, QuantizedMatrix, unpack
 from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 
 OUTPUTS = 64
@@ -211,7 +211,7 @@ def look_up_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program (id, chunk of blocks): a row of the weight as plain numbers, as `format.plain_values`
+    """Program (id, chunk of blocks): a row of the weight as plain numbers, as `format.dequantize_codes`
     has them."""
     place = tl.program_id(0).to(tl.int64)
     id = tl.load(ids + tl.program_id(0)).to(tl.int64)
@@ -311,7 +311,7 @@ class Packed:
         )
 
 
-def pack(held: Quantized) -> Packed:
+def pack(held: QuantizedMatrix) -> Packed:
     """The same codes in the order of the kernels. Only a strip of them is unpacked at a time."""
     num_out, num_in = held.shape
     scheme = held.scheme
@@ -339,7 +339,7 @@ def pack(held: Quantized) -> Packed:
     return Packed(
         held.shape,
         scheme.bits,
-        scheme.middle,
+        scheme.implicit_zero,
         block,
         scheme.group,
         codes,
@@ -415,7 +415,7 @@ class TritonQuantized:
 
     @classmethod
     def of(
-        cls, held: Quantized, dtype: torch.dtype, found: Found, wide: bool = False
+        cls, held: QuantizedMatrix, dtype: torch.dtype, found: Found, wide: bool = False
     ) -> "TritonQuantized":
         packed = pack(held)
         wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(held.codes.device)
@@ -493,7 +493,7 @@ def agreeing_rows(packed: Packed, part_blocks: int, dtype: torch.dtype) -> tuple
     return least, *filter(agrees, larger)
 
 
-def integers_of(weight: Tensor | QuantizedWeight) -> Quantized | None:
+def integers_of(weight: Tensor | QuantizedWeight) -> QuantizedMatrix | None:
     """What a weight is held as, if that has a product here: integers of 8 or 4 bits, whose groups
     are of whole blocks. Of what a rank may hold nothing there is none."""
     held = weight.integers(BLOCKS[-1]) if isinstance(weight, QuantizedWeight) else None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.model.layers import Light, made_again
+from shardwise.model.layers import RecomputedInput, recompute_input
 
 
 class DeferredGradient(NamedTuple):
@@ -32,8 +32,8 @@ class Deferred:
     weight: Tensor
     tape: list[DeferredGradient]
 
-    def apply(self, x: Tensor | Light) -> Tensor:
-        make, inputs = (x.make, x.inputs) if isinstance(x, Light) else (identity, (x,))
+    def apply(self, x: Tensor | RecomputedInput) -> Tensor:
+        make, inputs = (x.make, x.inputs) if isinstance(x, RecomputedInput) else (identity, (x,))
         y: Tensor = DeferredLinear.apply(make, self, *inputs)
         return y
 
@@ -56,6 +56,6 @@ class DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
         (dy,) = grads
-        x, d_inputs = made_again(ctx.make, inputs, dy @ weight)
+        x, d_inputs = recompute_input(ctx.make, inputs, dy @ weight)
         ctx.owner.tape.append(DeferredGradient(ctx.owner.name, x, dy))
         return None, None, *d_inputs

@@ -11,7 +11,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class QuantConfig:
     """`gguf` is the kind of blocks, Q8_0, Q4_0 or Q4_1, of a GGUF file; None: a folder as
     compressed-tensors has it."""
 
@@ -20,24 +20,24 @@ class Recipe:
     gguf: str | None = None
 
     @classmethod
-    def parse(cls, name: str, method: str = "rtn") -> "Recipe":
+    def parse(cls, name: str, method: str = "rtn") -> "QuantConfig":
         """From what `--quant` and `--method` say. Raises ValueError for what is not known or does
         not go together."""
         if method not in METHODS:
             raise ValueError(f"{method!r} is no method to quantize; known are {', '.join(METHODS)}")
         form, colon, kind = name.partition(":")
         if not colon:
-            recipe = cls(Scheme.parse(name), method)
+            quant_config = cls(Scheme.parse(name), method)
         elif form == "gguf" and kind.upper() in GGUF_SCHEMES:
-            recipe = cls(Scheme.parse(GGUF_SCHEMES[kind.upper()]), method, kind.upper())
+            quant_config = cls(Scheme.parse(GGUF_SCHEMES[kind.upper()]), method, kind.upper())
         else:
             known = ", ".join(f"gguf:{each.lower()}" for each in GGUF_SCHEMES)
             raise ValueError(
                 f"{name!r} is no way to quantize a file; {known} are, or for a folder int8, int4-g64 or fp8"
             )
-        if recipe.scheme.kind == "fp8" and recipe.calibrated:
+        if quant_config.scheme.kind == "fp8" and quant_config.calibrated:
             raise ValueError(f"{method} chooses integers; fp8 is rounded to nearest: --method rtn")
-        return recipe
+        return quant_config
 
     @property
     def calibrated(self) -> bool:
