@@ -18,7 +18,7 @@ from shardwise.kernels.interface import CausalAttention, RopeTables
 from shardwise.precision import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""What a user calls the precision of weights and activations."""
+"""Names of the dtypes of weights and activations in flags and settings."""
 
 
 @dataclass(frozen=True)
