@@ -25,8 +25,8 @@ Generated from `shardwise --help` by `python docs/generate_commands.py`; do not 
 folder, or a hub id (`org/name`); [supported.md](supported.md) lists the families and file formats. A layout such as
 `dp2.tp4.z1` is explained in [layout.md](layout.md).
 
-Every command takes `--help`, `--json` and `--debug`. With `--json`, one JSON object goes to stdout and nothing else;
-progress and logs go to stderr.
+Every command takes `--help`, `--json` and `--debug`. With `--json`, one JSON object goes to stdout and nothing else
+(`serve` prints none); progress and logs go to stderr.
 
 | exit code | meaning |
 |---|---|
