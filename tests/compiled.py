@@ -25,9 +25,9 @@ from triton.runtime.driver import driver
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
 from shardwise.kernels.spans import Span
-from shardwise.kernels.triton.attention import paged_attention
+from shardwise.kernels.triton.attention import triton_paged_attention
 from shardwise.kernels.triton.batch import table_batch
-from shardwise.kernels.triton.linear import TritonQuantized, pack, product
+from shardwise.kernels.triton.linear import TritonQuantized, pack, quantized_product
 from shardwise.kernels.triton.pointwise import gated, rms_norm, rope_and_write_kv
 from shardwise.quant.format import quantize
 from shardwise.quant.kv_dtype import KvDtype
@@ -90,7 +90,7 @@ def launch_attention(
     q = torch.empty(41, 8, size, dtype=dtype)
     pages = KVPages.empty((2, 64, 16, size), kv_dtype, dtype)
     batch = table_batch(SPANS, 4, 16, (rows,), torch.device("cpu"))
-    paged_attention(q, pages, batch, window, wanted_programs)
+    triton_paged_attention(q, pages, batch, window, wanted_programs)
 
 
 def launch_small(dtype: torch.dtype) -> None:
@@ -111,7 +111,7 @@ def launch_product(dtype: torch.dtype, name: str, num_rows: int, split: bool) ->
     held = quantize(torch.randn(192, 1536), Scheme.parse(name))
     if name == "int4z-g32":
         held = replace(held, zeros=held.scales)
-    product(torch.empty(300, 1536, dtype=dtype), pack(held), num_rows, 4, split, dtype)
+    quantized_product(torch.empty(300, 1536, dtype=dtype), pack(held), num_rows, 4, split, dtype)
     TritonQuantized(pack(held), (16,), 4, 1, dtype).look_up(torch.zeros(3, dtype=torch.int64))
 
 

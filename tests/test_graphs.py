@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.kernels.spans import Span
-from shardwise.kernels.triton.batch import NOWHERE, TableBatch, table_batch
+from shardwise.kernels.triton.batch import NO_SLOT, TableBatch, table_batch
 from shardwise.serve.engine.batch import Part
 from shardwise.serve.engine.cuda_graphs import DecodeGraphs, Step, captured_sizes, only_decodes
 
@@ -35,15 +35,15 @@ class Played:
         (tiles,) = batch.tiles
         assert tiles.num_rows == 16
         assert (
-            tiles.at.tolist() == [[n, 0] for n in range(len(tokens))]
-            and batch.firsts.tolist() == tiles.at[:, 0].tolist()
+            tiles.origins.tolist() == [[n, 0] for n in range(len(tokens))]
+            and batch.first_tokens.tolist() == tiles.origins[:, 0].tolist()
         )
-        return torch.cat((torch.stack((tokens, batch.starts, batch.slots), 1), batch.table), 1)
+        return torch.cat((torch.stack((tokens, batch.starts, batch.slots), 1), batch.page_table), 1)
 
     def capture(self, step: Step) -> Step:
         kept = step()
         self.captured.append(len(kept))
-        assert self.slots[-1] == [NOWHERE] * len(kept) and not any(self.lengths[-1]), (
+        assert self.slots[-1] == [NO_SLOT] * len(kept) and not any(self.lengths[-1]), (
             "a first run writes nowhere"
         )
 
@@ -97,7 +97,7 @@ def test_a_step_reads_what_its_batch_says_whatever_was_there_before(
         for row, part in zip(found[:, 3:].tolist(), batch, strict=True):
             assert row[: len(part.pages)] == list(part.pages)
         assert played.lengths[-1] == [1] * len(batch) + [0] * (size - len(batch))
-        assert played.slots[-1][len(batch) :] == [NOWHERE] * (size - len(batch))
+        assert played.slots[-1][len(batch) :] == [NO_SLOT] * (size - len(batch))
         kept.append((found, found.clone()))
     assert all(torch.equal(found, copy) for found, copy in kept), (
         "a later step changes nothing of an earlier one"

@@ -2,6 +2,7 @@
 do."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from memory import peak_bytes
 from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.model import loss
-from shardwise.model.loss import IGNORE_INDEX, cross_entropy, cross_entropy_naive
+from shardwise.model.loss import IGNORE_INDEX, cross_entropy_naive
 
 FP32 = 1e-6  # of the largest element, or of 1 where products of that size cancel, against the definition in fp64
 BF16 = 1e-2  # of the largest element of a gradient, or of 1: logits, gradients and sums of chunks round to 8 bits
@@ -23,6 +24,7 @@ BF16_VALUE = 1e-4  # of the loss against the definition in bf16, whose logits ar
 
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+cross_entropy = partial(loss.cross_entropy, cross_entropy_grad=cross_entropy_grad_)
 
 
 def drawn(rows: int, width: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,9 +106,7 @@ def test_naive_is_the_definition() -> None:
 
 def test_published_value_of_equal_logits() -> None:
     """Without knowledge every token costs log V."""
-    total = cross_entropy(
-        torch.zeros(7, 3), torch.randn(100, 3), torch.arange(7), cross_entropy_grad_
-    )
+    total = cross_entropy(torch.zeros(7, 3), torch.randn(100, 3), torch.arange(7))
     assert total.item() == pytest.approx(7 * 4.605170185988092, rel=1e-6)
 
 
@@ -203,11 +203,8 @@ def test_only_the_wanted_gradient_is_worked_out(of_x: bool, of_weight: bool) -> 
     wanted = with_gradients(cross_entropy, x, weight, targets)
     x.requires_grad_(of_x)
     weight.requires_grad_(of_weight)
-    assert (
-        products(lambda: cross_entropy(x, weight, targets, cross_entropy_grad_))
-        == 1 + of_x + of_weight
-    )
-    cross_entropy(x, weight, targets, cross_entropy_grad_).backward()
+    assert products(lambda: cross_entropy(x, weight, targets)) == 1 + of_x + of_weight
+    cross_entropy(x, weight, targets).backward()
     grads = [
         wanted_grad for wanted_grad, on in zip(wanted[1:], (of_x, of_weight), strict=True) if on
     ]
@@ -218,12 +215,12 @@ def test_only_the_wanted_gradient_is_worked_out(of_x: bool, of_weight: bool) -> 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_does_no_work_for_gradients(mode) -> None:
     x, weight, targets = drawn(10, 4, 7)
-    wanted = cross_entropy(x, weight, targets, cross_entropy_grad_)
+    wanted = cross_entropy(x, weight, targets)
     x.requires_grad_()
     weight.requires_grad_()
     with mode():
-        assert products(lambda: cross_entropy(x, weight, targets, cross_entropy_grad_)) == 1
-        assert torch.equal(cross_entropy(x, weight, targets, cross_entropy_grad_), wanted)
+        assert products(lambda: cross_entropy(x, weight, targets)) == 1
+        assert torch.equal(cross_entropy(x, weight, targets), wanted)
 
 
 def products(run: Callable[[], object]) -> int:
@@ -265,7 +262,7 @@ def test_logits_are_never_held_whole(dtype: torch.dtype, tmp_path: Path) -> None
     assert naive > whole  # so the measure sees what it is meant to see
     with patch.multiple(loss, SOFTMAX_BYTES=1 << 20, PRODUCT_BYTES=2 << 20):
         peak, largest = peak_bytes(
-            lambda: cross_entropy(x, weight, targets, cross_entropy_grad_), tmp_path / "ours.json"
+            lambda: cross_entropy(x, weight, targets), tmp_path / "ours.json"
         )
     small = 200_000  # columns of one number a row
     assert largest <= max(2 << 20, weight.numel() * x.element_size())

@@ -21,17 +21,17 @@ from shardwise.kernels.reference.batch_invariant import (
     agreeing_sizes,
     cancelling,
     head_of,
-    pieces,
+    row_chunks,
     row_weights,
 )
 from shardwise.kernels.reference.paged_attention import (
     PagedBatch,
-    Span,
     attention_sizes,
     paged_attention,
     paged_batch,
 )
 from shardwise.kernels.reference.serving import REFERENCE
+from shardwise.kernels.spans import Span
 from shardwise.layout import Layout
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -250,7 +250,7 @@ def test_a_size_at_which_rows_differ_is_found_out() -> None:
     sizes=st.sets(st.sampled_from([1, 2, 4, 8, 32, 64, 256]), min_size=1),
 )
 def test_pieces_are_all_rows_in_order(num_rows: int, sizes: set[int]) -> None:
-    found = list(pieces(num_rows, tuple(sorted(sizes))))
+    found = list(row_chunks(num_rows, tuple(sorted(sizes))))
     assert [start for start, _, _ in found] == [
         sum(count for _, count, _ in found[:n]) for n in range(len(found))
     ]

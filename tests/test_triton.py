@@ -106,7 +106,7 @@ def over_tables(
         )
         pages.keys.write(batch.slots.long(), k)
         pages.values.write(batch.slots.long(), v)
-        found = triton_paged.paged_attention(q, pages, batch, window, wanted_programs)
+        found = triton_paged.triton_paged_attention(q, pages, batch, window, wanted_programs)
         for (number, at), part in zip(
             places, found.split([span.num_tokens for span in spans]), strict=True
         ):
@@ -197,7 +197,7 @@ def test_numbers_that_nobody_may_see_do_not_count() -> None:
         seen = table_batch([Span(31, 29, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU).slots.long()
         pages.keys.write(seen, case.k[0][31:])
         pages.values.write(seen, case.v[0][31:])
-        found.append(triton_paged.paged_attention(case.q[0][40:], pages, batch, 10, 0))
+        found.append(triton_paged.triton_paged_attention(case.q[0][40:], pages, batch, 10, 0))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -216,7 +216,7 @@ def test_a_request_that_is_no_number_fails_alone(kv_dtype: KvDtype) -> None:
 
 
 def test_a_tile_size_at_which_rows_differ_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = triton_paged.attend_tiles
+    attend = triton_paged.launch_tiles
 
     def differing(q: Tensor, pages: KVPages, batch: Any, tiles: Any, *given: Any) -> None:
         attend(q, pages, batch, tiles, *given)
@@ -224,7 +224,7 @@ def test_a_tile_size_at_which_rows_differ_is_not_used(monkeypatch: pytest.Monkey
             given[-1].mul_(1 + 2**-23)
 
     assert sizes_for((4, 2), 16, torch.float32) == (16, 64)
-    monkeypatch.setattr(triton_paged, "attend_tiles", differing)
+    monkeypatch.setattr(triton_paged, "launch_tiles", differing)
     assert sizes_for((4, 2), 16, torch.float32) == (16,)
 
 
@@ -238,7 +238,7 @@ def test_tiles_are_all_tokens_once(spans: list[tuple[int, int]], group: int) -> 
     batch = table_batch(step, group, PAGE_TOKENS, (16, 64), CPU)
     found = []
     for tiles in batch.tiles:
-        for sequence, begin in tiles.at.tolist():
+        for sequence, begin in tiles.origins.tolist():
             count = min(tiles.num_rows // group, spans[sequence][1] - begin)
             found += [(sequence, begin + offset) for offset in range(count)]
             assert (spans[sequence][1] * group <= 16) == (tiles.num_rows == 16)
@@ -246,7 +246,7 @@ def test_tiles_are_all_tokens_once(spans: list[tuple[int, int]], group: int) -> 
         (number, n) for number, (_, count) in enumerate(spans) for n in range(count)
     ]
     for number, (start, count) in enumerate(spans):
-        first = int(batch.firsts[number])
+        first = int(batch.first_tokens[number])
         assert batch.slots[first : first + count].tolist() == list(range(start, start + count))
 
 
@@ -481,12 +481,14 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
         mine = [each for each in told if each["capability"] == capability]
         assert {each["name"] for each in mine} == {
             "attend_kernel",
-            "add_up_kernel",
+            "merge_blocks_kernel",
         } | small | products
         assert all(
             each["shared_bytes"] <= 99 * 1024 and each["spilled_bytes"] == 0 for each in mine
         )
-        attention = [each for each in mine if each["name"] in ("attend_kernel", "add_up_kernel")]
+        attention = [
+            each for each in mine if each["name"] in ("attend_kernel", "merge_blocks_kernel")
+        ]
         in_bf16 = [each for each in attention if each["tensor_cores"]]
         assert len(in_bf16) == 6
         assert not any(each["fused"] for each in mine if each["name"] in products)
@@ -494,5 +496,5 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
         assert not any(
             each["fused"]
             for each in attention
-            if each["name"] == "add_up_kernel" or each in in_bf16
+            if each["name"] == "merge_blocks_kernel" or each in in_bf16
         )

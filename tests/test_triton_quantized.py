@@ -24,9 +24,9 @@ from shardwise.kernels.triton import linear as triton_quantized
 from shardwise.kernels.triton.linear import (
     TritonQuantized,
     agreeing_rows,
-    blocks_of_parts,
+    blocks_per_part,
     pack,
-    product,
+    quantized_product,
 )
 from test_triton import DTYPES, assert_served
 
@@ -132,7 +132,9 @@ def test_parts_that_are_shared_out_add_up_to_the_same_bits(scheme: str, minima: 
     packed = pack(held)
     x = drawn(3, 320).to(BF16)
     for part_blocks in (1, 2, packed.num_blocks):
-        found = [product(x, packed, 16, part_blocks, split, FP32) for split in (False, True)]
+        found = [
+            quantized_product(x, packed, 16, part_blocks, split, FP32) for split in (False, True)
+        ]
         assert torch.equal(*found)
         assert_defined(found[0], x, held)
 
@@ -147,7 +149,7 @@ def test_parts_are_all_columns_and_not_too_short(
         shape=(64 * num_tiles, 64 * num_blocks),
         codes=like.codes[:, :1].expand(num_tiles, num_blocks, -1, -1),
     )
-    part_blocks = blocks_of_parts(packed, wanted)
+    part_blocks = blocks_per_part(packed, wanted)
     num_parts = -(-num_blocks // part_blocks)
     assert num_parts == 1 or part_blocks * 64 >= 256
     assert num_parts == 1 or (num_parts - 1) * num_tiles < wanted
@@ -176,15 +178,15 @@ def test_numbers_of_rows_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatc
     def differing(
         x: Tensor, packed: Any, num_rows: int, part_blocks: int, split: bool, dtype: torch.dtype
     ) -> Tensor:
-        return product(x, packed, num_rows, part_blocks, split, dtype) * (
+        return quantized_product(x, packed, num_rows, part_blocks, split, dtype) * (
             1 + 2**-20 * (num_rows == at and split)
         )
 
-    monkeypatch.setattr(triton_quantized, "product", differing)
+    monkeypatch.setattr(triton_quantized, "quantized_product", differing)
     at = 64
     assert agreeing_rows(packed, 1, FP32) == tuple(size for size in sizes if size != 64)
     at = 16
-    with pytest.raises(RuntimeError, match="other bits where parts are shared out"):
+    with pytest.raises(RuntimeError, match="other bits where its parts are split"):
         agreeing_rows(packed, 1, FP32)
 
 

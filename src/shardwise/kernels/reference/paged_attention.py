@@ -1,15 +1,14 @@
-"""Attention over keys and values that lie in pages (Kwon et al. 2023, PagedAttention), for many
-sequences at once.
+"""Attention over a paged KV cache (Kwon et al. 2023, PagedAttention), for many sequences at once.
 
-The keys of a sequence are cut at fixed places, every BLOCK_TOKENS positions from its start. Each
-block has a softmax of its own, and blocks are added up from the first to the last, weighted by
-their log-sum-exp (as FlashAttention does, Dao et al. 2022). So what a token sees is added in one
-order, whether it comes alone or in a chunk, and in any company; a block that a token does not see
-at all has a weight of exactly zero.
+The context of a sequence is split at fixed positions, every BLOCK_TOKENS from its start. Each block
+has its own softmax, and blocks are merged from the first to the last, weighted by their log-sum-exp
+(as in FlashAttention, Dao et al. 2022). So a token's sums have one order, whether it comes alone or
+in a chunk: attention is batch-invariant. A block that a token does not attend to has a weight of
+exactly zero.
 
-Query rows are the tokens of a sequence times the heads that share a kv head, in tiles; a tile has
-one of a few numbers of rows, at which products are known to agree (see `rows.py`). A pair is a tile
-and a block it sees.
+Query rows are the tokens of a sequence times the heads that share a kv head, in tiles. A tile has
+one of a few numbers of rows, at which products agree (`batch_invariant.py`). A pair is a tile and a
+block that it attends to.
 
 Shapes: N tokens of the step, H query heads, K kv heads, G = H / K, C head dim, P tokens of a page;
 M rows of a tile.
@@ -29,42 +28,52 @@ from shardwise.kernels.spans import BLOCK_TOKENS, Span, padded_page_tables
 
 TILE_MAX_ROWS = 128
 GROUP_PAIRS = 64
-"""Pairs of tile and block that are worked on at once, if tiles have few rows: what is gathered
-stays in the cache."""
+"""Pairs of tile and block that are computed at once, for tiles of few rows: what is gathered stays
+in the cache."""
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tiles of the same number of rows and the blocks they see. Pairs come block by block: first
-    those of every tile with its first block, then of every tile that has a second; tiles with more
-    blocks come first.
+class TileGroup:
+    """Tiles of the same number of rows, and the blocks that they attend to.
 
-    rows [tiles * M]: which of the G * N query rows; tile_of [pairs]; pages [pairs * pages of a
-    block]; hidden [pairs, M, BLOCK_TOKENS]: what a row may not see. What no row sees may be
-    anything, even NaN: in place of a page of which nothing is seen another of its block is read,
-    and `stale` are the slots, of pairs * BLOCK_TOKENS, that no row sees even so. counts: how many
-    tiles have a first block, a second, ...
+    Pairs are ordered by block: first every tile with its first block, then every tile that has a
+    second one. Tiles with more blocks come first.
+
+    Masked slots may hold anything, even NaN. Where all rows mask a whole page, another page of the
+    block is read in its place; `stale` are the slots that all rows mask even so.
+
+    Attributes:
+        rows: [tiles * M], the index of each row among the G * N query rows.
+        tile_of: [pairs].
+        pages: [pairs * pages of a block].
+        mask: [pairs, M, BLOCK_TOKENS], true where a row must not attend.
+        stale: Indices among pairs * BLOCK_TOKENS slots.
+        counts: The number of tiles that have a first block, a second, ...
     """
 
     rows: Tensor
     tile_of: Tensor
     pages: Tensor
-    hidden: Tensor
+    mask: Tensor
     stale: Tensor
     counts: tuple[int, ...]
 
     @property
     def num_rows(self) -> int:
-        return self.hidden.shape[1]
+        return self.mask.shape[1]
 
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Where the tokens of a step are and what they see: made once, used by every layer. `slots` [N]
-    says where in its pages each token goes (page * P + offset); `tiles` are by window."""
+    """The metadata of a step, which all layers share.
+
+    Attributes:
+        slots: [N], where in its pages each token is written (page * P + offset).
+        tiles: The tiles by attention window.
+    """
 
     slots: Tensor
-    tiles: dict[int | None, tuple[Tiles, ...]]
+    tiles: dict[int | None, tuple[TileGroup, ...]]
 
 
 def paged_batch(
@@ -75,34 +84,34 @@ def paged_batch(
     sizes: tuple[int, ...],
     device: torch.device | str = "cpu",
 ) -> PagedBatch:
-    """The batch of all tokens of `spans`, one after the other. `group` is G, `sizes` come from
+    """Return the batch of all tokens of `spans`, in order. `group` is G; `sizes` come from
     `attention_sizes`."""
-    assert BLOCK_TOKENS % page_tokens == 0, "a block is of whole pages"
-    table = torch.tensor(padded_page_tables(spans))
+    assert BLOCK_TOKENS % page_tokens == 0, "a block is whole pages"
+    page_table = torch.tensor(padded_page_tables(spans))
     owner = torch.repeat_interleave(
         torch.arange(len(spans)), torch.tensor([span.num_tokens for span in spans])
     )
     positions = torch.cat(
         [torch.arange(span.start, span.start + span.num_tokens) for span in spans]
     )
-    slots = table[owner, positions // page_tokens] * page_tokens + positions % page_tokens
-    cuts = sorted(tiles_of(spans, group, sizes), key=lambda cut: cut.num_rows)
-    step = Step(table, positions, page_tokens, group)
-    tiles = {
+    slots = page_table[owner, positions // page_tokens] * page_tokens + positions % page_tokens
+    tiles = sorted(split_tiles(spans, group, sizes), key=lambda tile: tile.num_rows)
+    builder = TileBuilder(page_table, positions, page_tokens, group)
+    groups = {
         window: tuple(
-            step.tiles(part, num_rows, window, device)
-            for num_rows, same in groupby(cuts, lambda cut: cut.num_rows)
-            for part in parts(list(same), window)
+            builder.build(part, num_rows, window, device)
+            for num_rows, same_size in groupby(tiles, lambda tile: tile.num_rows)
+            for part in split_by_pairs(list(same_size), window)
         )
         for window in set(windows)
     }
-    return PagedBatch(slots.to(device), tiles)
+    return PagedBatch(slots.to(device), groups)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One tile: some tokens of a span, `first` among those of the step, at position `start`; padded
-    to `num_rows`."""
+class Tile:
+    """Some tokens of a span: `num_tokens` from position `start`, of which the first is token
+    `first` of the step; padded to `num_rows` query rows."""
 
     span: int
     first: int
@@ -115,147 +124,136 @@ class Cut:
         return range(lowest // BLOCK_TOKENS, (self.start + self.num_tokens - 1) // BLOCK_TOKENS + 1)
 
 
-def tiles_of(spans: Sequence[Span], group: int, sizes: tuple[int, ...]) -> Iterator[Cut]:
-    """Tiles of at most TILE_MAX_ROWS, or of one token where its heads are more."""
+def split_tiles(spans: Sequence[Span], group: int, sizes: tuple[int, ...]) -> Iterator[Tile]:
+    """Yield tiles of at most TILE_MAX_ROWS, or of one token if its heads are more."""
     fitting = [size for size in sizes if size <= TILE_MAX_ROWS]
-    most = max(1, max(fitting, default=sizes[0]) // group)
+    max_tokens = max(1, max(fitting, default=sizes[0]) // group)
     first = 0
-    for number, span in enumerate(spans):
-        for at in range(0, span.num_tokens, most):
-            count = min(most, span.num_tokens - at)
+    for index, span in enumerate(spans):
+        for start in range(0, span.num_tokens, max_tokens):
+            count = min(max_tokens, span.num_tokens - start)
             num_rows = min((size for size in sizes if size >= count * group), default=count * group)
-            yield Cut(number, first + at, span.start + at, count, num_rows)
+            yield Tile(index, first + start, span.start + start, count, num_rows)
         first += span.num_tokens
 
 
-def parts(cuts: list[Cut], window: int | None) -> Iterator[list[Cut]]:
-    """The tiles in parts that are worked on one after the other, those that see most blocks
-    first."""
-    cuts = sorted(cuts, key=lambda cut: -len(cut.blocks(window)))
-    limit = max(1, GROUP_PAIRS * 4 // max(4, cuts[0].num_rows))
-    part: list[Cut] = []
+def split_by_pairs(tiles: list[Tile], window: int | None) -> Iterator[list[Tile]]:
+    """Yield groups of tiles with a limited number of pairs, tiles with most blocks first."""
+    tiles = sorted(tiles, key=lambda tile: -len(tile.blocks(window)))
+    limit = max(1, GROUP_PAIRS * 4 // max(4, tiles[0].num_rows))
+    part: list[Tile] = []
     num_pairs = 0
-    for cut in cuts:
-        count = len(cut.blocks(window))
+    for tile in tiles:
+        count = len(tile.blocks(window))
         if part and num_pairs + count > limit:
             yield part
             part = []
             num_pairs = 0
-        part.append(cut)
+        part.append(tile)
         num_pairs += count
     yield part
 
 
 @dataclass(frozen=True)
-class Step:
-    """What tiles are made from: block tables [spans, pages], positions [N] of all tokens."""
+class TileBuilder:
+    """Inputs of tile groups: page tables [spans, pages] and positions [N] of all tokens."""
 
-    table: Tensor
+    page_table: Tensor
     positions: Tensor
     page_tokens: int
     group: int
 
-    def tiles(
-        self, cuts: list[Cut], num_rows: int, window: int | None, device: torch.device | str
-    ) -> Tiles:
-        blocks = [cut.blocks(window) for cut in cuts]
-        counts = tuple(
-            sum(len(each) > number for each in blocks) for number in range(len(blocks[0]))
-        )
+    def build(
+        self, tiles: list[Tile], num_rows: int, window: int | None, device: torch.device | str
+    ) -> TileGroup:
+        blocks = [tile.blocks(window) for tile in tiles]
+        counts = tuple(sum(len(each) > index for each in blocks) for index in range(len(blocks[0])))
         tile_of = torch.cat([torch.arange(count) for count in counts])
-        number = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        begin = (
-            torch.tensor([each.start for each in blocks])[tile_of] + number
-        ) * BLOCK_TOKENS  # [pairs]
-        column = begin[:, None] + torch.arange(BLOCK_TOKENS)
-        tokens = self.tokens(cuts, num_rows)
-        row_at = self.positions[tokens][tile_of]  # [pairs, M]
-        behind = row_at[:, :, None] - column[:, None, :]
-        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-        span = torch.tensor([cut.span for cut in cuts])[tile_of]
-        unseen = hidden.all(1).view(len(span), -1, self.page_tokens)
-        stands_for = instead_of(unseen)
-        pages = self.table[span[:, None], begin[:, None] // self.page_tokens + stands_for]
-        stale = unseen[torch.arange(len(span))[:, None], stands_for].flatten().nonzero()[:, 0]
+        block_index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        first_block = torch.tensor([each.start for each in blocks])[tile_of]
+        block_start = (first_block + block_index) * BLOCK_TOKENS  # [pairs]
+        column = block_start[:, None] + torch.arange(BLOCK_TOKENS)
+        tokens = self.row_tokens(tiles, num_rows)
+        row_position = self.positions[tokens][tile_of]  # [pairs, M]
+        distance = row_position[:, :, None] - column[:, None, :]
+        mask = distance < 0
+        if window is not None:
+            mask = mask | (distance >= window)
+        span = torch.tensor([tile.span for tile in tiles])[tile_of]
+        masked_slots = mask.all(1).view(len(span), -1, self.page_tokens)
+        page_index = substitute_pages(masked_slots)
+        pages = self.page_table[
+            span[:, None], block_start[:, None] // self.page_tokens + page_index
+        ]
+        stale = masked_slots[torch.arange(len(span))[:, None], page_index].flatten().nonzero()[:, 0]
         head = torch.arange(num_rows) % self.group
         rows = (head * len(self.positions) + tokens).flatten()
-        return Tiles(
+        return TileGroup(
             rows.to(device),
             tile_of.to(device),
             pages.flatten().to(device),
-            hidden.to(device),
+            mask.to(device),
             stale.to(device),
             counts,
         )
 
-    def tokens(self, cuts: list[Cut], num_rows: int) -> Tensor:
-        """The token [tiles, M] of each row; padded rows repeat the last."""
-        place = torch.arange(num_rows) // self.group
-        first, last = (
-            torch.tensor(each)[:, None]
-            for each in ([c.first for c in cuts], [c.num_tokens - 1 for c in cuts])
-        )
-        return first + torch.minimum(place[None], last)
+    def row_tokens(self, tiles: list[Tile], num_rows: int) -> Tensor:
+        """Return the token [tiles, M] of each row; padding rows repeat the last one."""
+        offset = torch.arange(num_rows) // self.group
+        first = torch.tensor([tile.first for tile in tiles])[:, None]
+        last = torch.tensor([tile.num_tokens - 1 for tile in tiles])[:, None]
+        return first + torch.minimum(offset[None], last)
 
 
-def instead_of(unseen: Tensor) -> Tensor:
-    """Which page of its block each page [pairs, pages] is read from, by the slots [pairs, pages, P]
-    that no row sees: from itself, or, if all of it is unseen, from the one of which most is
-    seen."""
-    most_seen = unseen.sum(2).argmin(1, keepdim=True)
-    return torch.where(unseen.all(2), most_seen, torch.arange(unseen.shape[1]))
+def substitute_pages(masked_slots: Tensor) -> Tensor:
+    """Return the page index [pairs, pages] that each page of a block is read from, for masked slots
+    [pairs, pages, P]: itself, or the least masked page of the block where all of it is masked."""
+    least_masked = masked_slots.sum(2).argmin(1, keepdim=True)
+    return torch.where(masked_slots.all(2), least_masked, torch.arange(masked_slots.shape[1]))
 
 
 def paged_attention(q: Tensor, pages: KVPages, batch: PagedBatch, window: int | None) -> Tensor:
-    """q [N, H, C], pages into which keys and values of the new tokens are written -> [N, H, C].
+    """Attend from q [N, H, C] to pages that already hold the new tokens: [N, H, C].
 
-    Scores are scaled by C^-0.5. Scores, softmax and what is added up are fp32.
+    Scores are scaled by C^-0.5. Scores, softmax and sums are fp32.
     """
-    num_tokens, num_heads, size = q.shape
-    queries = q.transpose(0, 1).reshape(len(pages.keys.numbers), -1, size)
+    num_tokens, num_heads, head_dim = q.shape
+    queries = q.transpose(0, 1).reshape(len(pages.keys.numbers), -1, head_dim)
     out = torch.empty_like(queries)
     for tiles in batch.tiles[window]:
-        out.index_copy_(1, tiles.rows, attend_tiles(queries, pages, tiles))
-    return out.view(num_heads, num_tokens, size).transpose(0, 1)
+        out.index_copy_(1, tiles.rows, attend_tile_group(queries, pages, tiles))
+    return out.view(num_heads, num_tokens, head_dim).transpose(0, 1)
 
 
-def attend_tiles(queries: Tensor, pages: KVPages, tiles: Tiles) -> Tensor:
-    """queries [K, G * N, C] -> [K, tiles * M, C]."""
-    num_kv, _, size = queries.shape
+def attend_tile_group(queries: Tensor, pages: KVPages, tiles: TileGroup) -> Tensor:
+    """Attend from queries [K, G * N, C]: [K, tiles * M, C]."""
+    num_kv, _, head_dim = queries.shape
     num_rows = tiles.num_rows
-    num_pairs = len(tiles.tile_of)
-    rows = (
-        queries.index_select(1, tiles.rows)
-        .view(num_kv, -1, num_rows, size)
-        .index_select(1, tiles.tile_of)
-    )
+    by_pair = (num_kv, len(tiles.tile_of), num_rows)
+    tile_rows = queries.index_select(1, tiles.rows).view(num_kv, -1, num_rows, head_dim)
+    rows = tile_rows.index_select(1, tiles.tile_of).view(-1, num_rows, head_dim)
     keys, scales = pages.keys.gather(tiles.pages, queries.dtype)
-    scores = exact_scores(rows.view(-1, num_rows, size), keys.view(-1, BLOCK_TOKENS, size)).mul_(
-        size**-0.5
-    )
+    scores = exact_scores(rows, keys.view(-1, BLOCK_TOKENS, head_dim)).mul_(head_dim**-0.5)
     if scales is not None:
         scores.mul_(scales.view(-1, 1, BLOCK_TOKENS))
-    scores.view(num_kv, num_pairs, num_rows, -1).masked_fill_(
-        tiles.hidden, torch.finfo(scores.dtype).min
-    )
-    seen = scores.softmax(-1)
-    sums = log_sum_exp(scores, seen).view(num_kv, num_pairs, num_rows, 1)
+    scores.view(*by_pair, -1).masked_fill_(tiles.mask, torch.finfo(scores.dtype).min)
+    probabilities = scores.softmax(-1)
+    lse = log_sum_exp(scores, probabilities).view(*by_pair, 1)
     values, scales = pages.values.gather(tiles.pages, queries.dtype)
     if scales is not None:
-        seen.mul_(scales.index_fill_(1, tiles.stale, 0).view(-1, 1, BLOCK_TOKENS))
+        probabilities.mul_(scales.index_fill_(1, tiles.stale, 0).view(-1, 1, BLOCK_TOKENS))
     values.index_fill_(1, tiles.stale, 0)
-    made = torch.bmm(seen.to(values.dtype), values.view(-1, BLOCK_TOKENS, size))
-    return (
-        add_up(made.view(num_kv, num_pairs, num_rows, size), sums, tiles)
-        .flatten(1, 2)
-        .to(queries.dtype)
-    )
+    out = torch.bmm(probabilities.to(values.dtype), values.view(-1, BLOCK_TOKENS, head_dim))
+    merged = merge_blocks(out.view(*by_pair, head_dim), lse, tiles)
+    return merged.flatten(1, 2).to(queries.dtype)
 
 
 def exact_scores(rows: Tensor, blocks: Tensor) -> Tensor:
-    """rows [b, M, C] by blocks [b, BLOCK_TOKENS, C], in fp32. Where the product is rounded, what
-    rounding lost is asked for too, by a second product whose sums start at what is to be taken
-    off."""
+    """Return the products of rows [b, M, C] and blocks [b, BLOCK_TOKENS, C], in fp32.
+
+    Where the product is rounded, a second product that starts from its negative gives the rounding
+    error.
+    """
     blocks = blocks.transpose(1, 2)
     rounded = torch.bmm(rows, blocks)
     if rounded.dtype == torch.float32:
@@ -263,54 +261,56 @@ def exact_scores(rows: Tensor, blocks: Tensor) -> Tensor:
     return rounded.float().add_(torch.baddbmm(rounded, rows, blocks, beta=-1))
 
 
-def add_up(made: Tensor, sums: Tensor, tiles: Tiles) -> Tensor:
-    """What the blocks of a tile made [K, pairs, M, C], each weighted by the exponential of its
-    log-sum-exp [K, pairs, M, 1] over their sum: [K, tiles, M, C] in fp32, added from the first
-    block to the last."""
+def merge_blocks(out: Tensor, lse: Tensor, tiles: TileGroup) -> Tensor:
+    """Merge the outputs [K, pairs, M, C] of the blocks of each tile: [K, tiles, M, C] in fp32.
+
+    Each block is weighted by the exponential of its log-sum-exp [K, pairs, M, 1] over their sum,
+    and added from the first block to the last.
+    """
     first, *later = tiles.counts
     if not later:
-        return made.float()
-    highest = sums[:, :first].clone()
-    at = first
+        return out.float()
+    max_lse = lse[:, :first].clone()
+    start = first
     for count in later:
-        part = highest[:, :count]
-        torch.maximum(part, sums[:, at : at + count], out=part)
-        at += count
-    weights = (sums - highest.index_select(1, tiles.tile_of)).exp_()
-    weighted = made * weights
-    total = weights[:, :first].clone()
-    out = weighted[:, :first].clone()
-    at = first
+        part = max_lse[:, :count]
+        torch.maximum(part, lse[:, start : start + count], out=part)
+        start += count
+    weights = (lse - max_lse.index_select(1, tiles.tile_of)).exp_()
+    weighted = out * weights
+    weight_sum = weights[:, :first].clone()
+    merged = weighted[:, :first].clone()
+    start = first
     for count in later:
-        total[:, :count] += weights[:, at : at + count]
-        out[:, :count] += weighted[:, at : at + count]
-        at += count
-    return out.div_(total)
+        weight_sum[:, :count] += weights[:, start : start + count]
+        merged[:, :count] += weighted[:, start : start + count]
+        start += count
+    return merged.div_(weight_sum)
 
 
 def attention_sizes(
     head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[int, ...]:
-    """The numbers of rows of a tile at which both products give rows of the same bits, alone or as
-    one of many."""
+    """Return the numbers of rows of a tile at which both products of attention are batch-invariant,
+    alone and as one of many."""
     like = torch.empty(0, dtype=dtype, device=device)
     key = cancelling(like.new_empty(BLOCK_TOKENS, head_dim))
     value = cancelling(like.new_empty(head_dim, BLOCK_TOKENS))
 
     def scores(rows: Tensor) -> Tensor:
-        return alone_or_not(exact_scores, rows, key)
+        return alone_or_nan(exact_scores, rows, key)
 
     def sums(rows: Tensor) -> Tensor:
-        return alone_or_not(torch.bmm, rows, value.t().contiguous())
+        return alone_or_nan(torch.bmm, rows, value.t().contiguous())
 
     agreeing = agreeing_sizes(sums, value)
     return tuple(size for size in agreeing_sizes(scores, key) if size in agreeing)
 
 
-def alone_or_not(
+def alone_or_nan(
     product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, matrix: Tensor
 ) -> Tensor:
-    """The product, and NaN where it has other bits as the last of 2 or of 24."""
+    """Return the product, with NaN where it has other bits as the last of a batch of 2 or 24."""
     alone = product(rows[None], matrix[None])[0]
     for number in (2, 24):
         other = product(*(x.expand(number, *x.shape).contiguous() for x in (rows, matrix)))[-1]

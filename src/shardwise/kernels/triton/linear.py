@@ -1,24 +1,24 @@
-"""Products with weights of integers in Triton: y = x w^T, where w stays in 8 or 4 bits and x is as
-the model computes.
+"""Products with quantized weights in Triton: y = x w^T, where w stays in 8 or 4 bits and x has the
+model's dtype.
 
-Codes are exact in bf16, and so are they less zero points. So tensor cores are given the codes, made
-plain in registers a block of columns at a time, sums are fp32, and scales come after them; nothing
+Codes, and codes minus zero points, are exact in bf16. So tensor cores get the codes, decoded in
+registers a block of columns at a time; sums are fp32, and scales are applied to the sums. Nothing
 is rounded but the result:
 
-    y = sum over blocks of  s (q . x),   of  s ((q - z) . x),   or of  s (q . x) + m sum(x)
+    y = sum over blocks of  s (q . x),   s ((q - z) . x),   or  s (q . x) + m sum(x)
 
-A block lies within a group, so it has one scale. Where a row has one scale, the sum is scaled at
-its end.
+A block lies within a group, so it has one scale. Where a row has one scale, its sum is scaled at
+the end.
 
-Codes are put in another order once, in as many bytes: tile by tile of 64 outputs and a block, so
-that what a program reads lies in one piece and in the order in which it is read. Of 4 bits, a byte
-has a column of the first half of its block in its low bits and the same of the second half in its
-high ones, so that both halves are whole pieces of x too.
+Codes are reordered once, in as many bytes: tile by tile of 64 outputs and a block of columns, so
+that a program reads one piece of memory in order. With 4 bits, the low bits of a byte hold a column
+of the first half of its block, and the high bits the same column of the second half, so both halves
+are contiguous columns of x.
 
-Columns are cut into parts, by the shape of the weight alone; each has a sum of its own, and parts
-are added from the first to the last. Whether one program adds them up, or many make them and
-another kernel adds, changes no bit. So has a row the same bits in any company, at the numbers of
-rows of a tile that were found to agree (`agreeing_rows`).
+Columns are split into parts, by the shape of the weight alone. Each part has its own sum, and parts
+are added from the first to the last: by one program, or by many and a second kernel, with the same
+bits. So products are batch-invariant, at the numbers of rows of a tile that agree
+(`agreeing_rows`).
 
 Shapes: M rows, K in, N out; G groups of a row.
 """
@@ -35,9 +35,9 @@ from torch import Tensor
 from shardwise.kernels.reference.batch_invariant import (
     Head,
     RowWeight,
-    drawn,
     flat_rows,
     head_of,
+    random_like,
     row_weights,
 )
 from shardwise.kernels.triton.attention import INTERPRETED, num_multiprocessors
@@ -45,41 +45,38 @@ from shardwise.quant.format import STRIP_ELEMENTS, QuantizedMatrix, unpack
 from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 
 OUTPUTS = 64
-"""Outputs of a program, and of a tile of codes: what four warps of tensor cores take at once."""
+"""Outputs of a program, and of a tile of codes: what four warps of tensor cores compute at once."""
 BLOCKS = (128, 64, 32)
-"""Columns of a block: as many as divide a group, or a row that has one scale, and as fit into
-registers when they are made plain: the first of 4 bits without minima alone."""
-AHEAD_BYTES = 1 << 14
-"""Of codes that a program has on their way when it has few rows, so that memory has always
-something to do."""
+"""Columns of a block: the most that divide a group (or a row with one scale) and whose decoded
+codes fit into registers. 128 is for 4 bits without minima."""
+PREFETCH_BYTES = 1 << 14
+"""Bytes of codes that a program of few rows has in flight, to keep memory busy."""
 ROW_TILES = (16, 64, 128)
-"""Rows that a program works on: few for single tokens, many for prompts, so that codes are made
-plain less often."""
+"""Rows of a program: few for decode, many for prefill, which decodes codes less often."""
 PART_COLUMNS = 256
-"""The fewest that a part has."""
+"""Fewest columns of a part."""
 PROGRAMS_PER_MULTIPROCESSOR = 4
 CHUNK = 8
-"""Blocks that a small program works on."""
+"""Blocks per program of the small kernels."""
 COLUMNS = 256
-"""Outputs that a program adds the parts of."""
+"""Outputs per program of the kernel that adds parts."""
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
 
-Kind = Literal["none", "points", "minima"]
-"""Of what stands beside the scales."""
-Found = dict[tuple[object, ...], tuple[int, ...]]
-"""The numbers of rows that agree, by all that a kernel is compiled for."""
+OffsetKind = Literal["none", "points", "minima"]
+"""The offsets next to the scales."""
+AgreeingRows = dict[tuple[object, ...], tuple[int, ...]]
+"""The numbers of rows that agree, by everything that a kernel is compiled for."""
 
 
 @triton.jit
-def centred(codes, point_at, KIND: tl.constexpr, MIDDLE: tl.constexpr):
-    """Codes as they are multiplied, in fp32: less their zero points, or what symmetric ones are
-    moved up by."""
-    made = codes.to(tl.float32)
+def subtract_zero_points(codes, point_at, KIND: tl.constexpr, MIDDLE: tl.constexpr):
+    """Return codes in fp32, minus their zero points, or minus the offset of symmetric codes."""
+    numbers = codes.to(tl.float32)
     if KIND == "points":
-        made -= tl.load(point_at).to(tl.float32)
+        numbers -= tl.load(point_at).to(tl.float32)
     elif MIDDLE:
-        made -= MIDDLE
-    return made
+        numbers -= MIDDLE
+    return numbers
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -88,7 +85,7 @@ def product_kernel(
     codes,
     scales,
     offsets,
-    sums,
+    x_sums,
     y,
     part_sums,
     padded_out,
@@ -112,10 +109,12 @@ def product_kernel(
     SPLIT: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Program (tile of outputs, tile of rows, part): with SPLIT one part, written into part_sums
-    [parts, M, N]; else all of them, added up. What it makes is y^T, so that few rows are no fewer
-    than tensor cores take. The interpreter has no bf16; it is given the same numbers in fp32
-    (WIDE)."""
+    """Program (tile of outputs, tile of rows, part).
+
+    With SPLIT it computes one part, into part_sums [parts, M, N]; else all parts, added up. It
+    computes y^T, so that few rows still fill tensor cores. The interpreter has no bf16; it gets the
+    same numbers in fp32 (WIDE).
+    """
     tile = tl.program_id(0).to(tl.int64)
     output = tl.arange(0, OUTPUTS)
     byte = tl.arange(0, WIDTH)
@@ -124,72 +123,69 @@ def product_kernel(
     codes_at = codes + tile * num_blocks * (OUTPUTS * WIDTH) + output[:, None] * WIDTH + byte
     x_at = x + row * x_row + byte[:, None]
     column = tile * OUTPUTS + output
-    is_there = is_row & (column < num_out)[:, None]
+    in_output = is_row & (column < num_out)[:, None]
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for part in range(tl.program_id(2), num_parts, tl.num_programs(2)):
-        made = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        part_sum = tl.zeros((OUTPUTS, ROWS), tl.float32)
         for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, num_blocks)):
-            beside = (block // group_blocks * padded_out + column)[:, None]
+            scale_at = (block // group_blocks * padded_out + column)[:, None]
             stored = tl.load(codes_at + block * (OUTPUTS * WIDTH))
-            block_sums = tl.zeros((OUTPUTS, ROWS), tl.float32) if GROUPED else made
+            block_sum = tl.zeros((OUTPUTS, ROWS), tl.float32) if GROUPED else part_sum
             for half in tl.static_range(8 // BITS):
                 first = block * BLOCK + half * WIDTH
-                mask = (
-                    is_row[None, :] if WHOLE else is_row[None, :] & (first + byte < num_in)[:, None]
-                )
-                piece = tl.load(x_at + first, mask=mask, other=0.0)
-                plain = centred(
-                    (stored >> 4 * half) & 15 if BITS == 4 else stored,
-                    offsets + beside,
-                    KIND,
-                    MIDDLE,
-                )
+                mask = is_row[None, :]
+                if not WHOLE:
+                    mask = mask & (first + byte < num_in)[:, None]
+                x_block = tl.load(x_at + first, mask=mask, other=0.0)
+                half_codes = (stored >> 4 * half) & 15 if BITS == 4 else stored
+                numbers = subtract_zero_points(half_codes, offsets + scale_at, KIND, MIDDLE)
                 if WIDE:
-                    piece = piece.to(tl.float32)
+                    x_block = x_block.to(tl.float32)
                 else:
-                    plain = plain.to(piece.dtype)
-                block_sums = tl.dot(plain, piece, block_sums, input_precision="ieee")
+                    numbers = numbers.to(x_block.dtype)
+                block_sum = tl.dot(numbers, x_block, block_sum, input_precision="ieee")
             if GROUPED:
-                made += block_sums * tl.load(scales + beside).to(tl.float32)
+                part_sum += block_sum * tl.load(scales + scale_at).to(tl.float32)
                 if KIND == "minima":
-                    row_sum = tl.load(sums + row * num_blocks + block, mask=is_row, other=0.0)
-                    made += tl.load(offsets + beside).to(tl.float32) * row_sum
+                    x_sum = tl.load(x_sums + row * num_blocks + block, mask=is_row, other=0.0)
+                    part_sum += tl.load(offsets + scale_at).to(tl.float32) * x_sum
             else:
-                made = block_sums
+                part_sum = block_sum
         if not GROUPED:
-            made *= tl.load(scales + column).to(tl.float32)[:, None]
+            part_sum *= tl.load(scales + column).to(tl.float32)[:, None]
         if SPLIT:
-            tl.store(
-                part_sums + (part * num_rows + row) * num_out + column[:, None], made, mask=is_there
-            )
+            part_at = part_sums + (part * num_rows + row) * num_out + column[:, None]
+            tl.store(part_at, part_sum, mask=in_output)
         else:
-            total += made
+            total += part_sum
     if not SPLIT:
-        tl.store(y + row * num_out + column[:, None], total, mask=is_there)
+        tl.store(y + row * num_out + column[:, None], total, mask=in_output)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_parts_kernel(part_sums, y, num_rows, num_out, num_parts, COLUMNS: tl.constexpr):
-    """Program (row, columns): the sums of all parts [parts, M, N], added up from the first to the
+    """Program (row, columns): adds the sums of all parts [parts, M, N] from the first to the
     last."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_out
-    place = tl.program_id(0).to(tl.int64) * num_out + column
+    result = tl.program_id(0).to(tl.int64) * num_out + column
     total = tl.zeros((COLUMNS,), tl.float32)
     for _ in range(0, num_parts):
-        total += tl.load(part_sums + place, mask=inside, other=0.0)
+        total += tl.load(part_sums + result, mask=inside, other=0.0)
         part_sums += num_rows.to(tl.int64) * num_out
-    tl.store(y + place, total, mask=inside)
+    tl.store(y + result, total, mask=inside)
 
 
 @triton.jit
-def block_sums_kernel(x, sums, x_row, num_in, num_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def block_sums_kernel(
+    x, x_sums, x_row, num_in, num_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
     """Program (row, chunk of blocks): the sum of x over each block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)
-    wide = tl.load(x + row * x_row + column, mask=column < num_in, other=0.0).to(tl.float32)
-    tl.store(sums + row * num_blocks + block, tl.sum(wide, 1), mask=block < num_blocks)
+    x_fp32 = tl.load(x + row * x_row + column, mask=column < num_in, other=0.0).to(tl.float32)
+    tl.store(x_sums + row * num_blocks + block, tl.sum(x_fp32, 1), mask=block < num_blocks)
 
 
 @triton.jit
@@ -211,32 +207,39 @@ def look_up_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program (id, chunk of blocks): a row of the weight as plain numbers, as `format.dequantize_codes`
-    has them."""
-    place = tl.program_id(0).to(tl.int64)
+    """Program (id, chunk of blocks): a row of the weight, dequantized as `quant.format` does."""
+    y_row = tl.program_id(0).to(tl.int64)
     id = tl.load(ids + tl.program_id(0)).to(tl.int64)
     block = (tl.program_id(1) * CHUNK + tl.arange(0, CHUNK))[:, None]
     is_block = block < num_blocks
     byte = tl.arange(0, WIDTH)
     line = (id // OUTPUTS * num_blocks + block) * OUTPUTS + id % OUTPUTS
     stored = tl.load(codes + line * WIDTH + byte, mask=is_block, other=0)
-    beside = tl.where(is_block, block // group_blocks * padded_out, 0) + id
+    scale_at = tl.where(is_block, block // group_blocks * padded_out, 0) + id
     for half in tl.static_range(8 // BITS):
-        plain = centred(
-            (stored >> 4 * half) & 15 if BITS == 4 else stored, offsets + beside, KIND, MIDDLE
-        )
-        plain *= tl.load(scales + beside).to(tl.float32)
+        half_codes = (stored >> 4 * half) & 15 if BITS == 4 else stored
+        numbers = subtract_zero_points(half_codes, offsets + scale_at, KIND, MIDDLE)
+        numbers *= tl.load(scales + scale_at).to(tl.float32)
         if KIND == "minima":
-            plain += tl.load(offsets + beside).to(tl.float32)
+            numbers += tl.load(offsets + scale_at).to(tl.float32)
         column = block * BLOCK + half * WIDTH + byte
-        tl.store(y + place * num_in + column, plain, mask=is_block & (column < num_in))
+        tl.store(y + y_row * num_in + column, numbers, mask=is_block & (column < num_in))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [N, K] as the kernels read it. codes [tiles, blocks, OUTPUTS, bytes of a block];
-    scales, and zero points or minima, [G, N filled up to whole tiles]. Where N or K fill no tile or
-    block, codes are zeros."""
+    """A weight [N, K] as the kernels read it.
+
+    Attributes:
+        shape: (N, K).
+        bits: Bits of a code, 8 or 4.
+        middle: Offset of symmetric codes.
+        block: Columns of a block.
+        group: Columns that share a scale; None: all.
+        codes: [tiles, blocks, OUTPUTS, bytes of a block], padded with zeros.
+        scales: [G, N padded to whole tiles].
+        offsets: Zero points or minima of the same shape, or None.
+    """
 
     shape: tuple[int, int]
     bits: int
@@ -248,7 +251,7 @@ class Packed:
     offsets: Tensor | None
 
     @property
-    def kind(self) -> Kind:
+    def offset_kind(self) -> OffsetKind:
         if self.offsets is None:
             return "none"
         return "points" if self.offsets.dtype == torch.uint8 else "minima"
@@ -263,19 +266,19 @@ class Packed:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As kernels take them; what is not there they do not read."""
+        """Codes, scales and offsets. Kernels do not read offsets that do not exist."""
         return self.codes, self.scales, self.scales if self.offsets is None else self.offsets
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Outputs filled up, blocks, and blocks of a group."""
+        """Padded outputs, blocks, and blocks of a group."""
         return len(self.codes) * OUTPUTS, self.num_blocks, self.group_blocks
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels are compiled for."""
+        """Values that kernels are compiled for."""
         return {
-            "KIND": self.kind,
+            "KIND": self.offset_kind,
             "BITS": self.bits,
             "MIDDLE": self.middle,
             "OUTPUTS": OUTPUTS,
@@ -285,23 +288,22 @@ class Packed:
         }
 
     @property
-    def form(self) -> tuple[object, ...]:
-        """What weights that have the same kernels have in common."""
+    def kernel_key(self) -> tuple[object, ...]:
+        """Properties that weights with the same kernels share."""
         return (
             self.shape,
             self.bits,
             self.middle,
             self.block,
             self.group,
-            self.kind,
+            self.offset_kind,
             self.scales.dtype,
         )
 
     def first_tile(self) -> "Packed":
-        """Of the first outputs alone."""
+        """Return a weight of the first tile of outputs."""
         scales = self.scales[:, :OUTPUTS].contiguous()
-        offsets = self.offsets
-        offsets = None if offsets is None else offsets[:, :OUTPUTS].contiguous()
+        offsets = None if self.offsets is None else self.offsets[:, :OUTPUTS].contiguous()
         return replace(
             self,
             shape=(OUTPUTS, self.shape[1]),
@@ -311,70 +313,69 @@ class Packed:
         )
 
 
-def pack(held: QuantizedMatrix) -> Packed:
-    """The same codes in the order of the kernels. Only a strip of them is unpacked at a time."""
-    num_out, num_in = held.shape
-    scheme = held.scheme
+def pack(integers: QuantizedMatrix) -> Packed:
+    """Return the same codes in the order of the kernels. Only a strip of them is unpacked at a
+    time."""
+    num_out, num_in = integers.shape
+    scheme = integers.scheme
     unit = scheme.group or num_in
-    fitting = (
-        BLOCKS[1:]
-        if scheme.bits == 8 or (held.zeros is not None and held.zeros.is_floating_point())
-        else BLOCKS
-    )
+    has_minima = integers.zeros is not None and integers.zeros.is_floating_point()
+    fitting = BLOCKS[1:] if scheme.bits == 8 or has_minima else BLOCKS
     block = next((each for each in fitting if unit % each == 0), BLOCKS[-1])
     num_tiles = triton.cdiv(num_out, OUTPUTS)
     num_blocks = triton.cdiv(num_in, block)
     shape = num_tiles, num_blocks, OUTPUTS, block * scheme.bits // 8
-    codes = torch.empty(shape, dtype=held.codes.dtype, device=held.codes.device)
+    codes = torch.empty(shape, dtype=integers.codes.dtype, device=integers.codes.device)
     step = max(1, STRIP_ELEMENTS // (OUTPUTS * num_in))
     for start in range(0, num_tiles, step):
-        rows = unpack(held.codes[start * OUTPUTS : (start + step) * OUTPUTS], scheme.bits)
-        filled = F.pad(rows, (0, num_blocks * block - rows.shape[1], 0, -len(rows) % OUTPUTS))
-        tiles = filled.view(-1, OUTPUTS, num_blocks, block)
+        rows = unpack(integers.codes[start * OUTPUTS : (start + step) * OUTPUTS], scheme.bits)
+        padded = F.pad(rows, (0, num_blocks * block - rows.shape[1], 0, -len(rows) % OUTPUTS))
+        tiles = padded.view(-1, OUTPUTS, num_blocks, block)
         if scheme.bits == 4:
             low, high = tiles.unflatten(-1, (2, -1)).unbind(-2)
             tiles = low | high << 4
         codes[start : start + step] = tiles.transpose(1, 2)
-    offsets = None if held.zeros is None else filled_up(held.zeros)
     return Packed(
-        held.shape,
+        integers.shape,
         scheme.bits,
         scheme.implicit_zero,
         block,
         scheme.group,
         codes,
-        filled_up(held.scales),
-        offsets,
+        padded_groups(integers.scales),
+        None if integers.zeros is None else padded_groups(integers.zeros),
     )
 
 
-def filled_up(beside: Tensor) -> Tensor:
-    """[N, G] -> [G, N of whole tiles]."""
-    return F.pad(beside.t(), (0, -len(beside) % OUTPUTS)).contiguous()
+def padded_groups(scales: Tensor) -> Tensor:
+    """[N, G] -> [G, N padded to whole tiles]."""
+    return F.pad(scales.t(), (0, -len(scales) % OUTPUTS)).contiguous()
 
 
-def product(
+def quantized_product(
     x: Tensor, packed: Packed, num_rows: int, part_blocks: int, split: bool, dtype: torch.dtype
 ) -> Tensor:
-    """x [M, K] -> [M, N] in `dtype`, in tiles of so many rows and parts of so many blocks."""
+    """x [M, K] -> [M, N] in `dtype`, in tiles of `num_rows` rows and parts of `part_blocks`
+    blocks."""
     num_out, num_in = packed.shape
     num_blocks = packed.num_blocks
-    assert x.stride(1) == 1, "columns lie side by side"
+    assert x.stride(1) == 1, "rows are contiguous"
     y = torch.empty(len(x), num_out, dtype=dtype, device=x.device)
     num_parts = triton.cdiv(num_blocks, part_blocks)
-    kind = packed.kind
-    sums = x.new_empty((len(x), num_blocks) if kind == "minima" else (0, 0), dtype=torch.float32)
-    if kind == "minima":
+    has_minima = packed.offset_kind == "minima"
+    x_sums = x.new_empty((len(x), num_blocks) if has_minima else (0, 0), dtype=torch.float32)
+    if has_minima:
         grid = len(x), triton.cdiv(num_blocks, CHUNK)
         block_sums_kernel[grid](
-            x, sums, x.stride(0), num_in, num_blocks, BLOCK=packed.block, CHUNK=CHUNK, num_warps=4
+            x, x_sums, x.stride(0), num_in, num_blocks, BLOCK=packed.block, CHUNK=CHUNK, num_warps=4
         )
     part_sums = x.new_empty((num_parts, *y.shape) if split else (0, 0, 0), dtype=torch.float32)
-    stages = min(8, AHEAD_BYTES // packed.codes[0, 0].nbytes)
+    is_smallest = num_rows == ROW_TILES[0]
+    prefetch_stages = min(8, PREFETCH_BYTES // packed.codes[0, 0].nbytes)
     product_kernel[len(packed.codes), triton.cdiv(len(x), num_rows), num_parts if split else 1](
         x,
         *packed.tensors,
-        sums,
+        x_sums,
         y,
         part_sums,
         *packed.counts,
@@ -384,14 +385,14 @@ def product(
         num_out,
         part_blocks,
         num_parts,
-        GROUPED=packed.group is not None or kind == "minima",
+        GROUPED=packed.group is not None or has_minima,
         WHOLE=num_in % packed.block == 0,
         ROWS=num_rows,
         SPLIT=split,
         WIDE=INTERPRETED,
         **packed.constants,
-        num_warps=4 if num_rows == ROW_TILES[0] else 8,
-        num_stages=stages if num_rows == ROW_TILES[0] else 2,
+        num_warps=4 if is_smallest else 8,
+        num_stages=prefetch_stages if is_smallest else 2,
     )
     if split:
         columns = len(x), triton.cdiv(num_out, COLUMNS)
@@ -403,27 +404,37 @@ def product(
 
 @dataclass(frozen=True)
 class TritonQuantized:
-    """A weight [N, K] of integers for `model.layers.linear`. `sizes` are numbers of rows of a tile
-    that agree. `dtype` is the model's; with `wide` products are fp32."""
+    """A weight [N, K] of integers for `model.layers.linear`.
+
+    Attributes:
+        packed: The weight as the kernels read it.
+        sizes: Numbers of rows of a tile that agree.
+        part_blocks: Blocks of a part.
+        min_programs: Programs below which parts are split over programs.
+        dtype: The model's.
+        wide: True if products are fp32.
+    """
 
     packed: Packed
     sizes: tuple[int, ...]
     part_blocks: int
-    wanted_programs: int
+    min_programs: int
     dtype: torch.dtype
     wide: bool = False
 
     @classmethod
     def of(
-        cls, held: QuantizedMatrix, dtype: torch.dtype, found: Found, wide: bool = False
+        cls, integers: QuantizedMatrix, dtype: torch.dtype, agreeing: AgreeingRows, wide: bool = False
     ) -> "TritonQuantized":
-        packed = pack(held)
-        wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(held.codes.device)
-        part_blocks = blocks_of_parts(packed, wanted)
-        key = packed.form, part_blocks, dtype
-        if key not in found:
-            found[key] = agreeing_rows(packed.first_tile(), part_blocks, dtype)
-        return cls(packed, found[key], part_blocks, wanted, dtype, wide)
+        """Pack a weight. `agreeing` caches the measured sizes."""
+        packed = pack(integers)
+        num_processors = num_multiprocessors(integers.codes.device)
+        min_programs = PROGRAMS_PER_MULTIPROCESSOR * num_processors
+        part_blocks = blocks_per_part(packed, min_programs)
+        key = packed.kernel_key, part_blocks, dtype
+        if key not in agreeing:
+            agreeing[key] = agreeing_rows(packed.first_tile(), part_blocks, dtype)
+        return cls(packed, agreeing[key], part_blocks, min_programs, dtype, wide)
 
     def apply(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -431,25 +442,17 @@ class TritonQuantized:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         size = next((size for size in self.sizes if len(rows) <= size), self.sizes[-1])
         num_programs = len(self.packed.codes) * triton.cdiv(len(rows), size)
-        split = self.part_blocks < self.packed.num_blocks and num_programs < self.wanted_programs
-        y = product(
-            rows,
-            self.packed,
-            size,
-            self.part_blocks,
-            split,
-            torch.float32 if self.wide else x.dtype,
-        )
+        split = self.part_blocks < self.packed.num_blocks and num_programs < self.min_programs
+        dtype = torch.float32 if self.wide else x.dtype
+        y = quantized_product(rows, self.packed, size, self.part_blocks, split, dtype)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows [..., K] of the weight as plain numbers."""
+        """Return rows [..., K] of the weight, dequantized."""
         packed = self.packed
-        num_in = self.packed.shape[1]
-        ids, y = (
-            ids.contiguous(),
-            torch.empty(*ids.shape, num_in, dtype=self.dtype, device=ids.device),
-        )
+        num_in = packed.shape[1]
+        ids = ids.contiguous()
+        y = torch.empty(*ids.shape, num_in, dtype=self.dtype, device=ids.device)
         look_up_kernel[ids.numel(), triton.cdiv(packed.num_blocks, CHUNK)](
             ids,
             *packed.tensors,
@@ -463,71 +466,79 @@ class TritonQuantized:
         return y
 
 
-def blocks_of_parts(packed: Packed, wanted_programs: int) -> int:
-    """Blocks of a part, so that parts give that many programs something to do and are not too
-    short: a fact of the weight, however many rows it is multiplied with."""
-    num_parts = max(
-        1, min(packed.shape[1] // PART_COLUMNS, triton.cdiv(wanted_programs, len(packed.codes)))
-    )
+def blocks_per_part(packed: Packed, min_programs: int) -> int:
+    """Return the blocks of a part, so that parts occupy that many programs and are not too short.
+
+    It depends on the weight alone, not on the number of rows of x.
+    """
+    wanted_parts = triton.cdiv(min_programs, len(packed.codes))
+    num_parts = max(1, min(packed.shape[1] // PART_COLUMNS, wanted_parts))
     return triton.cdiv(packed.num_blocks, num_parts)
 
 
 def agreeing_rows(packed: Packed, part_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """The numbers of rows of a tile whose rows have the same bits as in the smallest, found by
-    trying, in fp32, since rounding hides much. Raises RuntimeError if the smallest itself depends
-    on how its parts are shared out."""
-    x = drawn(ROW_TILES[-1], packed.shape[1], packed.codes.new_empty(0, dtype=dtype))
-    least, *larger = ROW_TILES
+    """Return the numbers of rows of a tile whose results are bit-identical to those of the smallest.
 
-    ways = (False, True) if part_blocks < packed.num_blocks else (False,)
+    They are measured in fp32, since rounding hides differences. Raises RuntimeError if the results
+    of the smallest tile depend on how its parts are split over programs.
+    """
+    x = random_like(ROW_TILES[-1], packed.shape[1], packed.codes.new_empty(0, dtype=dtype))
+    smallest, *larger = ROW_TILES
+    splits = (False, True) if part_blocks < packed.num_blocks else (False,)
 
-    def found(num_rows: int, split: bool) -> Tensor:
-        return product(x, packed, num_rows, part_blocks, split, torch.float32)
+    def product(num_rows: int, split: bool) -> Tensor:
+        return quantized_product(x, packed, num_rows, part_blocks, split, torch.float32)
 
     def agrees(num_rows: int) -> bool:
-        return all(torch.equal(found(num_rows, split), wanted) for split in ways)
+        return all(torch.equal(product(num_rows, split), expected) for split in splits)
 
-    wanted = found(least, False)
-    if not agrees(least):
-        raise RuntimeError("a product in Triton has other bits where parts are shared out")
-    return least, *filter(agrees, larger)
+    expected = product(smallest, False)
+    if not agrees(smallest):
+        raise RuntimeError("a product in Triton has other bits where its parts are split")
+    return smallest, *filter(agrees, larger)
 
 
-def integers_of(weight: Tensor | QuantizedWeight) -> QuantizedMatrix | None:
-    """What a weight is held as, if that has a product here: integers of 8 or 4 bits, whose groups
-    are of whole blocks. Of what a rank may hold nothing there is none."""
-    held = weight.integers(BLOCKS[-1]) if isinstance(weight, QuantizedWeight) else None
-    if held is None or not all(held.shape):
+def triton_integers(weight: Tensor | QuantizedWeight) -> QuantizedMatrix | None:
+    """Return the integers of a weight if they have a product here: 8 or 4 bits, with groups of
+    whole blocks.
+
+    None also where the rank holds no element.
+    """
+    integers = weight.integers(BLOCKS[-1]) if isinstance(weight, QuantizedWeight) else None
+    if integers is None or not all(integers.shape):
         return None
-    known = held.zeros is None or held.zeros.dtype in (torch.uint8, *SCALES)
-    return held if known and held.scales.dtype in SCALES else None
+    known_zeros = integers.zeros is None or integers.zeros.dtype in (torch.uint8, *SCALES)
+    return integers if known_zeros and integers.scales.dtype in SCALES else None
 
 
-Ready = Tensor | RowWeight | QuantizedTable | TritonQuantized
+LinearWeight = Tensor | RowWeight | QuantizedTable | TritonQuantized
 
 
-def pack_weights(weights: dict[str, Tensor | QuantizedWeight]) -> dict[str, Ready]:
-    """The weights of a model with the integers of its blocks packed. They are taken out of
-    `weights` one after the other, so that little is there twice. The others have torch's products
-    (`rows.py`), an embedding is looked up."""
+def pack_weights(weights: dict[str, Tensor | QuantizedWeight]) -> dict[str, LinearWeight]:
+    """Pack the integers of a model's blocks.
+
+    Each is removed from `weights` as it is packed, so that little memory is used twice. The other
+    matrices have torch's products (`reference/batch_invariant.py`); embedding tables stay as they
+    are.
+    """
     dtype = next(each.dtype for each in weights.values() if isinstance(each, Tensor))
-    found: Found = {}
-    ready: dict[str, Ready] = {}
+    agreeing: AgreeingRows = {}
+    packed: dict[str, LinearWeight] = {}
     for name in list(weights):
-        held = integers_of(weights[name])
-        if held is not None and not isinstance(weights[name], QuantizedTable):
+        integers = triton_integers(weights[name])
+        if integers is not None and not isinstance(weights[name], QuantizedTable):
             del weights[name]
-            ready[name] = TritonQuantized.of(held, dtype, found)
-    return {**row_weights(weights), **ready}
+            packed[name] = TritonQuantized.of(integers, dtype, agreeing)
+    return {**row_weights(weights), **packed}
 
 
 def pack_head(
     weight: Tensor | QuantizedWeight, dtype: torch.dtype
 ) -> tuple[TritonQuantized | Head, TritonQuantized | QuantizedTable | Tensor]:
-    """What makes logits, in fp32, of the weight [V, D], and what looks its rows up if it is the
-    embedding too: of integers the same, so that it is there once."""
-    held = integers_of(weight)
-    if held is None:
+    """Return the output projection of the weight [V, D], with fp32 logits, and the embedding table
+    for a tied model: for integers the same object, so that memory holds it once."""
+    integers = triton_integers(weight)
+    if integers is None:
         return head_of(weight, dtype)
-    made = TritonQuantized.of(held, dtype, {}, wide=True)
-    return made, made
+    head = TritonQuantized.of(integers, dtype, {}, wide=True)
+    return head, head

@@ -1,8 +1,8 @@
-"""The small operations of a block in Triton: each reads and writes memory once. Their definitions
-are in `norm.py`, `gated.py`, `rotary.py` and `kv.py`; what they compute is computed in fp32 and
-rounded where those round.
+"""Pointwise and row-wise operations of a block in Triton. Each reads and writes memory once.
 
-Every row is computed by itself and in one way, so its bits do not depend on its company.
+The definitions are in `reference/norm.py`, `gated.py` and `rope.py`, and in `kv_cache.py`. The
+kernels compute in fp32 and round where the definitions do. Every row is computed by itself, always
+in the same way, so they are batch-invariant.
 
 Shapes: N tokens, D model, F ffn, H query heads, K kv heads, P tokens of a page, C head dim.
 """
@@ -17,7 +17,7 @@ from shardwise.kernels.kv_cache import CODES, LARGEST, KVPages, as_bytes
 from shardwise.quant.kv_dtype import KvDtype
 
 COLUMNS = 1024
-"""Columns of a gated activation that a program makes."""
+"""Columns of a gated activation per program."""
 
 
 @triton.jit
@@ -26,36 +26,36 @@ def norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
-    wide = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
+    x_fp32 = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x_fp32 * x_fp32, 0) / WIDTH + eps)
+    normed = (x_fp32 * scale).to(out.dtype.element_ty).to(tl.float32)
     times = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row + column, times * normed, mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over its root mean square, in fp32, times weight [D]."""
+    """Compute `reference.norm.rms_norm_naive` of x [..., D] and weight [D]."""
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
-    size = triton.next_power_of_2(width)
+    padded = triton.next_power_of_2(width)
     norm_kernel[(x.numel() // width,)](
-        x, weight, out, eps, WIDTH=width, PADDED=size, num_warps=warps(size)
+        x, weight, out, eps, WIDTH=width, PADDED=padded, num_warps=row_warps(padded)
     )
     return out
 
 
 @triton.jit
-def activated(x, KIND: tl.constexpr):
-    """silu, gelu or gelu_tanh, whose tanh is a sigmoid of twice as much."""
+def activate(x, KIND: tl.constexpr):
+    """Apply silu, gelu or gelu_tanh; the tanh is written as a sigmoid."""
     if KIND == "silu":
-        made = x * tl.sigmoid(x)
+        y = x * tl.sigmoid(x)
     elif KIND == "gelu":
-        made = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         tl.static_assert(KIND == "gelu_tanh")
-        made = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return made
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return y
 
 
 @triton.jit
@@ -66,12 +66,12 @@ def gated_kernel(inner, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KIND: t
     inside = column < WIDTH
     gate = tl.load(inner + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(inner + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    made = activated(gate, KIND).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * WIDTH + column, made * up, mask=inside)
+    activated = activate(gate, KIND).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * WIDTH + column, activated * up, mask=inside)
 
 
 def gated(inner: Tensor, activation: str) -> Tensor:
-    """inner [..., gate | up], each of F -> [..., F]: activation(gate) * up."""
+    """Compute `reference.gated.gated_naive` of inner [..., gate | up]: [..., F]."""
     inner = inner.contiguous()
     width = inner.shape[-1] // 2
     out = inner.new_empty(*inner.shape[:-1], width)
@@ -82,22 +82,23 @@ def gated(inner: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def turned_half(a, b, cos, sin, DIRECTION: tl.constexpr):
+def rotated_half(a, b, cos, sin, DIRECTION: tl.constexpr):
     return (a.to(tl.float32) * cos + DIRECTION * b.to(tl.float32) * sin).to(a.dtype)
 
 
 @triton.jit
-def scale_of(x, CODE_MAX: tl.constexpr):
-    """What takes the largest of a vector to the largest code, as `kv.quantize` has it; infinite if
-    any is no number."""
-    wide = x.to(tl.float32)
-    return tl.div_rn(tl.max(tl.where(wide == wide, tl.abs(wide), float("inf")), 0), CODE_MAX)
+def vector_scale(x, CODE_MAX: tl.constexpr):
+    """Return the scale of a vector, as `kv_cache.quantize_vectors` does; infinite if any number is
+    NaN."""
+    x_fp32 = x.to(tl.float32)
+    size = tl.where(x_fp32 == x_fp32, tl.abs(x_fp32), float("inf"))
+    return tl.div_rn(tl.max(size, 0), CODE_MAX)
 
 
 @triton.jit
-def bits_of_e4m3(x):
-    """The nearest floats of 8 bits, of two the even one, of numbers up to 448: those of fp32 with a
-    shorter mantissa and a smaller exponent. Below 2^-6 there is only zero."""
+def e4m3_bits(x):
+    """Round numbers up to 448 to the nearest e4m3, ties to even, by shortening the mantissa and the
+    exponent of fp32. Numbers below 2^-6 become zero."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     nearest = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (127 - 7) * 8
@@ -105,15 +106,16 @@ def bits_of_e4m3(x):
 
 
 @triton.jit
-def write_codes(x, scale, codes, at, mask, KEPT: tl.constexpr, CODE_MAX: tl.constexpr):
-    """Codes of numbers, as `kv.quantize` makes them; 0 where the scale is not finite."""
+def write_codes(x, scale, codes, offset, mask, KV_DTYPE: tl.constexpr, CODE_MAX: tl.constexpr):
+    """Write the codes of numbers, as `kv_cache.quantize_vectors` computes them; 0 where the scale
+    is not finite."""
     steps = tl.div_rn(x.to(tl.float32), scale)
     steps = tl.minimum(tl.maximum(tl.where(steps == steps, steps, 0.0), -CODE_MAX), CODE_MAX)
-    if KEPT == "int8":
-        steps = steps + 12582912.0 - 12582912.0  # 1.5 2^23, above which fp32 has integers alone
-        tl.store(codes + at, steps.to(tl.int8), mask=mask)
+    if KV_DTYPE == "int8":
+        steps = steps + 12582912.0 - 12582912.0  # 1.5 * 2^23, where fp32 has only integers
+        tl.store(codes + offset, steps.to(tl.int8), mask=mask)
     else:
-        tl.store(codes + at, bits_of_e4m3(steps), mask=mask)
+        tl.store(codes + offset, e4m3_bits(steps), mask=mask)
 
 
 @triton.jit
@@ -121,17 +123,18 @@ def write_vector(
     x,
     codes,
     scales,
-    place,
+    vector,
     element,
     inside,
-    written,
+    has_slot,
     SIZE: tl.constexpr,
-    KEPT: tl.constexpr,
+    KV_DTYPE: tl.constexpr,
     CODE_MAX: tl.constexpr,
 ):
-    scale = scale_of(x, CODE_MAX)
-    write_codes(x, scale, codes, place + element, inside & written, KEPT, CODE_MAX)
-    tl.store(scales + place // SIZE, scale, mask=written)
+    """Write the codes and the scale of the vector that starts at offset `vector`."""
+    scale = vector_scale(x, CODE_MAX)
+    write_codes(x, scale, codes, vector + element, inside & has_slot, KV_DTYPE, CODE_MAX)
+    tl.store(scales + vector // SIZE, scale, mask=has_slot)
 
 
 @triton.jit
@@ -158,12 +161,12 @@ def rope_and_write_kv_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
-    TURNS: tl.constexpr,
-    KEPT: tl.constexpr,
+    ROPE: tl.constexpr,
+    KV_DTYPE: tl.constexpr,
     CODE_MAX: tl.constexpr,
 ):
-    """Program (token, head), query heads first: rope a query, or rope a key and writes it and its
-    value."""
+    """Program (token, head), query heads first: rotates a query, or rotates a key and writes it and
+    its value into the pages."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     element = tl.arange(0, PADDED)
@@ -172,104 +175,115 @@ def rope_and_write_kv_kernel(
     kv = head - QUERIES
     source = q + token * q_token + head * q_head if is_query else k + token * k_token + kv * k_head
     slot = tl.load(slots + token).to(tl.int64)
-    place = kv.to(tl.int64) * kv_head + slot * SIZE
-    written = slot >= 0
-    if TURNS:
+    vector = kv.to(tl.int64) * kv_head + slot * SIZE
+    has_slot = slot >= 0
+    if ROPE:
         pair = tl.arange(0, HALF)
         both = pair < SIZE // 2
         low = tl.load(source + pair, mask=both, other=0.0)
         high = tl.load(source + SIZE // 2 + pair, mask=both, other=0.0)
         c = tl.load(cos + token * (SIZE // 2) + pair, mask=both, other=0.0).to(tl.float32)
         s = tl.load(sin + token * (SIZE // 2) + pair, mask=both, other=0.0).to(tl.float32)
-        first = turned_half(low, high, c, s, -1)
-        second = turned_half(high, low, c, s, 1)
+        first = rotated_half(low, high, c, s, -1)
+        second = rotated_half(high, low, c, s, 1)
         if is_query:
             target = rotated + (token * QUERIES + head) * SIZE
             tl.store(target + pair, first, mask=both)
             tl.store(target + SIZE // 2 + pair, second, mask=both)
-        elif KEPT == "auto":
-            tl.store(keys + place + pair, first, mask=both & written)
-            tl.store(keys + place + SIZE // 2 + pair, second, mask=both & written)
+        elif KV_DTYPE == "auto":
+            tl.store(keys + vector + pair, first, mask=both & has_slot)
+            tl.store(keys + vector + SIZE // 2 + pair, second, mask=both & has_slot)
         else:
-            scale = tl.maximum(scale_of(first, CODE_MAX), scale_of(second, CODE_MAX))
-            write_codes(first, scale, keys, place + pair, both & written, KEPT, CODE_MAX)
-            write_codes(
-                second, scale, keys, place + SIZE // 2 + pair, both & written, KEPT, CODE_MAX
-            )
-            tl.store(key_scales + place // SIZE, scale, mask=written)
+            mask = both & has_slot
+            scale = tl.maximum(vector_scale(first, CODE_MAX), vector_scale(second, CODE_MAX))
+            write_codes(first, scale, keys, vector + pair, mask, KV_DTYPE, CODE_MAX)
+            write_codes(second, scale, keys, vector + SIZE // 2 + pair, mask, KV_DTYPE, CODE_MAX)
+            tl.store(key_scales + vector // SIZE, scale, mask=has_slot)
     else:
         key = tl.load(source + element, mask=inside, other=0.0)
-        if KEPT == "auto":
-            tl.store(keys + place + element, key, mask=inside & written)
+        if KV_DTYPE == "auto":
+            tl.store(keys + vector + element, key, mask=inside & has_slot)
         else:
             write_vector(
-                key, keys, key_scales, place, element, inside, written, SIZE, KEPT, CODE_MAX
+                key, keys, key_scales, vector, element, inside, has_slot, SIZE, KV_DTYPE, CODE_MAX
             )
     if not is_query:
         value = tl.load(v + token * v_token + kv * v_head + element, mask=inside, other=0.0)
-        if KEPT == "auto":
-            tl.store(values + place + element, value, mask=inside & written)
+        if KV_DTYPE == "auto":
+            tl.store(values + vector + element, value, mask=inside & has_slot)
         else:
             write_vector(
-                value, values, value_scales, place, element, inside, written, SIZE, KEPT, CODE_MAX
+                value,
+                values,
+                value_scales,
+                vector,
+                element,
+                inside,
+                has_slot,
+                SIZE,
+                KV_DTYPE,
+                CODE_MAX,
             )
 
 
 def rope_and_write_kv(
     q: Tensor, k: Tensor, v: Tensor, rope: RopeTables | None, pages: KVPages, slots: Tensor
 ) -> Tensor:
-    """Turn k [N, K, C] and put it and v into the slots [N] of the pages, as these keep them; a slot
-    below 0 is nowhere. Returns q [N, H, C] rotated. Without `rope` nothing is rotated."""
-    num_tokens, num_heads, size = q.shape
+    """Apply RoPE to q [N, H, C] and k [N, K, C], write k and v [N, K, C] into the slots [N] of the
+    pages, in their dtype, and return q.
+
+    Tokens with a slot below 0 are not written. Without `rope` nothing is rotated.
+    """
+    num_tokens, num_heads, head_dim = q.shape
     num_kv = k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
-    num_turned = 0 if rope is None else num_heads
+    num_queries = 0 if rope is None else num_heads
     rotated = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cos, sin = (q, q) if rope is None else (rope[0].contiguous(), rope[1].contiguous())
-    size_padded = triton.next_power_of_2(size)
-    kept_as = kind_of(pages)
-    rope_and_write_kv_kernel[(num_tokens, num_turned + num_kv)](
+    cos, sin = (q, q) if rope is None else (rope.cos.contiguous(), rope.sin.contiguous())
+    padded = triton.next_power_of_2(head_dim)
+    rope_and_write_kv_kernel[(num_tokens, num_queries + num_kv)](
         q,
         k,
         v,
         cos,
         sin,
         rotated,
-        *operands(pages),
+        *page_operands(pages),
         slots,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
         pages.keys.numbers.stride(0),
-        QUERIES=num_turned,
-        SIZE=size,
-        PADDED=size_padded,
-        HALF=max(1, size_padded // 2),
-        TURNS=rope is not None,
-        KEPT=kept_as,
+        QUERIES=num_queries,
+        SIZE=head_dim,
+        PADDED=padded,
+        HALF=max(1, padded // 2),
+        ROPE=rope is not None,
+        KV_DTYPE=kv_dtype_of(pages),
         CODE_MAX=LARGEST.get(pages.keys.numbers.dtype, 1.0),
         num_warps=1,
     )
     return rotated
 
 
-def kind_of(pages: KVPages) -> KvDtype:
-    """What keys and values are kept as."""
-    found = pages.keys.numbers.dtype
-    return next((kind for kind, codes in CODES.items() if codes == found), "auto")
+def kv_dtype_of(pages: KVPages) -> KvDtype:
+    """Return the format of keys and values."""
+    dtype = pages.keys.numbers.dtype
+    return next((kv_dtype for kv_dtype, codes in CODES.items() if codes == dtype), "auto")
 
 
-def operands(pages: KVPages) -> tuple[Tensor, ...]:
-    """Keys, values, and their scales, as kernels take them: floats of 8 bits as their bytes, which
-    every GPU reads; and anything in place of scales that are not there."""
+def page_operands(pages: KVPages) -> tuple[Tensor, ...]:
+    """Return keys, values and their scales as kernels take them.
+
+    fp8 codes are bytes, which every GPU can read. Without scales other tensors take their place.
+    """
     both = pages.keys, pages.values
-    keys, values = (
-        each.numbers if kind_of(pages) != "fp8" else as_bytes(each.numbers) for each in both
-    )
+    is_fp8 = kv_dtype_of(pages) == "fp8"
+    keys, values = (as_bytes(each.numbers) if is_fp8 else each.numbers for each in both)
     assert keys.is_contiguous() and values.is_contiguous() and keys.shape == values.shape
     return keys, values, *(keys if each.scales is None else each.scales for each in both)
 
 
-def warps(columns: int) -> int:
-    """Of a program that holds a row of so many columns."""
+def row_warps(columns: int) -> int:
+    """Return the warps of a program that holds a row of that many columns."""
     return min(16, max(1, columns // 256))

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.kernels.triton.batch import ALIGNED, NOWHERE, TableBatch, decode_batch
+from shardwise.kernels.triton.batch import ALIGNED, NO_SLOT, TableBatch, decode_batch
 from shardwise.serve.engine.batch import Part
 
 Step = Callable[[], Tensor]
@@ -60,7 +60,7 @@ class DecodeGraphs:
             torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
             for shape in ((4, columns), (max_running, width))
         )
-        self.numbers[2] = NOWHERE
+        self.numbers[2] = NO_SLOT
         self.numbers_there = self.numbers.to(device, copy=True)
         self.table_there = self.table.to(device, copy=True)
 
@@ -92,7 +92,7 @@ class DecodeGraphs:
         written = [
             (part.tokens[0], part.start, slot, 1) for part, slot in zip(parts, slots, strict=True)
         ]
-        empty = [(0, 0, NOWHERE, 0)] * (self.numbers.shape[1] - len(parts))
+        empty = [(0, 0, NO_SLOT, 0)] * (self.numbers.shape[1] - len(parts))
         self.numbers[:] = torch.tensor(written + empty, dtype=torch.int32).t()
         for row, part in zip(self.table, parts, strict=False):
             row[: len(part.pages)] = torch.tensor(part.pages, dtype=torch.int32)
