@@ -261,7 +261,7 @@ class NativeServing(InstructionSet):
         """Pack the matrices of a model's blocks side by side in one piece of memory.
 
         Each is removed from `weights` as it is packed, so that little memory is used twice.
-        QuantizedMatrix weights without a native product have torch's, with dequantized numbers.
+        Quantized weights without a native product have torch's, with dequantized numbers.
         """
         others = {
             name: weights.pop(name)

@@ -424,7 +424,11 @@ class TritonQuantized:
 
     @classmethod
     def of(
-        cls, integers: QuantizedMatrix, dtype: torch.dtype, agreeing: AgreeingRows, wide: bool = False
+        cls,
+        integers: QuantizedMatrix,
+        dtype: torch.dtype,
+        agreeing: AgreeingRows,
+        wide: bool = False,
     ) -> "TritonQuantized":
         """Pack a weight. `agreeing` caches the measured sizes."""
         packed = pack(integers)
