@@ -15,30 +15,17 @@ from torch import Tensor
 
 from shardwise.layout import Coord, Layout
 from shardwise.params import Box, ParamSpec, block_of, boxes, local_shape
-from shardwise.quant.format import QuantizedMatrix
-from shardwise.quant.ggml_blocks import GgmlMatrix
-from shardwise.quant.scheme import StorageFormats
 
 STRIP_ELEMENTS = 1 << 20
 
 
 class Reader(Protocol):
-    """An open source of weights.
-
-    Attributes:
-        dtype: the dtype of most elements; quantized ones count as bf16.
-        formats: the storage formats of the matrices that are stored quantized.
-    """
+    """An open source of weights; `dtype` is the dtype of most elements, bf16 for quantized ones."""
 
     dtype: torch.dtype
-    formats: StorageFormats
 
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         """Return a box of a parameter on the CPU, in any floating dtype; it may be read-only."""
-        ...
-
-    def read_piece(self, spec: ParamSpec, box: Box) -> QuantizedMatrix | GgmlMatrix:
-        """Return a box of a part that is stored quantized, without dequantizing it."""
         ...
 
     def close(self) -> None: ...

@@ -14,19 +14,16 @@ before is taken.
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.config import ModelConfig
-from shardwise.params import Box, ParamSpec, model_specs
-from shardwise.quant.scheme import StorageFormats
+from shardwise.params import Box, ParamSpec
 
 FORMAT_VERSION = 1
 NAME = re.compile(r"step-(\d{8})")
@@ -179,25 +176,3 @@ def newest(run: Path, warn: Callable[[str], None], verify: bool = True) -> Check
         except Damaged as error:
             warn(f"{error}; trying the one before")
     raise ValueError(f"{run} holds no whole checkpoint")
-
-
-class RunReader:
-    """The weights of a training run: the fp32 master weights of its newest intact checkpoint.
-
-    A `Reader` (see `reader.py`). Raises ValueError unless they are the parameters of `config`.
-    """
-
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        self._checkpoint = newest(path, warnings.warn)
-        self._checkpoint.check_model(model_specs(config))
-        self.dtype = torch.float32
-        self.formats: StorageFormats = {}
-
-    def read(self, spec: ParamSpec, box: Box) -> Tensor:
-        return self._checkpoint.read(spec, "master", box)
-
-    def read_piece(self, spec: ParamSpec, box: Box) -> NoReturn:
-        raise AssertionError("master weights are not quantized")
-
-    def close(self) -> None:
-        """Do nothing: the files are unmapped with the reader."""

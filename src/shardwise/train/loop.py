@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.formats.load import open_weights
 from shardwise.formats.run_checkpoint import Checkpoint, checkpoint_path
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
@@ -232,6 +231,8 @@ def make_program(run: Run, mesh: Mesh, step: int) -> Program:
     elif run.weights is None:
         draw_weights(program, settings.seed)
     else:
+        from shardwise.formats.load import open_weights  # reads every format; most runs need none
+
         with closing(open_weights(run.weights, run.config)) as reader:
             read_weights(program, reader)
     return program

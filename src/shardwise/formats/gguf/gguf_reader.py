@@ -22,7 +22,7 @@ from shardwise.quant.ggml_decode import dequantize, read_tensor
 
 
 class GgufReader:
-    """The weights of a GGUF file; a `Reader` (see `load.py`).
+    """The weights of a GGUF file; a `ModelReader` (see `load.py`).
 
     Raises ValueError unless the file stores exactly the parameters of `config`.
     """
