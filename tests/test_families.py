@@ -9,13 +9,13 @@ import torch
 from shardwise.formats.convert import convert, prompt_logits
 from shardwise.formats.families import FAMILIES, LLAMA, Family
 from shardwise.formats.gguf.gguf_file import read_gguf
+from shardwise.formats.gguf.gguf_reader import read_tensor
 from shardwise.formats.gguf.write_gguf import write_gguf
 from shardwise.formats.huggingface.folder import write_folder
 from shardwise.formats.huggingface.hf_config import read_config_json
 from shardwise.formats.model_source import read_config
 from shardwise.layout import Layout
 from shardwise.params import model_specs
-from shardwise.quant.ggml_decode import read_tensor
 from tiny_models import tiny_model
 from whole_weights import load_weights
 

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
+from shardwise.formats.gguf.gguf_reader import read_tensor
 from shardwise.quant.ggml import BLOCKS
-from shardwise.quant.ggml_decode import dequantize, read_tensor
+from shardwise.quant.ggml_decode import decode_blocks
 from smollm2 import smollm2_gguf
 
 FLOATS = ("F32", "F16", "BF16")
@@ -51,7 +52,7 @@ def draw_bytes(kind: str, num_rows: int, num_columns: int, seed: int) -> np.ndar
 
 def expected(raw: np.ndarray, kind: str) -> torch.Tensor:
     stored = raw.view({"F32": np.float32, "F16": np.float16}.get(kind, np.uint8))
-    return torch.from_numpy(np.array(gguf.quants.dequantize(stored, GGMLQuantizationType[kind])))
+    return torch.from_numpy(np.array(gguf.quants.decode_blocks(stored, GGMLQuantizationType[kind])))
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -144,7 +145,9 @@ def test_every_kind_decodes_bit_for_bit(kind: str, every_kind: Gguf) -> None:
     raw = draw_bytes(kind, ROWS, COLUMNS, REFERENCE_KINDS.index(kind))
     assert np.array_equal(every_kind.raw_rows(kind, 0, ROWS), raw.reshape(-1))
     assert same_bits(read_tensor(every_kind, kind), expected(raw, kind))
-    assert same_bits(dequantize(torch.from_numpy(raw), kind, (ROWS, COLUMNS)), expected(raw, kind))
+    assert same_bits(
+        decode_blocks(torch.from_numpy(raw), kind, (ROWS, COLUMNS)), expected(raw, kind)
+    )
 
 
 @pytest.mark.parametrize("kind", REFERENCE_KINDS)
@@ -152,19 +155,21 @@ def test_every_kind_decodes_bit_for_bit(kind: str, every_kind: Gguf) -> None:
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(0, 4))
 def test_drawn_blocks_decode_bit_for_bit(kind: str, seed: int, num_rows: int) -> None:
     raw = draw_bytes(kind, max(num_rows, 1), 512, seed)
-    ours = dequantize(torch.from_numpy(raw[:num_rows].copy()), kind, (num_rows, 512))
+    ours = decode_blocks(torch.from_numpy(raw[:num_rows].copy()), kind, (num_rows, 512))
     assert same_bits(ours, expected(raw, kind)[:num_rows])
 
 
 def test_more_blocks_than_one_slice_decode_alike() -> None:
     raw = draw_bytes("Q4_K", 1500, 256, 3)  # 384,000 weights: three slices, the last one short
-    assert same_bits(dequantize(torch.from_numpy(raw), "Q4_K", (1500, 256)), expected(raw, "Q4_K"))
+    assert same_bits(
+        decode_blocks(torch.from_numpy(raw), "Q4_K", (1500, 256)), expected(raw, "Q4_K")
+    )
 
 
 def test_q8_k_is_a_float_scale_times_signed_bytes() -> None:
     quants = np.random.default_rng(0).integers(-128, 128, 256)
     raw = struct.pack("<f256b16h", -0.37, *quants, *range(16))
-    ours = dequantize(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "Q8_K", (256,))
+    ours = decode_blocks(torch.frombuffer(bytearray(raw), dtype=torch.uint8), "Q8_K", (256,))
     assert ours.tolist() == [float(np.float32(-0.37) * np.float32(q)) for q in quants]
 
 
@@ -215,11 +220,11 @@ def test_wrong_requests_are_refused(every_kind: Gguf) -> None:
     with pytest.raises(ValueError, match="no tensor named 'missing'"):
         read_tensor(every_kind, "missing")
     with pytest.raises(ValueError, match="IQ4_XS is not a kind"):
-        dequantize(torch.zeros(8, dtype=torch.uint8), "IQ4_XS", (1, 8))
+        decode_blocks(torch.zeros(8, dtype=torch.uint8), "IQ4_XS", (1, 8))
     with pytest.raises(ValueError, match="blocks of 32 weights in 20 bytes"):
-        dequantize(torch.zeros(21, dtype=torch.uint8), "Q4_1", (1, 32))
+        decode_blocks(torch.zeros(21, dtype=torch.uint8), "Q4_1", (1, 32))
     with pytest.raises(ValueError, match=r"torch\.float32"):
-        dequantize(torch.zeros(20), "Q4_1", (1, 32))
+        decode_blocks(torch.zeros(20), "Q4_1", (1, 32))
 
 
 def test_opening_reads_no_tensor_and_imports_no_torch(
@@ -279,12 +284,12 @@ def test_real_weights_decode_bit_for_bit(real: Gguf, real_reference: GGUFReader)
     for theirs in real_reference.tensors:
         if theirs.name.startswith("blk.29."):
             weights = torch.from_numpy(
-                np.array(gguf.quants.dequantize(theirs.data, theirs.tensor_type))
+                np.array(gguf.quants.decode_blocks(theirs.data, theirs.tensor_type))
             )
             assert same_bits(read_tensor(real, theirs.name), weights)
     embedding = real_reference.tensors[0]
     rows = torch.from_numpy(
-        gguf.quants.dequantize(embedding.data[40_000:40_100], embedding.tensor_type)
+        gguf.quants.decode_blocks(embedding.data[40_000:40_100], embedding.tensor_type)
     )
     assert same_bits(read_tensor(real, "token_embd.weight", 40_000, 40_100), rows)
 

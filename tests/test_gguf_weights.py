@@ -18,7 +18,7 @@ from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import read_config
 from shardwise.layout import Layout
 from shardwise.params import ParamSpec, boxes, model_specs
-from shardwise.quant.ggml_decode import dequantize
+from shardwise.quant.ggml_decode import decode_blocks
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
 from whole_weights import load_weights
@@ -108,7 +108,7 @@ def as_stored(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     stored = GGMLQuantizationType[kind]
     return {
         name: torch.from_numpy(
-            gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), stored), stored).copy()
+            gguf.quants.decode_blocks(gguf.quants.quantize(weight.numpy(), stored), stored).copy()
         )
         if weight.dim() == 2
         else weight
@@ -156,7 +156,7 @@ def test_real_model_equals_the_gguf_package() -> None:
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
 
     def read(name: str) -> Tensor:
-        rows = gguf.quants.dequantize(stored[name].data[:some_rows], stored[name].tensor_type)
+        rows = gguf.quants.decode_blocks(stored[name].data[:some_rows], stored[name].tensor_type)
         if "attn_q." in name or "attn_k." in name:
             rows = rows[np.argsort(sides_together(np.arange(len(rows)), num_heads=len(rows) // 64))]
         return torch.from_numpy(rows.copy())
@@ -211,7 +211,7 @@ def test_a_rank_decodes_only_the_blocks_of_its_columns(tmp_path: Path, monkeypat
 
     def counted(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
         decoded.append(raw.numel())
-        return dequantize(raw, kind, shape)
+        return decode_blocks(raw, kind, shape)
 
     monkeypatch.setattr(gguf_reader, "dequantize", counted)
     out = [spec for spec in stored_specs(path) if spec.name.endswith("out")]

@@ -218,13 +218,17 @@ def test_what_has_no_native_product_is_made_plain_as_it_is_needed(native: Native
         x = drawn(3, weight.shape[1], seed=1)
         ready = native.pack_weights({"blocks.0.w": weight, "norm": drawn(1)})["blocks.0.w"]
         assert isinstance(ready, RowWeight)
-        torch.testing.assert_close(ready.apply(x), x @ weight.plain(BF16).t(), rtol=0.02, atol=0.05)
-        if len(weight.pieces) == 1:
+        torch.testing.assert_close(
+            ready.apply(x), x @ weight.dequantized(BF16).t(), rtol=0.02, atol=0.05
+        )
+        if len(weight.parts) == 1:
             head, table = native.pack_head(weight, BF16)
             assert isinstance(head, Head) and isinstance(table, QuantizedTable)
-            expected = x.double() @ weight.plain(torch.float64).t()
+            expected = x.double() @ weight.dequantized(torch.float64).t()
             torch.testing.assert_close(head.apply(x).double(), expected, rtol=1e-5, atol=1e-4)
-            assert torch.equal(table.look_up(torch.tensor([5, 0])), weight.plain(BF16)[[5, 0]])
+            assert torch.equal(
+                table.look_up(torch.tensor([5, 0])), weight.dequantized(BF16)[[5, 0]]
+            )
 
 
 @given(

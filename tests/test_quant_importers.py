@@ -85,7 +85,9 @@ def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name
                 assert isinstance(held, QuantizedWeight) == (
                     (spec.name, spec.rows[0].name) in formats
                 )
-                local = held.plain(torch.float32) if isinstance(held, QuantizedWeight) else held
+                local = (
+                    held.dequantized(torch.float32) if isinstance(held, QuantizedWeight) else held
+                )
                 for box in boxes(spec, layout, coord):
                     assert torch.equal(local[box.local_slices], wanted[spec.name][box.slices]), (
                         spec.name
@@ -142,8 +144,8 @@ def test_layers_may_stay_plain(plain: Path, tmp_path: Path) -> None:
     )
     assert isinstance(kept["blocks.1.down"], Tensor)
     qkv = kept["blocks.0.qkv"]
-    assert isinstance(qkv, QuantizedWeight) and len(qkv.pieces) == 3
-    assert torch.equal(qkv.plain(torch.float32), wanted["blocks.0.qkv"])
+    assert isinstance(qkv, QuantizedWeight) and len(qkv.parts) == 3
+    assert torch.equal(qkv.dequantized(torch.float32), wanted["blocks.0.qkv"])
     planned = plan(str(path), "h100-80gb", mode="serve", precision="fp32", quant="as-stored")
     assert (
         sum(map(nbytes, kept.values()))

@@ -1,4 +1,4 @@
-"""QuantizedMatrix weights where plain ones stood: products, gradients, rows of the same bits, the blocks
+"""Quantized weights in place of floating-point ones: matmuls, gradients, batch-invariant rows, the blocks
 of GGUF files."""
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline.deferred import Deferred, DeferredGradient
 from shardwise.quant.format import QuantizedMatrix, dequantize, quantize
 from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.ggml_blocks import GgmlMatrix, from_ggml_blocks, stack_ggml
-from shardwise.quant.ggml_decode import dequantize as decode
+from shardwise.quant.ggml_decode import decode_blocks
 from shardwise.quant.scheme import Scheme, ggml_format
 from shardwise.quant.weight import FloatMatrix, MatrixPart, QuantizedWeight
 from tiny_models import our_weights, tiny_model
@@ -54,12 +54,12 @@ def test_blocks_are_kept_without_loss(kind: str) -> None:
     """Every bit of what a GGUF block means, in as many bytes; rows and columns too."""
     raw = drawn_blocks(kind, 9, 512)
     shape = (9, 512)
-    wanted = decode(raw, kind, shape)
+    wanted = decode_blocks(raw, kind, shape)
     piece = from_ggml_blocks(raw, kind, shape)
     assert isinstance(piece, QuantizedMatrix) == (kind in ("Q8_0", "Q4_0", "Q4_1"))
 
     def plain(held: QuantizedMatrix | GgmlMatrix) -> Tensor:
-        return QuantizedWeight((held,)).plain(torch.float32)
+        return QuantizedWeight((held,)).dequantized(torch.float32)
 
     assert torch.equal(plain(piece), wanted)
     form = ggml_format(kind)
@@ -75,7 +75,7 @@ def test_blocks_are_kept_without_loss(kind: str) -> None:
 def test_product_and_gradient_are_those_of_the_plain_matrix(dtype: torch.dtype) -> None:
     """fp32: 1e-5 of the largest; bf16: 1e-2. The weight itself gets no gradient."""
     weight = drawn_weight()
-    plain = weight.plain(dtype)
+    plain = weight.dequantized(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     x = torch.randn(2, 3, 256, generator=random_of(2)).to(dtype).requires_grad_()
     y = linear(x, weight)
@@ -172,7 +172,7 @@ def test_adapters_have_the_gradients_of_plain_weights(selective: bool) -> None:
     """Through a whole model, beside the same weights made plain: 1e-4 of each."""
     config, weights = frozen_model()
     plain = {
-        n: w.plain(torch.float32) if isinstance(w, QuantizedWeight) else w
+        n: w.dequantized(torch.float32) if isinstance(w, QuantizedWeight) else w
         for n, w in weights.items()
     }
     thin = drawn_thin(weights, up=0.1)
@@ -191,7 +191,9 @@ def test_adapters_learn_and_what_is_quantized_stays(selective: bool) -> None:
     """They begin as nothing, as LoRA's do, and twelve steps take a third off the loss."""
     config, weights = frozen_model()
     before = {
-        n: w.plain(torch.float32) for n, w in weights.items() if isinstance(w, QuantizedWeight)
+        n: w.dequantized(torch.float32)
+        for n, w in weights.items()
+        if isinstance(w, QuantizedWeight)
     }
     thin = drawn_thin(weights, up=0.0)
     optimizer = torch.optim.AdamW(
@@ -212,7 +214,7 @@ def test_adapters_learn_and_what_is_quantized_stays(selective: bool) -> None:
     assert losses[-1] < losses[0] * 2 / 3
     for name, weight in weights.items():
         if isinstance(weight, QuantizedWeight):
-            assert torch.equal(weight.plain(torch.float32), before[name]), name
+            assert torch.equal(weight.dequantized(torch.float32), before[name]), name
         else:
             assert weight.grad is None, name
 
@@ -235,7 +237,7 @@ def test_gradients_of_adapters_may_wait() -> None:
     waiting = LowRank(weight, Deferred("down", down, tape), Deferred("up", up, tape))
     (dx,) = torch.autograd.grad(linear(light(x), waiting), x, dy)
     found = {owed.name: owed.gradient() for owed in tape} | {"x": dx}
-    plain = linear(light(x), LowRank(weight.plain(torch.float32), down, up))
+    plain = linear(light(x), LowRank(weight.dequantized(torch.float32), down, up))
     wanted = dict(
         zip(("x", "down", "up"), torch.autograd.grad(plain, (x, down, up), dy), strict=True)
     )
@@ -249,7 +251,7 @@ def test_gradients_of_adapters_may_wait() -> None:
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_columns: int) -> None:
     """In more strips than one: 1536 columns and 2,000 rows are three."""
     many = quantize(torch.randn(2000, num_columns, generator=random_of(7)), Scheme.parse("int8"))
-    weight = QuantizedWeight((*drawn_weight(num_columns).pieces, many))
+    weight = QuantizedWeight((*drawn_weight(num_columns).parts, many))
     ready = row_weights({"norm": torch.ones(2, dtype=dtype), "blocks.0.out": weight})[
         "blocks.0.out"
     ]
@@ -268,10 +270,10 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_columns:
 
 def test_as_many_bytes_as_its_pieces() -> None:
     weight = drawn_weight()
-    assert weight.num_bytes == sum(piece.num_bytes for piece in weight.pieces)
+    assert weight.num_bytes == sum(piece.num_bytes for piece in weight.parts)
     assert weight.shape == (84, 256) and torch.equal(
-        weight.to("cpu").plain(torch.float32), weight.plain(torch.float32)
+        weight.to("cpu").dequantized(torch.float32), weight.dequantized(torch.float32)
     )
-    (quantized, *_) = weight.pieces
+    (quantized, *_) = weight.parts
     assert isinstance(quantized, QuantizedMatrix)
-    assert torch.equal(weight.plain(torch.float32)[:24], dequantize(quantized, torch.float32))
+    assert torch.equal(weight.dequantized(torch.float32)[:24], dequantize(quantized, torch.float32))

@@ -144,7 +144,7 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str, tp: int) -> Non
         for spec in specs:
             held = kept[spec.name]
             assert isinstance(held, QuantizedWeight) == can_stay_quantized(spec)
-            local = held.plain(torch.float32) if isinstance(held, QuantizedWeight) else held
+            local = held.dequantized(torch.float32) if isinstance(held, QuantizedWeight) else held
             assert torch.equal(local, plain[spec.name]), spec.name
         assert nbytes(kept) == planned_bytes(path, layout, "as-stored", "fp32")
         total += sum(held.num_bytes for held in kept.values() if isinstance(held, QuantizedWeight))
@@ -215,7 +215,7 @@ def test_smollm2_as_stored() -> None:
     for name, weight in plain.items():
         held = kept[name]
         assert torch.equal(
-            held.plain(torch.bfloat16) if isinstance(held, QuantizedWeight) else held, weight
+            held.dequantized(torch.bfloat16) if isinstance(held, QuantizedWeight) else held, weight
         ), name
     blocks = sum(spec.numel for spec in specs if quantizable(spec))
     embedding = 49152 * 576
@@ -319,7 +319,7 @@ def assert_slices(
         if quantizable(spec):
             assert isinstance(mine, QuantizedWeight)
             whole = dequantize(quantize(whole, scheme), torch.float32)
-            mine = mine.plain(torch.float32)
+            mine = mine.dequantized(torch.float32)
         assert isinstance(mine, Tensor)
         for box in boxes(spec, layout, coord):
             assert torch.equal(mine[box.local_slices], whole[box.slices]), spec.name

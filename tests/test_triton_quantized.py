@@ -223,7 +223,7 @@ def test_what_has_no_product_here_has_that_of_torch() -> None:
             ready["blocks.0.v"], TritonQuantized
         )
         assert ready["embed"] is table and "blocks.0.v" not in given, "it is given up"
-        if len(weight.pieces) == 1:
+        if len(weight.parts) == 1:
             head, looked_up = triton_quantized.pack_head(weight, BF16)
             assert isinstance(head, Head) and isinstance(looked_up, QuantizedTable)
 

@@ -1,15 +1,14 @@
-"""What a quantized matrix is: small codes q, a scale s for each group of columns of a row, and
-perhaps an offset.
+"""Quantized matrices: small codes q, one scale s per group of columns of a row, and perhaps an
+offset.
 
     w = s q          symmetric
-    w = s (q - z)    zero: an integer zero point z for each group, as GPTQ, AWQ and compressed-tensors have
-    w = s q + m      zero: a minimum m for each group, as Q4_1 of GGUF has
+    w = s (q - z)    zeros: an integer zero point z per group, as in GPTQ, AWQ and compressed-tensors
+    w = s q + m      zeros: a minimum m per group, as in Q4_1 of GGUF
 
-Both kinds of offset are kept as they come, told apart by their dtype, since neither can stand for
-the other without loss: m / s is no integer, and s z has more bits than the scale's own dtype.
-Weights are worked out in fp32 and rounded once. Where scales are bf16 or fp16, s (q - z) is exact
-in fp32, and so is s q + m with m = -s z: a kernel may work with either. `quantize` makes zero
-points.
+Both types of offset are stored as they come and told apart by their dtype. Neither can represent
+the other without loss: m / s is not an integer, and s z has more bits than the dtype of the scale.
+Weights are computed in fp32 and rounded once. With scales in bf16 or fp16, s (q - z) is exact in
+fp32, and so is s q + m with m = -s z, so a kernel may use either. `quantize` produces zero points.
 
 Shapes: N rows (outputs), K columns (inputs), G groups of a row, M rows of activations.
 """
@@ -25,27 +24,32 @@ from torch import Tensor
 from shardwise.quant.scheme import GROUP_MULTIPLE, Scheme
 
 SCALE_DTYPE = torch.bfloat16
-"""Of the scales that `quantize` chooses: other engines may load them in bf16 or fp16, and lose
-nothing."""
+"""The dtype of the scales that `quantize` chooses: engines that load scales in bf16 or in fp16
+represent them exactly."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 STRIP_ELEMENTS = 1 << 20
-"""Weights that are plain numbers at a time in a product."""
+"""The number of weights that a matmul dequantizes at once."""
 
 ChooseScales = Callable[[Tensor, Scheme], tuple[Tensor, Tensor | None]]
-"""Scales and zeros [N, G] for a matrix [N, K]: `choose_scales`, or as a format of others wants
-them."""
+"""Returns scales and zeros [N, G] for a matrix [N, K]: `choose_scales`, or the rule of another
+format."""
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """A matrix [N, K]. Code i of a row is its bits b i to b i + b - 1, counted from the lowest bit
-    of its first byte: 4 bits lie two a byte, 3 bits eight in three bytes. The last byte is filled
-    with zeros.
+    """A quantized matrix [N, K].
 
-    codes: [N, bytes of a row]; uint8, or with 8 bits one a byte, int8 if symmetric and
-    float8_e4m3fn for fp8. Symmetric codes of 4 and 3 bits are stored as q + 8 and q + 4. scales:
-    [N, G] in bf16, fp16 or fp32. zeros: [N, G], uint8 zero points or floating-point minima.
+    Attributes:
+        scheme: bits, groups and symmetry.
+        shape: (N, K).
+        codes: [N, bytes of a row]. With 8 bits one code per byte: uint8, int8 if symmetric,
+            float8_e4m3fn for fp8. With fewer bits uint8: code i of a row is its bits b i to
+            b i + b - 1, counted from the lowest bit of the first byte, so 4 bits lie two per byte
+            and 3 bits eight in three bytes; the last byte is padded with zeros. Symmetric codes of
+            4 and 3 bits are stored as q + 8 and q + 4.
+        scales: [N, G] in bf16, fp16 or fp32.
+        zeros: [N, G], zero points in uint8 or minima in floating point; None if symmetric.
     """
 
     scheme: Scheme
@@ -57,80 +61,66 @@ class QuantizedMatrix:
     def __post_init__(self) -> None:
         num_rows, num_columns = self.shape
         scheme = self.scheme
+        zeros = self.zeros
         groups = (num_rows, scheme.num_groups(num_columns))
-        assert self.codes.shape == (
-            num_rows,
-            scheme.row_bytes(num_columns),
-        ) and self.codes.dtype == code_dtype(scheme)
+        assert self.codes.shape == (num_rows, scheme.row_bytes(num_columns))
+        assert self.codes.dtype == code_dtype(scheme)
         assert self.scales.shape == groups and self.scales.is_floating_point()
-        assert scheme.zero == (self.zeros is not None), scheme
-        assert self.zeros is None or self.zeros.shape == groups
-        assert (
-            self.zeros is None or self.zeros.dtype == torch.uint8 or self.zeros.is_floating_point()
-        )
+        assert scheme.zero == (zeros is not None), scheme
+        assert zeros is None or zeros.shape == groups
+        assert zeros is None or zeros.dtype == torch.uint8 or zeros.is_floating_point()
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            each.nbytes for each in (self.codes, self.scales, self.zeros) if each is not None
-        )
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.codes.nbytes + self.scales.nbytes + zeros
 
     def to(self, device: torch.device | str) -> "QuantizedMatrix":
         zeros = None if self.zeros is None else self.zeros.to(device)
-        return replace(
-            self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros
-        )
+        scales = self.scales.to(device)
+        return replace(self, codes=self.codes.to(device), scales=scales, zeros=zeros)
 
     def rows(self, start: int, stop: int) -> "QuantizedMatrix":
-        """Rows [start, stop), views of these."""
+        """Return a view of rows [start, stop)."""
         return self.select_rows(slice(start, stop))
 
     def select_rows(self, rows: slice | Tensor) -> "QuantizedMatrix":
-        """Some rows, or all in another order."""
+        """Return the rows of a slice (a view) or of a tensor of indices (a copy)."""
         codes = self.codes[rows]
+        shape = (len(codes), self.shape[1])
         zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(
-            self,
-            shape=(len(codes), self.shape[1]),
-            codes=codes,
-            scales=self.scales[rows],
-            zeros=zeros,
-        )
+        return replace(self, shape=shape, codes=codes, scales=self.scales[rows], zeros=zeros)
 
     def columns(self, start: int, stop: int) -> "QuantizedMatrix":
-        """Columns [start, stop); they begin and end with groups, or, without groups, with whole
-        bytes."""
+        """Return a copy of columns [start, stop), which begin and end at groups or, without groups,
+        at whole bytes."""
         scheme = self.scheme
-        whole = self.shape[1]
+        num_rows, num_columns = self.shape
         unit = scheme.group or GROUP_MULTIPLE
-        assert (
-            start % unit == 0 and (stop % unit == 0 or stop == whole) and start <= stop <= whole
-        ), (start, stop)
+        assert start % unit == 0 and start <= stop <= num_columns, (start, stop)
+        assert stop % unit == 0 or stop == num_columns, (start, stop)
         codes = self.codes[:, scheme.row_bytes(start) : scheme.row_bytes(stop)].contiguous()
-        groups = (
-            slice(0, 1)
-            if scheme.group is None
-            else slice(start // scheme.group, stop // scheme.group)
-        )
+        groups = slice(0, 1)
+        if scheme.group is not None:
+            groups = slice(start // scheme.group, stop // scheme.group)
+        scales = self.scales[:, groups].contiguous()
         zeros = None if self.zeros is None else self.zeros[:, groups].contiguous()
-        return QuantizedMatrix(
-            scheme, (self.shape[0], stop - start), codes, self.scales[:, groups].contiguous(), zeros
-        )
+        return QuantizedMatrix(scheme, (num_rows, stop - start), codes, scales, zeros)
 
-    def cut(self, rows: slice, columns: slice) -> "QuantizedMatrix":
-        """A rectangle, copied, so that the rest need not be kept."""
-        piece = self.rows(rows.start, rows.stop).columns(columns.start, columns.stop)
-        zeros = None if piece.zeros is None else piece.zeros.clone()
-        return replace(piece, codes=piece.codes.clone(), scales=piece.scales.clone(), zeros=zeros)
+    def submatrix(self, rows: slice, columns: slice) -> "QuantizedMatrix":
+        """Return a copy of a rectangle, which does not keep the rest in memory."""
+        part = self.rows(rows.start, rows.stop).columns(columns.start, columns.stop)
+        zeros = None if part.zeros is None else part.zeros.clone()
+        return replace(part, codes=part.codes.clone(), scales=part.scales.clone(), zeros=zeros)
 
     def strips(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Its rows as plain numbers, STRIP_ELEMENTS at a time."""
+        """Yield the dequantized rows, about STRIP_ELEMENTS weights at a time."""
         for start, stop in strip_rows(self.shape):
             yield dequantize(self.rows(start, stop), dtype)
 
 
 def strip_rows(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of strips of about STRIP_ELEMENTS."""
+    """Yield (start, stop) of strips of rows of about STRIP_ELEMENTS weights."""
     num_rows, num_columns = shape
     step = max(1, STRIP_ELEMENTS // max(1, num_columns))
     for start in range(0, num_rows, step):
@@ -144,64 +134,61 @@ def code_dtype(scheme: Scheme) -> torch.dtype:
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
-    """A matrix [N, K] rounded to nearest, each row by itself. Raises ValueError for groups that do
-    not divide K and for what is no number."""
+    """Round a matrix [N, K] to nearest, each row separately. Raises ValueError if groups do not
+    divide K and if a weight is not finite."""
     if weight.dim() != 2 or (scheme.group and weight.shape[1] % scheme.group):
         raise ValueError(
-            f"{scheme} does not fit a weight of {tuple(weight.shape)}: its groups must divide the columns"
+            f"{scheme} does not fit a weight of shape {tuple(weight.shape)}: groups must divide the columns"
         )
     if not weight.isfinite().all():
-        raise ValueError("a weight that is infinite or no number cannot be quantized")
+        raise ValueError("a weight with infinities or NaNs cannot be quantized")
     return round_to_nearest(weight, scheme, choose_scales)
 
 
-def round_to_nearest(weight: Tensor, scheme: Scheme, choose: "ChooseScales") -> QuantizedMatrix:
-    """Every weight at the code nearest to it, with the scales that `choose` finds."""
+def round_to_nearest(weight: Tensor, scheme: Scheme, choose: ChooseScales) -> QuantizedMatrix:
+    """Round every weight to the nearest code, with the scales that `choose` returns."""
     return encode(weight, scheme, *choose(weight, scheme))
 
 
 def choose_scales(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
-    """Scales [N, G] and zero points of the range of each group, so that nothing is off by more than
-    half a step but for the rounding of the scale: symmetric steps are 2 max|w| / (levels - 1), as
-    in GPTQ and compressed-tensors; with zero points the range is stretched to hold 0. Where all
-    weights of a group are 0 its scale is 1."""
+    """Return scales [N, G], and zero points if the scheme has them, from the range of each group.
+
+    No weight is off by more than half a step, apart from the rounding of the scale. Symmetric steps
+    are 2 max|w| / (levels - 1), as in GPTQ and compressed-tensors; with zero points the range is
+    extended to include 0. The scale of a group of zeros is 1.
+    """
     groups = grouped(weight, scheme).float()
-    zeros = None
     if scheme.zero:
         low = groups.amin(-1).clamp(max=0)
         high = groups.amax(-1).clamp(min=0)
-        scales = usable((high - low) / (scheme.levels - 1))
-        zeros = (-low / scales.float()).round_().clamp_(0, scheme.levels - 1).to(torch.uint8)
-    elif scheme.kind == "fp8":
-        scales = usable(groups.abs().amax(-1) / FP8_MAX)
-    else:
-        scales = usable(groups.abs().amax(-1) / ((scheme.levels - 1) / 2))
-    return scales, zeros
+        scales = nonzero_scales((high - low) / (scheme.levels - 1))
+        zeros = (-low / scales.float()).round_().clamp_(0, scheme.levels - 1)
+        return scales, zeros.to(torch.uint8)
+    largest_code = FP8_MAX if scheme.kind == "fp8" else (scheme.levels - 1) / 2
+    return nonzero_scales(groups.abs().amax(-1) / largest_code), None
 
 
-def usable(scales: Tensor) -> Tensor:
-    rounded = scales.to(SCALE_DTYPE)
-    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+def nonzero_scales(scales: Tensor) -> Tensor:
+    """Return the scales in SCALE_DTYPE, with 1 instead of 0."""
+    narrow = scales.to(SCALE_DTYPE)
+    return torch.where(narrow == 0, torch.ones_like(narrow), narrow)
 
 
 def encode(
     weight: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None
 ) -> QuantizedMatrix:
-    """The nearest codes of a matrix [N, K] with these scales, and zero points or minima, [N, G]."""
+    """Round a matrix [N, K] to the nearest codes for scales, and zero points or minima, [N, G]."""
     if scheme.kind == "fp8":
-        floats = (
-            (grouped(weight, scheme).float() / scales.float()[..., None])
-            .clamp_(-FP8_MAX, FP8_MAX)
-            .to(FP8)
-        )
-        return QuantizedMatrix(scheme, matrix_shape(weight), floats.view(weight.shape), scales)
+        values = grouped(weight, scheme).float() / scales.float()[..., None]
+        codes = values.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+        return QuantizedMatrix(scheme, matrix_shape(weight), codes.view(weight.shape), scales)
     return from_codes(nearest_codes(weight, scheme, scales, zeros), scheme, scales, zeros)
 
 
 def nearest_codes(
     weight: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None
 ) -> Tensor:
-    """The integers [N, K] of `encode`, in fp32."""
+    """Return the integers [N, K] of `encode`, in fp32."""
     groups = grouped(weight, scheme).float()
     steps = scales.float()[..., None]
     if zeros is not None and zeros.is_floating_point():
@@ -216,13 +203,13 @@ def nearest_codes(
 def from_codes(
     codes: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None
 ) -> QuantizedMatrix:
-    """A matrix of integers [N, K], of any dtype: with zeros 0 to 2^b - 1, else with a sign."""
+    """Pack integers [N, K] of any dtype: 0 to 2^b - 1 with zeros, signed without."""
     stored = pack((codes + scheme.implicit_zero).to(code_dtype(scheme)), scheme.bits)
     return QuantizedMatrix(scheme, matrix_shape(codes), stored, scales, zeros)
 
 
 def codes_of(quantized: QuantizedMatrix) -> Tensor:
-    """The codes [N, K]: int8 where they have a sign, uint8 where `zeros` say, float8 of fp8."""
+    """Return the codes [N, K]: int8 if symmetric, uint8 with zeros, float8 for fp8."""
     scheme = quantized.scheme
     num_columns = quantized.shape[1]
     if scheme.bits == 8:
@@ -232,16 +219,16 @@ def codes_of(quantized: QuantizedMatrix) -> Tensor:
 
 
 def dequantize(quantized: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """The matrix [N, K] in `dtype`: worked out in fp32, rounded once."""
-    return dequantize_codes(
-        codes_of(quantized), quantized.scheme, quantized.scales, quantized.zeros
-    ).to(dtype)
+    """Return the matrix [N, K] in `dtype`: computed in fp32, rounded once."""
+    scheme = quantized.scheme
+    weights = dequantize_codes(codes_of(quantized), scheme, quantized.scales, quantized.zeros)
+    return weights.to(dtype)
 
 
 def dequantize_codes(
     codes: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None = None
 ) -> Tensor:
-    """What codes [N, K] stand for, in fp32."""
+    """Return the weights [N, K] of codes [N, K], in fp32."""
     values = grouped(codes, scheme).float()
     steps = scales.float()[..., None]
     if zeros is None:
@@ -254,34 +241,29 @@ def dequantize_codes(
 
 
 class Strips(Protocol):
-    """A matrix [N, K] that gives its rows as plain numbers, a few at a time: a quantized one, or
-    several."""
+    """A matrix [N, K] that yields its dequantized rows, a few at a time."""
 
     def strips(self, dtype: torch.dtype) -> Iterator[Tensor]: ...
 
 
 def matmul(x: Tensor, matrix: Strips) -> Tensor:
-    """x [..., K] -> [..., N] in the dtype of x: the product with the dequantized matrix, which is
-    never whole."""
+    """Return x [..., K] @ W^T: [..., N] in the dtype of x. The whole of W is never dequantized."""
     return torch.cat([F.linear(x, strip) for strip in matrix.strips(x.dtype)], -1)
 
 
-def stack_rows(pieces: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """One matrix of the rows of several of the same scheme and width."""
-    first = pieces[0]
-    assert all(each.scheme == first.scheme and each.shape[1] == first.shape[1] for each in pieces)
-    zeros = (
-        None
-        if first.zeros is None
-        else torch.cat([each.zeros for each in pieces if each.zeros is not None])
-    )
-    codes = torch.cat([each.codes for each in pieces])
-    scales = torch.cat([each.scales for each in pieces])
-    return QuantizedMatrix(first.scheme, (len(codes), first.shape[1]), codes, scales, zeros)
+def stack_rows(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Concatenate the rows of matrices of one scheme and width."""
+    first = parts[0]
+    assert all(each.scheme == first.scheme and each.shape[1] == first.shape[1] for each in parts)
+    zeros = [each.zeros for each in parts if each.zeros is not None]
+    codes = torch.cat([each.codes for each in parts])
+    scales = torch.cat([each.scales for each in parts])
+    shape = (len(codes), first.shape[1])
+    return QuantizedMatrix(first.scheme, shape, codes, scales, torch.cat(zeros) if zeros else None)
 
 
 def grouped(weight: Tensor, scheme: Scheme) -> Tensor:
-    """[N, K] -> [N, G, columns of a group]."""
+    """Return a view of [N, K] as [N, G, columns of a group]."""
     num_groups = scheme.num_groups(weight.shape[1])
     return weight.unflatten(1, (num_groups, weight.shape[1] // max(1, num_groups)))
 
@@ -291,12 +273,12 @@ def matrix_shape(matrix: Tensor) -> tuple[int, int]:
     return num_rows, num_columns
 
 
-# -- bits
-# ---------------------------------------------------------------------------------------------------
+# Packing of bits
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [N, K] of uint8 into the bytes of each row; 8 bits are as they are."""
+    """Pack uint8 codes [N, K] into the bytes of each row. Codes of 8 bits are returned as they
+    are."""
     if bits == 8:
         return codes
     num_bytes = -(-codes.shape[1] * bits // 8)
@@ -304,26 +286,22 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         return (codes[:, ::2] | codes[:, 1::2] << 4)[:, :num_bytes].contiguous()
     assert bits == 3
-    eights = codes.unflatten(1, (-1, 8)).int()
-    words = (eights << torch.arange(0, 24, 3, device=codes.device)).sum(-1, dtype=torch.int32)
+    octets = codes.unflatten(1, (-1, 8)).int()
+    words = (octets << torch.arange(0, 24, 3, device=codes.device)).sum(-1, dtype=torch.int32)
     packed = torch.stack((words & 255, words >> 8 & 255, words >> 16), -1).to(torch.uint8)
     return packed.flatten(1)[:, :num_bytes].contiguous()
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes in the bytes of each row, and the zeros that fill up its last bytes: [N, bytes] ->
-    [N, K or more]."""
+    """Unpack [N, bytes of a row] into uint8 codes [N, K or more], padding of the last bytes
+    included."""
     if bits == 8:
         return packed
     if bits == 4:
         return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
     assert bits == 3
-    first, second, third = (
-        F.pad(packed, (0, -packed.shape[1] % 3)).unflatten(1, (-1, 3)).int().unbind(-1)
-    )
+    triples = F.pad(packed, (0, -packed.shape[1] % 3)).unflatten(1, (-1, 3)).int()
+    first, second, third = triples.unbind(-1)
     words = first | second << 8 | third << 16
-    return (
-        ((words[..., None] >> torch.arange(0, 24, 3, device=packed.device)) & 7)
-        .to(torch.uint8)
-        .flatten(1)
-    )
+    shifts = torch.arange(0, 24, 3, device=packed.device)
+    return ((words[..., None] >> shifts) & 7).to(torch.uint8).flatten(1)

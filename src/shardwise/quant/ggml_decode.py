@@ -1,23 +1,23 @@
-"""The block formats of GGUF, and how to get plain numbers back from them.
+"""Decoders of the block formats of GGUF.
 
-Every kind cuts a row into blocks of N weights and stores a block as small integers q with what they
-share:
+Every tensor type splits a row into blocks of N weights. A block stores small integers q and the
+values that they share:
 
     Q8_0 Q4_0 Q5_0   w = d q         N = 32    d: one f16 scale
     Q4_1 Q5_1        w = d q + m     N = 32    m: one f16 minimum, so q need not be symmetric around 0
     Q2_K .. Q6_K     w = d s q [- dmin t]      N = 256 in sub-blocks of 16 or 32, each with its own small integers s, t;
                                                d and dmin, in f16, are the scales of those scales
 
-The digit in a name is the bits of q; with the scales, Q4_0 and Q4_K come to 4.5 bits a weight and
-Q4_1 to 5. The q of Q4_0, Q5_0, Q3_K and Q6_K are signed, but stored with half their range added, as
-unsigned bits. How the bits lie follows the structs in ggml-common.h and the `dequantize_row_*`
-functions in ggml-quants.c of https://github.com/ggml-org/ggml; each decoder below says it in words.
-Typical is "byte j holds weights j and j+16": one wide register then splits off the low halves of 16
-bytes at once, and another the high halves.
+The digit in a name is the bits of q; with the scales, Q4_0 and Q4_K take 4.5 bits per weight and
+Q4_1 takes 5. The q of Q4_0, Q5_0, Q3_K and Q6_K are signed, but stored with half their range added,
+as unsigned bits. The order of the bits follows the structs in ggml-common.h and the
+`dequantize_row_*` functions in ggml-quants.c of https://github.com/ggml-org/ggml; the docstring of
+each decoder describes it. Typical is "byte j holds weights j and j+16": one wide register then
+splits off the low halves of 16 bytes at once, and another the high halves.
 
-Shape letters: N blocks. Each decoder takes the uint8 bytes of whole blocks (N, bytes of a block)
-and returns float32 weights (N, weights of a block), with the operations in the order of the
-format's reference, so that results are equal bit for bit.
+Shapes: N blocks. Each decoder takes the uint8 bytes of whole blocks (N, bytes of a block) and
+returns float32 weights (N, weights of a block), with the operations in the order of the reference,
+so that results are bit-identical.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,69 +26,39 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwise.formats.gguf.gguf_file import Gguf
 from shardwise.quant.ggml import BLOCKS
 
-# Weights decoded at a time, a multiple of every block's: the temporaries, about 8 bytes a weight,
-# then fit in a cache.
 _SLICE_ELEMENTS = 1 << 17
+"""Weights decoded at once, a multiple of every block size: the temporaries, about 8 bytes per
+weight, then fit in a cache."""
 
 
-def read_tensor(
-    gguf: Gguf,
-    name: str,
-    start: int = 0,
-    stop: int | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Reads rows [start, stop) of a tensor as plain numbers, so that a rank decodes only what it
-    owns.
+def decode_blocks(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Decode the bytes of whole blocks, in row order, into float32 of the given shape.
 
-    Returns (stop - start, *shape[1:]) in `dtype`, whatever the kind in the file. Touches no other
-    row; temporaries are bounded. Raises ValueError for an unknown name and for rows that are not
-    there.
-    """
-    tensor = gguf.tensor(name)
-    stop = tensor.shape[0] if stop is None else stop
-    raw = gguf.raw_rows(name, start, stop)
-    out = torch.empty((stop - start, *tensor.shape[1:]), dtype=dtype)
-    flat = out.view(-1)
-    for elements, held in _slices(flat.numel(), tensor.kind):
-        # torch knows no read-only memory, so a slice leaves the map as a copy.
-        flat[elements] = _decode(torch.from_numpy(raw[held].copy()), tensor.kind)
-    return out
-
-
-def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Decodes the bytes of whole blocks, in row order, into float32 of the given shape.
-
-    `raw` is uint8 of any shape, `kind` a key of `shardwise.gguf.BLOCKS`. Temporaries are bounded.
-    Raises ValueError for a kind that is not known and for a number of bytes that does not fit the
-    shape.
+    `raw` is uint8 of any shape, `kind` a key of `BLOCKS`. Temporaries are bounded. Raises
+    ValueError for an unknown kind and for a number of bytes that does not match the shape.
     """
     if kind not in BLOCKS:
-        raise ValueError(
-            f"{kind} is not a kind of GGUF block that is known; known are {', '.join(BLOCKS)}"
-        )
+        raise ValueError(f"unknown GGUF tensor type {kind}; supported: {', '.join(BLOCKS)}")
     block = BLOCKS[kind]
     num_elements = prod(shape)
     num_bytes = num_elements // block.num_elements * block.num_bytes
     if num_elements % block.num_elements or raw.dtype != torch.uint8 or raw.numel() != num_bytes:
         raise ValueError(
-            f"{raw.numel()} elements of {raw.dtype} are not {tuple(shape)} weights of {kind}, which come in blocks of "
-            f"{block.num_elements} weights in {block.num_bytes} bytes"
+            f"{raw.numel()} elements of {raw.dtype} do not hold {tuple(shape)} weights of {kind}, "
+            f"whose blocks hold {block.num_elements} weights in {block.num_bytes} bytes"
         )
     out = torch.empty(shape, dtype=torch.float32, device=raw.device)
     flat = out.view(-1)
     flat_raw = raw.reshape(-1)
-    for elements, held in _slices(num_elements, kind):
-        flat[elements] = _decode(flat_raw[held], kind)
+    for elements, stored in block_slices(num_elements, kind):
+        flat[elements] = decode_slice(flat_raw[stored], kind)
     return out
 
 
-def _slices(num_elements: int, kind: str) -> Iterator[tuple[slice, slice]]:
-    """Cuts weights into slices of whole blocks; yields each with the slice of bytes that holds
-    it."""
+def block_slices(num_elements: int, kind: str) -> Iterator[tuple[slice, slice]]:
+    """Split weights into slices of whole blocks, and yield each with its slice of bytes."""
     block = BLOCKS[kind]
     for start in range(0, num_elements, _SLICE_ELEMENTS):
         stop = min(start + _SLICE_ELEMENTS, num_elements)
@@ -96,24 +66,24 @@ def _slices(num_elements: int, kind: str) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(first, last)
 
 
-def _decode(raw: Tensor, kind: str) -> Tensor:
+def decode_slice(raw: Tensor, kind: str) -> Tensor:
+    """Decode the bytes of whole blocks into flat float32 weights."""
     return _DECODERS[kind](raw.view(-1, BLOCKS[kind].num_bytes)).view(-1)
 
 
 def _float(blocks: Tensor, start: int) -> Tensor:
-    """The f16 at byte `start` of every block: (N, 1)."""
+    """Return the f16 at byte `start` of every block, in float32: (N, 1)."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _fields(packed: Tensor, num_bits: int) -> Tensor:
-    """Cuts bytes (..., W) into fields of `num_bits`, lowest first: (..., 8 / num_bits, W) of
+    """Split bytes (..., W) into fields of `num_bits`, lowest first: (..., 8 / num_bits, W) of
     uint8."""
     mask = (1 << num_bits) - 1
     return torch.stack([(packed >> shift) & mask for shift in range(0, 8, num_bits)], dim=-2)
 
 
-# FloatMatrix floats
-# ---------------------------------------------------------------------------------------------------------
+# Unquantized types
 
 
 def _f32(blocks: Tensor) -> Tensor:
@@ -129,7 +99,6 @@ def _bf16(blocks: Tensor) -> Tensor:
 
 
 # Blocks of 32 weights
-# -------------------------------------------------------------------------------------------------
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
@@ -165,14 +134,13 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def _five_bits(high: Tensor, halves: Tensor) -> Tensor:
-    """Joins halves (N, 16) with fifth bits (N, 4), of which bit i of the 32-bit little endian word
-    is weight i's."""
+    """Join halves (N, 16) with fifth bits (N, 4): bit i of the 32-bit little-endian word belongs to
+    weight i."""
     fifth = _fields(high.unsqueeze(-1), 1).view(-1, 32)
     return _fields(halves, 4).view(-1, 32) | (fifth << 4)
 
 
 # Super-blocks of 256 weights
-# ------------------------------------------------------------------------------------------
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
@@ -219,7 +187,7 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    """As Q4_K, with 32 bytes of fifth bits before q: bit g of byte j belongs to weight 32g + j."""
+    """Q4_K with 32 bytes of fifth bits before q: bit g of byte j belongs to weight 32g + j."""
     scale, minimum = _scales_and_minima(blocks)
     fifth = _fields(blocks[:, 16:48], 1)
     q = _fields(blocks[:, 48:].view(-1, 4, 32), 4).view(-1, 8, 32) | (fifth << 4)
@@ -227,11 +195,11 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Decodes the head of Q4_K and Q5_K: d s and dmin t for eight sub-blocks, each (N, 8, 1).
+    """Return d s and dmin t of the eight sub-blocks of Q4_K and Q5_K, each (N, 8, 1).
 
     s and t have six bits. Of the 12 bytes, the low six bits of 0-3 are s of sub-blocks 0-3, those
     of 4-7 are t of 0-3. Sub-blocks 4-7 have their low four bits in bytes 8-11, s in the low halves
-    and t in the high ones, and their top two bits where bytes 0-3 (s) and 4-7 (t) have room left.
+    and t in the high ones, and their top two bits in the free bits of bytes 0-3 (s) and 4-7 (t).
     """
     first = blocks[:, 4:8]
     second = blocks[:, 8:12]
@@ -259,7 +227,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 def _q8_k(blocks: Tensor) -> Tensor:
-    """d f32, 256 signed bytes q, then 16 sums of q that only matrix products use."""
+    """d f32, 256 signed bytes q, then 16 sums of q that only matmuls use."""
     d = blocks[:, :4].contiguous().view(torch.float32)
     return blocks[:, 4:260].view(torch.int8).float().mul_(d)
 

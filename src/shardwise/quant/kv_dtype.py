@@ -1,34 +1,33 @@
-"""What the keys and values of a cache are kept in, and what that costs in bytes. Imports no torch:
-the planner asks."""
+"""The dtype of the KV cache and its size in bytes. Imports no torch, since the planner uses it."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 KvDtype = Literal["auto", "int8", "fp8"]
-"""As the model computes; or codes of 8 bits, integers or floats (e4m3), with a scale for each token
-and head."""
+"""`auto`: the dtype of the model. `int8`, `fp8` (e4m3): codes of 8 bits, with one fp32 scale per
+token and KV head."""
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class VectorBytes:
-    """What a key, or a value, of one token and head costs: each of its elements, and its scale."""
+    """The bytes of one key or value vector: of each element, and of the scale."""
 
     element: int
     scale: int = 0
 
     def of(self, head_dim: int) -> int:
+        """Return the bytes of a vector of `head_dim` elements."""
         return head_dim * self.element + self.scale
 
 
-def vector_bytes(kv_dtype: KvDtype, plain_bytes: int) -> VectorBytes:
-    """`plain_bytes` are those of a number that the model computes with."""
-    return VectorBytes(plain_bytes) if kv_dtype == "auto" else VectorBytes(1, SCALE_BYTES)
+def vector_bytes(kv_dtype: KvDtype, element_bytes: int) -> VectorBytes:
+    """Return the size of a vector; `element_bytes` is the size of an element of the model dtype."""
+    return VectorBytes(element_bytes) if kv_dtype == "auto" else VectorBytes(1, SCALE_BYTES)
 
 
 def check_kv_dtype(kv_dtype: str) -> None:
-    """Raises ValueError, with those that are known, for another."""
+    """Raise ValueError unless `kv_dtype` is a `KvDtype`."""
     if kv_dtype not in get_args(KvDtype):
-        raise ValueError(
-            f"{kv_dtype!r} is no way to keep keys and values; {', '.join(get_args(KvDtype))} are"
-        )
+        known = ", ".join(get_args(KvDtype))
+        raise ValueError(f"unknown KV cache dtype {kv_dtype!r}; available: {known}")

@@ -1,8 +1,7 @@
-"""A weight that stays quantized: what `model.layers.linear` takes in the place of a matrix.
+"""A quantized weight: what `model.layers.linear` accepts in place of a matrix.
 
-It is frozen: gradients flow through it to what it is multiplied with, as a low-rank adapter beside
-it needs, and none to itself. Products are those of plain numbers, made from a strip of rows at a
-time.
+It is frozen: gradients flow through it to its input, as a low-rank adapter needs, but it has none
+itself. A matmul dequantizes the weight one strip of rows at a time.
 
 Shapes: N rows (outputs), K columns (inputs).
 """
@@ -21,7 +20,7 @@ from shardwise.quant.ggml_blocks import GgmlMatrix
 
 @dataclass(frozen=True, eq=False)
 class FloatMatrix:
-    """Rows that are not quantized, beside others that are."""
+    """Rows that are not quantized, of a weight whose other rows are."""
 
     weight: Tensor
 
@@ -51,8 +50,8 @@ MatrixPart = QuantizedMatrix | GgmlMatrix | FloatMatrix
 
 
 class Recomputed(Protocol):
-    """What is cheap to make and so made again in the backward (`model.layers.RecomputedInput`): x =
-    make(*inputs)."""
+    """The interface of `model.layers.RecomputedInput`, which this layer cannot import: the backward
+    recomputes make(*inputs)."""
 
     @property
     def make(self) -> Callable[..., Tensor]: ...
@@ -63,77 +62,71 @@ class Recomputed(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A matrix [N, K] in pieces of rows: q, k and v may be stored in different ways."""
+    """A matrix [N, K] in parts of rows, each in its own format: a file may store q, k and v
+    differently."""
 
-    pieces: tuple[MatrixPart, ...]
+    parts: tuple[MatrixPart, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return sum(piece.shape[0] for piece in self.pieces), self.pieces[0].shape[1]
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.num_bytes for piece in self.pieces)
+        return sum(part.num_bytes for part in self.parts)
 
     def integers(self, columns: int) -> QuantizedMatrix | None:
-        """What it is held as, if that is one piece of integers of 8 or 4 bits, whose groups are
-        whole runs of so many columns: what products of integers take."""
-        held = self.pieces[0]
-        if len(self.pieces) > 1 or not isinstance(held, QuantizedMatrix):
+        """Return the matrix if integer kernels support it: one part, integers of 8 or 4 bits, in
+        groups of a multiple of `columns`. None otherwise."""
+        part = self.parts[0]
+        if len(self.parts) > 1 or not isinstance(part, QuantizedMatrix):
             return None
-        scheme = held.scheme
-        whole = scheme.group is None or scheme.group % columns == 0
-        return held if scheme.kind == "int" and scheme.bits in (4, 8) and whole else None
+        scheme = part.scheme
+        aligned = scheme.group is None or scheme.group % columns == 0
+        return part if scheme.kind == "int" and scheme.bits in (4, 8) and aligned else None
 
     def apply(self, x: Tensor | Recomputed) -> Tensor:
-        """x [..., K] -> [..., N] in the dtype of x."""
-        if not isinstance(
-            x, Tensor
-        ):  # the product itself needs no x in its backward, so only what makes x is kept
+        """Return x [..., K] @ W^T: [..., N] in the dtype of x."""
+        if not isinstance(x, Tensor):
+            # dx = dy W needs no x, so only what x is computed from has to be saved
             x = checkpoint(x.make, *x.inputs, use_reentrant=False, preserve_rng_state=False)
-        y: Tensor = FrozenProduct.apply(x, self)
+        y: Tensor = FrozenMatmul.apply(x, self)
         return y
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
-        return QuantizedWeight(tuple(piece.to(device) for piece in self.pieces))
+        return QuantizedWeight(tuple(part.to(device) for part in self.parts))
 
     def strips(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Its rows as plain numbers, a few at a time."""
-        for piece in self.pieces:
-            yield from piece.strips(dtype)
+        """Yield the dequantized rows, one strip at a time."""
+        for part in self.parts:
+            yield from part.strips(dtype)
 
-    def plain(self, dtype: torch.dtype) -> Tensor:
-        """The whole matrix as plain numbers."""
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the whole matrix in `dtype`."""
         return torch.cat(list(self.strips(dtype)))
 
     def like(self, weight: Tensor) -> "QuantizedWeight":
-        """FloatMatrix numbers in the same strips, so that a product with them adds up in the same
-        order."""
-        return QuantizedWeight(
-            tuple(
-                FloatMatrix(rows)
-                for rows in weight.split([piece.shape[0] for piece in self.pieces])
-            )
-        )
+        """Return an unquantized weight in the same strips, whose matmuls add in the same order."""
+        rows = weight.split([part.shape[0] for part in self.parts])
+        return QuantizedWeight(tuple(FloatMatrix(each) for each in rows))
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTable(QuantizedWeight):
-    """A quantized embedding [V, D], whose rows are looked up in `dtype`. Where it is tied it makes
-    logits too."""
+    """A quantized embedding [V, D], whose rows are looked up in `dtype`. A tied one also computes
+    the logits."""
 
     dtype: torch.dtype
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows [..., D]."""
-        (piece,) = self.pieces
-        return torch.cat(list(piece.select_rows(ids.flatten()).strips(self.dtype))).view(
-            *ids.shape, -1
-        )
+        """Return the rows [..., D] of `ids` [...]."""
+        (part,) = self.parts
+        rows = torch.cat(list(part.select_rows(ids.flatten()).strips(self.dtype)))
+        return rows.view(*ids.shape, -1)
 
 
-class FrozenProduct(torch.autograd.Function):
-    """y = x W^T, and dx = dy W, of strips of W."""
+class FrozenMatmul(torch.autograd.Function):
+    """y = x W^T and dx = dy W, one strip of W at a time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -142,7 +135,7 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Added up in fp32 and rounded once, as one product is."""
+        """Sum the strips in fp32 and round once, as a single matmul does."""
         (dy,) = grads
         start = 0
         dx = dy.new_zeros(*dy.shape[:-1], ctx.weight.shape[1], dtype=torch.float32)

@@ -57,7 +57,7 @@ def load_quantized(
             if any((spec.name, box.part) in formats for box in held):
                 weight = QuantizedWeight(joined([piece(spec, box) for box in held])).to(device)
                 weights[spec.name] = (
-                    QuantizedTable(weight.pieces, dtype) if spec.name == "embed" else weight
+                    QuantizedTable(weight.parts, dtype) if spec.name == "embed" else weight
                 )
             else:
                 weights[spec.name] = read_param(reader, spec, layout, coord, dtype, device)

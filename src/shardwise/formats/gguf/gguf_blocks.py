@@ -1,4 +1,4 @@
-"""QuantizedMatrix matrices as the blocks of GGUF files: scales and minima that fit them, and their bytes.
+"""Quantized matrices as the blocks of GGUF files: scales and minima that fit them, and their bytes.
 
 A block is 32 columns of a row: the scale in fp16, of Q4_1 the minimum in fp16, then the codes (see
 `gguf.py`).

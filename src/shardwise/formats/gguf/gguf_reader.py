@@ -18,7 +18,7 @@ from shardwise.params import Box, ParamSpec, model_specs
 from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.ggml_blocks import GgmlMatrix, from_ggml_blocks
-from shardwise.quant.ggml_decode import dequantize, read_tensor
+from shardwise.quant.ggml_decode import block_slices, decode_blocks, decode_slice
 
 
 class GgufReader:
@@ -48,7 +48,7 @@ class GgufReader:
     def read_piece(self, spec: ParamSpec, box: Box) -> QuantizedMatrix | GgmlMatrix:
         """Return a box of a part that is stored in quantized blocks, without decoding it.
 
-        GgmlMatrix lie along rows, so rows can be reordered whole.
+        Blocks lie along rows, so rows can be reordered whole.
         """
         part = stored_parts(spec, self._names)[box.part]
         rows, columns = part.slices(box)
@@ -74,6 +74,29 @@ def _common_dtype(gguf: Gguf) -> torch.dtype:
     return elements.most_common(1)[0][0]
 
 
+def read_tensor(
+    gguf: Gguf,
+    name: str,
+    start: int = 0,
+    stop: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return rows [start, stop) of a tensor, decoded: [stop - start, ...] in `dtype`.
+
+    No other row is read, and temporaries are bounded. Raises ValueError for an unknown name and for
+    rows that do not exist.
+    """
+    tensor = gguf.tensor(name)
+    stop = tensor.shape[0] if stop is None else stop
+    raw = gguf.raw_rows(name, start, stop)
+    out = torch.empty((stop - start, *tensor.shape[1:]), dtype=dtype)
+    flat = out.view(-1)
+    for elements, stored in block_slices(flat.numel(), tensor.kind):
+        # torch has no read-only tensors, so each slice is copied from the memory map
+        flat[elements] = decode_slice(torch.from_numpy(raw[stored].copy()), tensor.kind)
+    return out
+
+
 def _read_columns(gguf: Gguf, name: str, rows: slice, columns: slice) -> Tensor:
     """Return a rectangle of a stored matrix, decoding only the blocks that it touches."""
     kind = gguf.tensor(name).kind
@@ -83,6 +106,6 @@ def _read_columns(gguf: Gguf, name: str, rows: slice, columns: slice) -> Tensor:
     num_rows = rows.stop - rows.start
     raw = gguf.raw_rows(name, rows.start, rows.stop).reshape(num_rows, -1, block.num_bytes)
     touched = torch.from_numpy(raw[:, first:last].copy())
-    decoded = dequantize(touched, kind, (num_rows, (last - first) * block.num_elements))
+    decoded = decode_blocks(touched, kind, (num_rows, (last - first) * block.num_elements))
     offset = first * block.num_elements
     return decoded[:, columns.start - offset : columns.stop - offset]

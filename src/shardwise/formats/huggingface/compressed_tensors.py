@@ -1,4 +1,4 @@
-"""QuantizedMatrix matrices as folders store them for other engines: the format compressed-tensors.
+"""Quantized matrices as folders store them for other engines: the format compressed-tensors.
 
     pack-quantized   weight_packed [N, ceil(K b / 32)] in int32, codes without a sign, b bits each, from the lowest bit
                      on; weight_scale [N, G]; weight_zero_point [ceil(N b / 32), G], packed along N; weight_shape

@@ -88,7 +88,7 @@ class FolderReader:
         """A box of a part that is stored quantized, as it is."""
         source = stored_parts(spec, self._names)[box.part]
         rows, columns = source.slices(box)
-        return self._quantized.read(source.name).cut(rows, columns)
+        return self._quantized.read(source.name).submatrix(rows, columns)
 
     def _tensor(self, name: str) -> Tensor | None:
         found: Tensor | None = self._stored[name][...] if name in self._stored else None

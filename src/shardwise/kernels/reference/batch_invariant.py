@@ -98,7 +98,7 @@ def row_quantized(
         if isinstance(weight, QuantizedTable):
             ready[name] = weight
         elif isinstance(weight, QuantizedWeight):
-            shapes = tuple(piece.shape for piece in weight.pieces)
+            shapes = tuple(part.shape for part in weight.parts)
             if shapes not in sizes:
                 first = next(each for each in weights.values() if isinstance(each, Tensor))
                 probe = weight.like(cancelling(first.new_empty(weight.shape)))
@@ -112,7 +112,7 @@ def head_of(
 ) -> tuple[Head, Tensor | QuantizedTable]:
     """Return the output projection of weight [V, D], and the embedding table in `dtype`."""
     if isinstance(weight, QuantizedWeight):
-        return quantized_head(weight), QuantizedTable(weight.pieces, dtype)
+        return quantized_head(weight), QuantizedTable(weight.parts, dtype)
     num_rows = max(1, HEAD_BLOCK_BYTES // (weight.shape[1] * weight.element_size()))
     blocks = weight.split(num_rows)
     sizes = {}
@@ -126,8 +126,8 @@ def head_of(
 def quantized_head(weight: QuantizedWeight) -> Head:
     """Return an output projection with fp32 products, which dequantizes a strip of rows at a
     time."""
-    (piece,) = weight.pieces
-    blocks = [QuantizedWeight((piece.rows(*strip),)) for strip in strip_rows(weight.shape)]
+    (part,) = weight.parts
+    blocks = [QuantizedWeight((part.rows(*strip),)) for strip in strip_rows(weight.shape)]
     sizes = {}
     for block in blocks:
         if block.shape not in sizes:
