@@ -326,7 +326,7 @@ def test_stages_of_a_v_are_told_apart() -> None:
         ),
         (
             ["zb-h1", *SIZES, "--mem-w", "-0.1"],
-            "held between I and W must be 0 to 1 of a forward, not -0.1",
+            "held from I to W, must be 0 to 1, not -0.1",
         ),
         (
             ["gpipe", *SIZES, "--mem-limit", "1.5"],

@@ -259,7 +259,7 @@ class Pipeline:
             pending.wait()
 
     # -- a step
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def finish(self) -> float:
         """End a step and return the summed loss of this rank's tokens. Asserts that no action is
