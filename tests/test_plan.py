@@ -41,9 +41,7 @@ ZERO_TABLE_1 = {
 
 
 def states_gb(model: str, layout: str) -> float:
-    (ledger,) = (
-        plan(model, "v100-32gb", mode="train", layout=layout).answers[0].candidates[0].ledger
-    )
+    (ledger,) = plan(model, "v100-32gb", mode="train", layout=layout).modes[0].candidates[0].ledger
     return ledger.state_bytes / GB
 
 
@@ -152,13 +150,13 @@ def test_kv_bytes() -> None:
 def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
     """70,553,706,496 parameters: 2 bytes each are 141 GB, 16 are 1,129 GB; 8192 x 80 x 274,696
     bytes of activations are 180 GB; 8192 x 327,680 bytes of KV are 2.68 GB."""
-    train, serve = plan("llama-3.1-70b", "h100-80gb", 1).answers
+    train, serve = plan("llama-3.1-70b", "h100-80gb", 1).modes
     assert [train.fits, serve.fits] == [False, False]
     for said in (
         "141 GB in bf16 (2 bytes each): these alone exceed it",
         "4 + 4 + 4 bytes",
         "847 GB",
-        "16 bytes a parameter, 1,129 GB",
+        "16 bytes per parameter, 1,129 GB",
         "1 sequence of 8,192 tokens",
         "180 GB of activations",
         "2.19 GB for the logits",
@@ -175,20 +173,18 @@ def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
     ):
         assert said in str(serve.why_not)
     # the activations alone exceed a GPU until they are recomputed; the states alone would fit on 15
-    assert str(train.smallest_change).startswith(
-        "20 GPUs of this kind, with dp20.z3.rc-full (the fewest"
-    )
-    assert "at least 2 GPUs of this kind, with tp2" in str(serve.smallest_change)
+    assert str(train.smallest_change).startswith("20 such GPUs with dp20.z3.rc-full (the fewest")
+    assert "at least 2 such GPUs with tp2" in str(serve.smallest_change)
 
 
 def test_weights_that_would_fit_are_said_to() -> None:
-    train, serve = plan("llama-2-7b", "h100-80gb", 1).answers
+    train, serve = plan("llama-2-7b", "h100-80gb", 1).modes
     assert "13.5 GB in bf16 (2 bytes each): these alone would fit" in str(train.why_not)
     assert (serve.why_not, serve.smallest_change) == (None, None)
 
 
 def test_fp32_has_no_master_copy() -> None:
-    (train,) = plan("llama-2-7b", "h100-80gb", 1, mode="train", precision="fp32").answers
+    (train,) = plan("llama-2-7b", "h100-80gb", 1, mode="train", precision="fp32").modes
     rows = train.candidates[0].ledger[0].rows
     assert (rows["parameters"], rows["gradients"], rows["optimizer"]) == tuple(
         6_738_415_616 * n for n in (4, 4, 8)
@@ -201,7 +197,7 @@ def test_fp32_has_no_master_copy() -> None:
 )
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.1-70b"])
 def test_the_smallest_change_fits_and_one_rank_less_does_not(model: str, layout: str) -> None:
-    (train,) = plan(model, "a100-40gb", mode="train", layout=layout).answers
+    (train,) = plan(model, "a100-40gb", mode="train", layout=layout).modes
     if train.fits:
         assert train.smallest_change is None
         return
@@ -225,9 +221,9 @@ def test_the_smallest_change_fits_and_one_rank_less_does_not(model: str, layout:
 
 
 def test_the_same_gpus_are_tried_before_more() -> None:
-    (train,) = plan("llama-2-7b", "h100-80gb", mode="train", layout="dp8").answers
+    (train,) = plan("llama-2-7b", "h100-80gb", mode="train", layout="dp8").modes
     assert str(train.smallest_change).startswith("dp8.z1 on the same 8 GPUs: 55 GB of 80 GB")
-    (serve,) = plan("llama-3.1-70b", "h100-80gb", mode="serve", layout="dp8").answers
+    (serve,) = plan("llama-3.1-70b", "h100-80gb", mode="serve", layout="dp8").modes
     assert str(serve.smallest_change).startswith("dp4.tp2 on the same 8 GPUs")
 
 
@@ -240,23 +236,23 @@ def test_recompute_is_a_change_too() -> None:
     ):
         (train,) = plan(
             "llama-3.1-8b", "h100-80gb", mode="train", layout=short, micro_batch=num_sequences
-        ).answers
+        ).modes
         assert str(train.smallest_change).startswith(f"{expected} on the same 8 GPUs: ")
     (train,) = plan(
         "smollm2-135m", Device("small", 3 * GB, 1e12, 1e11), mode="train", seq=4096
-    ).answers
+    ).modes
     assert str(train.smallest_change).startswith("dp1.rc-full on the same 1 GPU: ")
     (train,) = plan(
         "llama-3.1-8b", "h100-80gb", mode="train", layout="dp8.z3", micro_batch=64
-    ).answers
-    assert "even with rc-full its activations and logits are 207 GB. Shorter sequences" in str(
+    ).modes
+    assert "even with rc-full its activations and logits are 207 GB. Use shorter sequences" in str(
         train.smallest_change
     )
 
 
 def test_what_is_asked_of_training() -> None:
     def rows(**choices: Any) -> dict[str, int]:
-        answer = plan("llama-3.1-8b", "h100-80gb", mode="train", **choices).answers[0]
+        answer = plan("llama-3.1-8b", "h100-80gb", mode="train", **choices).modes[0]
         return answer.candidates[0].ledger[0].rows
 
     one = rows(seq=2048)
@@ -275,7 +271,7 @@ def test_what_is_asked_of_training() -> None:
     assert both["serve"]["candidates"][0]["layout"] == "dp2.tp2"
     searched = (
         plan("llama-3.1-8b", "h100-80gb", 4, mode="train", recompute="selective")
-        .answers[0]
+        .modes[0]
         .candidates
     )
     assert {each.layout.recompute for each in searched} == {"selective"}
@@ -297,7 +293,9 @@ def test_training_is_asked_for_on_the_command_line(capsys: pytest.CaptureFixture
     assert (
         main(["plan", "llama-2-7b", *flags, "--layout", "dp8.rc-full", "--recompute", "none"]) == 2
     )
-    assert "says rc-full, so recompute cannot be none; say it once" in capsys.readouterr().err
+    assert (
+        "has rc-full, so recompute cannot be none; leave one of them out" in capsys.readouterr().err
+    )
 
 
 def test_what_is_recomputed_on_one_gpu_is_said() -> None:
@@ -307,9 +305,7 @@ def test_what_is_recomputed_on_one_gpu_is_said() -> None:
         "full": "keeps the input of each block",
     }
     for recompute, words in said.items():
-        (train,) = plan(
-            "70B", "h100-80gb", mode="train", recompute=recompute, micro_batch=2
-        ).answers  # type: ignore[arg-type]
+        (train,) = plan("70B", "h100-80gb", mode="train", recompute=recompute, micro_batch=2).modes  # type: ignore[arg-type]
         assert f"A forward pass of 2 sequences of 8,192 tokens {words}" in str(train.why_not)
 
 
@@ -317,7 +313,7 @@ def test_a_shorter_request_is_a_change_too() -> None:
     """Llama-2-7B in 15 GB: 13,476,831,232 bytes of weights leave room for 2,905 tokens of 524,288
     bytes."""
     small = Device("small", 15 * GB, 1e12, 1e11)
-    (serve,) = plan("llama-2-7b", small, 1, mode="serve", seq=4096).answers
+    (serve,) = plan("llama-2-7b", small, 1, mode="serve", seq=4096).modes
     assert not serve.fits
     assert (15 * GB - 2 * 6_738_415_616) // 524_288 == 2905
     assert "--seq 2905 on dp1 as it is" in str(serve.smallest_change)
@@ -327,36 +323,34 @@ def test_a_shorter_request_is_a_change_too() -> None:
 
 def test_when_nothing_fits_it_says_so() -> None:
     tiny = Device("tiny", 10**6, 1e12, 1e11)
-    (serve,) = plan("smollm2-135m", tiny, 1, mode="serve").answers
+    (serve,) = plan("smollm2-135m", tiny, 1, mode="serve").modes
     assert (
         serve.smallest_change
         == "No tensor-parallel size that its 9 heads allow fits; a larger GPU is needed."
     )
-    (train,) = plan("gpt2", Device("nano", 100, 1e12, 1e11), 1, mode="train").answers
-    assert str(train.smallest_change).startswith("No number of GPUs of this kind is enough for dp1")
+    (train,) = plan("gpt2", Device("nano", 100, 1e12, 1e11), 1, mode="train").modes
+    assert str(train.smallest_change).startswith("No number of such GPUs is enough for dp1")
 
 
 def test_candidates_are_sorted_and_can_work() -> None:
     for num_gpus in (1, 2, 3, 6, 8, 64):
-        for answer in plan("smollm2-135m", "v100-16gb", num_gpus).answers:
+        for answer in plan("smollm2-135m", "v100-16gb", num_gpus).modes:
             layouts = [candidate.layout for candidate in answer.candidates]
             assert len(set(layouts)) == len(layouts)
             assert all(layout.world_size == num_gpus for layout in layouts)
             assert all(layout.problems(CATALOGUE["smollm2-135m"]) == [] for layout in layouts)
-    fits = [
-        candidate.fits for candidate in plan("llama-2-7b", "h100-80gb", 8).answers[0].candidates
-    ]
+    fits = [candidate.fits for candidate in plan("llama-2-7b", "h100-80gb", 8).modes[0].candidates]
     assert fits == sorted(fits, reverse=True)
     assert any(fits)
     assert not all(fits)
     short = {
         str(candidate.layout)
-        for candidate in plan("llama-3.1-8b", "h100-80gb", 16).answers[0].candidates
+        for candidate in plan("llama-3.1-8b", "h100-80gb", 16).modes[0].candidates
     }
     assert short == {"dp16", "dp16.z1", "dp16.z2", "dp16.z3", "dp2.tp8.z1", "dp2.tp8.z3"}
     short = {
         str(candidate.layout)
-        for candidate in plan("llama-3.1-8b", "h100-80gb", 16).answers[1].candidates
+        for candidate in plan("llama-3.1-8b", "h100-80gb", 16).modes[1].candidates
     }
     assert short == {"dp16", "dp8.tp2", "dp4.tp4", "dp2.tp8"}
 
@@ -380,25 +374,28 @@ def test_a_layout_is_served_as_it_is_trained_where_it_can_be() -> None:
         ({"gpu": "h100"}, "did you mean h100-80gb"),
         ({"model": "lama-2-7b"}, "nearest names are llama-2-7b"),
         ({"gpus": 0}, "at least 1, not 0"),
-        ({"mode": "serv"}, "train and serve are"),
-        ({"precision": "fp8"}, "bf16 and fp32 are"),
-        ({"seq": 4097}, "a --seq of 1 to 4096 works"),
-        ({"seq": 0}, "a --seq of 1 to 4096 works"),
+        ({"mode": "serv"}, "use train or serve"),
+        ({"precision": "fp8"}, "use bf16 or fp32"),
+        (
+            {"seq": 4097},
+            "the model's context is 4,096 tokens, so --seq must be 1 to 4096, not 4097",
+        ),
+        ({"seq": 0}, "so --seq must be 1 to 4096, not 0"),
         ({"layout": "tp7", "gpus": None}, "tp7 does not divide 32 heads"),
         ({"layout": "dp4", "gpus": 8}, "layout dp4 is for 4 GPUs, not 8; --gpus 4 works"),
         ({"layout": "dp4.tp2.z1", "gpus": None, "mode": "serve"}, "dp4.tp2 works"),
         ({"layout": "dp2.xx", "gpus": None}, "'xx' is not a part of a layout"),
-        ({"micro_batch": 0}, "at least 1 sequence, not 0"),
-        ({"recompute": "some"}, "none, selective, full are"),
-        ({"mode": "serve", "micro_batch": 2}, "leave them out of serving"),
-        ({"mode": "serve", "recompute": "none"}, "leave them out of serving"),
+        ({"micro_batch": 0}, "micro_batch must be at least 1, not 0"),
+        ({"recompute": "some"}, "use none, selective, full"),
+        ({"mode": "serve", "micro_batch": 2}, "leave them out with mode serve"),
+        ({"mode": "serve", "recompute": "none"}, "leave them out with mode serve"),
         (
             {"layout": "dp1.rc-full", "recompute": "selective"},
-            "says rc-full, so recompute cannot be selective",
+            "has rc-full, so recompute cannot be selective",
         ),
         (
             {"layout": "dp1.rc-full", "recompute": "none"},
-            "says rc-full, so recompute cannot be none",
+            "has rc-full, so recompute cannot be none",
         ),
     ],
 )
@@ -494,7 +491,7 @@ def test_the_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for said in (
         "70.6 billion parameters",
-        "8 x h100-80gb, 80 GB each",
+        "8 x h100-80gb, 80 GB usable each",
         "1,311.31",
         "dp8.z3",
         "dp4.tp2",
@@ -539,7 +536,7 @@ def test_words_for_counts() -> None:
 
 def test_every_device_answers() -> None:
     for name, device in DEVICES.items():
-        answer = plan("llama-3.1-8b", name, 1, mode="serve").answers[0]
+        answer = plan("llama-3.1-8b", name, 1, mode="serve").modes[0]
         assert answer.fits == (device.memory_bytes >= 2 * 8_030_261_248 + 8192 * 131_072)
 
 

@@ -73,7 +73,7 @@ def planned_bytes(path: Path, layout: Layout, quant: str, precision: Precision =
     answer = plan(
         str(path), "h100-80gb", layout=layout, mode="serve", precision=precision, quant=quant
     )
-    return answer.answers[0].candidates[0].ledger[0].rows["parameters"]
+    return answer.modes[0].candidates[0].ledger[0].rows["parameters"]
 
 
 def write_gguf(path: Path, kinds: dict[str, str], tied: bool = False) -> Path:
@@ -539,7 +539,7 @@ def test_plan_of_published_shapes() -> None:
     blocks = 80 * (8192 * 10240 + 8192 * 8192 + 3 * 8192 * 28672)
     others = 2 * 128256 * 8192 + 161 * 8192
     assert (
-        answer.answers[0].candidates[0].ledger[0].rows["parameters"]
+        answer.modes[0].candidates[0].ledger[0].rows["parameters"]
         == blocks * (4 + 16 / 128) / 8 + 2 * others
     )
     assert answer.fits and answer.to_json()["quant"] == "int4-g128"
@@ -550,14 +550,12 @@ def test_plan_proposes_only_cuts_that_groups_allow() -> None:
     """T26: 29568 / 128 = 231 groups, an odd number of them; 29568 / 32 = 924 is 4 x 231."""
     layouts = (
         plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g128")
-        .answers[0]
+        .modes[0]
         .candidates
     )
     assert [str(each.layout) for each in layouts] == ["dp8"]
     found = (
-        plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g32")
-        .answers[0]
-        .candidates
+        plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g32").modes[0].candidates
     )
     assert {each.layout.tp for each in found} == {1, 2, 4}
     with pytest.raises(ValueError, match="tp8 cuts the 29568 columns"):

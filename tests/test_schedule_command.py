@@ -18,7 +18,7 @@ from shardwise.cli import main
 from shardwise.parallel.pipeline.schedules import pipeline_table
 from shardwise.parallel.pipeline.table import Costs, Memory, Table
 from shardwise.plan.simulate import Timeline, simulate
-from shardwise.plan.svg import COLOURS, LEFT, ROOM, draw_timelines, round_ticks, shade
+from shardwise.plan.svg import COLOURS, LEFT, PLOT_WIDTH, draw_timelines, round_ticks, shade
 from shardwise.plan.terminal import IDLE, MOST_ROWS, picture, print_timeline
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -128,7 +128,7 @@ def test_svg_has_every_action_to_scale(name: str, p: int, m: int, chunks: int) -
     timeline = timeline_of(name, p, m, chunks)
     svg = draw_timelines("a < b", [("c & d", timeline)], "s")
     drawn = bars(svg)
-    scale = ROOM / timeline.makespan
+    scale = PLOT_WIDTH / timeline.makespan
     by_row = {
         y: sorted(x for _, x, at, _ in drawn if at == y)
         for y in sorted({y for _, _, y, _ in drawn})
@@ -313,7 +313,7 @@ def test_stages_of_a_v_are_told_apart() -> None:
             ["zb-h2", "--stages", "4", "--microbatches", "6"],
             "2p - 1 micro-batches, not 6; 7 works, or zb-h1",
         ),
-        (["gpipe", *SIZES, "--tf", "-1"], "tf must be 0, or a time from 1e-12 to 1e+12, not -1"),
+        (["gpipe", *SIZES, "--tf", "-1"], "tf must be 0, or from 1e-12 to 1e+12, not -1"),
         (["gpipe", *SIZES, "--tc", "nan"], "tc must be 0, or a time"),
         (["gpipe", *SIZES, "--tf", "0", "--tb", "0", "--tw", "0"], "tf, tb and tw are all 0"),
         (
@@ -324,10 +324,7 @@ def test_stages_of_a_v_are_told_apart() -> None:
             ["zb-auto", *SIZES, "--mem-limit", "inf"],
             "a memory limit must be above 0, not inf; 1 is what 1f1b needs",
         ),
-        (
-            ["zb-h1", *SIZES, "--mem-w", "-0.1"],
-            "held from I to W, must be 0 to 1, not -0.1",
-        ),
+        (["zb-h1", *SIZES, "--mem-w", "-0.1"], "held from I to W, must be 0 to 1, not -0.1"),
         (
             ["gpipe", *SIZES, "--mem-limit", "1.5"],
             "rank 0, position 6: 0F6 makes it hold 7 forwards, above the limit of 6; zb-auto stays within a limit",

@@ -233,8 +233,8 @@ def test_sizes_that_cannot_work_are_refused(name: Any, p: int, m: int, v: int, s
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Costs(tf=-1), "tf must be 0, or a time from 1e-12 to 1e+12, not -1"),
-        (lambda: Costs(tb=float("nan")), "tb must be 0, or a time from 1e-12 to 1e+12, not nan"),
+        (lambda: Costs(tf=-1), "tf must be 0, or from 1e-12 to 1e+12, not -1"),
+        (lambda: Costs(tb=float("nan")), "tb must be 0, or from 1e-12 to 1e+12, not nan"),
         (lambda: Costs(tc=float("inf")), "tc must be 0, or a time"),
         (lambda: Costs(tw=1e-320), "tw must be 0, or a time"),
         (lambda: Costs(0, 0, 0, 1), "tf, tb and tw are all 0"),

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from shardwise.cli import main
 from shardwise.config import ModelConfig
-from shardwise.train.settings import (
-    Settings,
-    all_fields,
-    default_of,
-    read_settings,
-    shaped,
-    to_toml,
-)
+from shardwise.train.resolve import resized
+from shardwise.train.settings import Settings, all_fields, default_of, read_settings, to_toml
 
 SECTIONS = {section.name: default_of(section) for section in fields(Settings)}
 KEYS = [(section, entry.name) for section, entry in all_fields()]
@@ -111,7 +105,7 @@ def test_an_override_wins_over_the_file_and_a_later_over_an_earlier(tmp_path: Pa
         ("[run]\nsteps = true", "run.steps must be a whole number, not True"),
         ("[run]\nsteps = '5'", "run.steps must be a whole number, not '5'"),
         ("[run]\nsteps = 0", "run.steps must be at least 1, not 0"),
-        ("[run]\nfolder = 5", "run.folder must be a text in quotes, not 5"),
+        ("[run]\nfolder = 5", "run.folder must be a string in quotes, not 5"),
         ("[run]\ntensorboard = 1", "run.tensorboard must be true or false, not 1"),
         ("[optimizer]\nlr = 'high'", "optimizer.lr must be a finite number, not 'high'"),
         ("[optimizer]\nlr = true", "optimizer.lr must be a finite number, not True"),
@@ -195,7 +189,7 @@ LLAMA = ModelConfig("llama", 2, 64, 96, 4, 2, 16, 256, 128)
 
 def test_sizes_change_the_shape() -> None:
     model = replace(SECTIONS["model"], num_layers=3, hidden_size=48, num_heads=6, max_positions=32)
-    config = shaped(LLAMA, model, 1000, 24, counted=True)
+    config = resized(LLAMA, model, 1000, 24, is_count=True)
     assert config == replace(
         LLAMA,
         num_layers=3,
@@ -205,7 +199,7 @@ def test_sizes_change_the_shape() -> None:
         max_positions=32,
         vocab_size=1000,
     )
-    assert shaped(LLAMA, SECTIONS["model"], 1000, 24, counted=False) == LLAMA
+    assert resized(LLAMA, SECTIONS["model"], 1000, 24, is_count=False) == LLAMA
 
 
 @pytest.mark.parametrize(
@@ -220,13 +214,13 @@ def test_sizes_change_the_shape() -> None:
 )
 def test_sizes_that_make_no_model(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        shaped(LLAMA, replace(SECTIONS["model"], **sizes), 256, 24, counted=True)
+        resized(LLAMA, replace(SECTIONS["model"], **sizes), 256, 24, is_count=True)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (8, 2), (1, 1)])
 def test_fewer_heads_keep_kv_heads_that_divide(heads: int, kv_heads: int) -> None:
     """Heads alone are changed: kv heads follow to the largest count that still divides them."""
-    config = shaped(
-        LLAMA, replace(SECTIONS["model"], num_heads=heads, hidden_size=48), 256, 24, counted=True
+    config = resized(
+        LLAMA, replace(SECTIONS["model"], num_heads=heads, hidden_size=48), 256, 24, is_count=True
     )
     assert (config.num_heads, config.num_kv_heads) == (heads, kv_heads)

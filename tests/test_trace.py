@@ -21,7 +21,7 @@ from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.schedules import pipeline_table, step_table
 from shardwise.parallel.pipeline.table import Table, needed
 from shardwise.parallel.pipeline.table_csv import csv_text
-from shardwise.plan.measured import Event, Traced, mean_seconds, measured_timeline, read_trace
+from shardwise.plan.measured import Event, StepTrace, mean_seconds, measured_timeline, read_trace
 from shardwise.plan.simulate import Timeline, simulate
 from shardwise.train import loop
 from shardwise.train.settings import Settings
@@ -122,7 +122,7 @@ def test_a_trace_is_read_as_the_clock_had_it(
     for here, there in zip(found.starts + found.ends, timeline.starts + timeline.ends, strict=True):
         assert here == pytest.approx(there, abs=1e-6)
     assert found.bubble_fraction == pytest.approx(timeline.bubble_fraction, abs=1e-6)
-    predicted = Traced(layout, 1, found).predicted
+    predicted = StepTrace(layout, 1, found).predicted
     assert predicted.makespan == pytest.approx(timeline.makespan, rel=1e-6)
 
 
@@ -181,7 +181,7 @@ def test_a_run_writes_down_what_every_rank_did(
     )
 
 
-def check_timeline(traced: Traced) -> None:
+def check_timeline(traced: StepTrace) -> None:
     timeline = traced.measured
     ended = dict[Any, float]()
     table = pipeline_table(

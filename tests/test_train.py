@@ -631,7 +631,7 @@ def test_what_could_not_be_read_back_or_run_is_refused(
 def test_a_window_on_every_layer_stays_on_every_layer() -> None:
     settings = replace(Settings().model, num_layers=3)
     assert resized(
-        CATALOGUE["mistral-7b"], settings, 100, 16, counted=False
+        CATALOGUE["mistral-7b"], settings, 100, 16, is_count=False
     ).windowed_layers == frozenset(range(3))
 
 

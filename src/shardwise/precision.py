@@ -8,3 +8,5 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 GradientPrecision = Literal["same", "fp32"]
 """The dtype that accumulates gradients: that of the weights, or fp32."""
+
+FP32_BYTES = 4

@@ -79,7 +79,7 @@ def run_schedule(args: argparse.Namespace) -> int:
     from shardwise.parallel.pipeline.table_csv import csv_text
     from shardwise.parallel.pipeline.validate import validate
     from shardwise.plan.simulate import simulate
-    from shardwise.plan.svg import draw_timelines, summarized
+    from shardwise.plan.svg import caption, draw_timelines
 
     kind = Path(args.name).suffix.lower()
     if kind == ".json" or (kind != ".csv" and Path(args.name).is_dir()):
@@ -91,7 +91,7 @@ def run_schedule(args: argparse.Namespace) -> int:
     timeline = simulate(table, costs.seconds(table.chunks), costs.tc)
     title = schedule_title(args.name, table, memory)
     if args.svg:
-        picture = draw_timelines(title, [(summarized(timeline), timeline)], "the unit of the costs")
+        picture = draw_timelines(title, [(caption(timeline), timeline)], "the unit of the costs")
         args.svg.write_text(picture, encoding="utf-8")
     if args.csv:
         args.csv.write_text(csv_text(table), encoding="utf-8")

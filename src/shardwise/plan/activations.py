@@ -1,12 +1,12 @@
-"""What a rank keeps of a micro-batch from its forward until its backward: a formula, tensor by
-tensor.
+"""Activations: what a rank saves of a micro-batch from its forward until its backward, as a
+formula, tensor by tensor.
 
-Of B sequences of T tokens a rank has n = B T / c tokens, over c context ranks, and n / s of them
-between the seams: s is t, the tensor ranks, under sequence parallel, else 1. D model, H heads, K kv
-heads, F ffn; e bytes an element.
+With B sequences of T tokens, a rank has n = B T / c tokens, over c context ranks, and n / s of them
+in norms and residuals: s is t, the number of tensor ranks, with sequence parallel, otherwise 1. D
+model, H heads, K KV heads, F ffn; e bytes per element.
 
-It is the table of Korthikanti et al. 2022 (arXiv 2205.05198, table 2). Bytes of a block of GPT (F =
-4D, K = H, e = 2), over n D:
+It is the table of Korthikanti et al. 2022 (arXiv 2205.05198, table 2). Bytes of a GPT block (F =
+4D, K = H, e = 2), divided by n D:
 
                             their table                    here
     none                    34          + 5HT/D            32          + 8/D
@@ -16,14 +16,17 @@ It is the table of Korthikanti et al. 2022 (arXiv 2205.05198, table 2). Bytes of
     tp, sp, selective            34/t                           20/t
     full                    2                               2, or 2/t with sp
 
-Where they differ:
+The differences:
 
-- There is no dropout here, and so no masks of it: 2 bytes of their 34.
-- Scores, 5HT, are never kept here, whatever is recomputed and whichever kernels run (Dao et al. 2022); around a ring
-  their log-sum-exp is, 4 bytes a head. For the norms' backward there are statistics, which they leave out.
-- With sp the inputs of qkv and gate_up are kept as they were gathered, 4 of which they keep 4/t, and gather again.
-- `selective` is theirs for scores. Here it drops what is cheap to have again: the inputs of qkv and gate_up, norms of
-  what is kept, and that of down, an activation. With sp this gathers the two again.
+- There is no dropout here, and so no dropout mask: 2 bytes of their 34.
+- Scores, 5HT, are never saved here, whatever is recomputed and whichever kernels run (Dao et al.
+  2022). Ring attention saves their log-sum-exp, 4 bytes per head. The backward of norms needs
+  statistics, which they do not count.
+- With sp, the inputs of qkv and gate_up are saved as gathered, 4 instead of their 4/t, which they
+  gather again.
+- `selective` drops scores in the paper. Here it drops what is cheap to recompute: the inputs of qkv
+  and gate_up, which are norms, and that of down, an activation. With sp it gathers the first two
+  again.
 """
 
 from collections import defaultdict
@@ -36,14 +39,14 @@ from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.schedules import rank_actions
 from shardwise.params import cut_dim, stage_layers, stage_units
+from shardwise.precision import FP32_BYTES
 
-SUM_BYTES = 4  # fp32
 RECOMPUTED = ("norm1 statistics", "qkv input", "norm2 statistics", "gate_up input", "down input")
 
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """What a data rank works on at a time; its context ranks have a part of every sequence each."""
+    """The micro-batch of a data rank, whose sequences are sharded over its context ranks."""
 
     num_sequences: int
     seq_tokens: int
@@ -51,24 +54,27 @@ class MicroBatchShape:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of a micro-batch, in tokens, and of a block and the head, in elements a
-    token. Of ranks that differ, as those do that an ffn does not divide among, the first, which has
-    the most."""
+    """One rank's share of a micro-batch in tokens, and of a block and the head in elements per
+    token. Where a dimension does not divide evenly, that of the first rank, which has most.
+
+    Attributes:
+        outer_tokens: tokens of norms and residuals, which sequence parallel shards
+        inner: elements of the activation's input: gate and up, or up alone
+        in_ring: context parallel by ring attention
+        traded: context parallel by all-to-all, which trades tokens for heads
+    """
 
     tokens: int
     outer_tokens: int
-    """Between the seams, where sequence parallel cuts the sequence."""
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     ffn: int
     inner: int
-    """What the activation works on: gate and up, or up alone."""
     vocab: int
     in_ring: bool
     traded: bool
-    """Whether context parallel is by a ring, or by trading tokens for heads."""
 
     @property
     def q(self) -> int:
@@ -80,6 +86,7 @@ class Share:
 
 
 def share_of(config: ModelConfig, layout: Layout, microbatch: MicroBatchShape) -> Share:
+    """Return the share of the rank that has most."""
     first = Coord(dp=0, tp=0, pp=0, cp=0)
     c = config.head_dim
     sizes = {
@@ -110,8 +117,8 @@ def share_of(config: ModelConfig, layout: Layout, microbatch: MicroBatchShape) -
 
 
 def saved_tensors(config: ModelConfig, share: Share, element_bytes: int) -> dict[str, int]:
-    """Bytes of all that a block keeps where nothing is recomputed, in the order in which it comes
-    about."""
+    """Return the bytes of each tensor that a block saves without recompute, in the order of the
+    forward."""
     n = share.tokens
     outer = share.outer_tokens
     e = element_bytes
@@ -129,7 +136,7 @@ def saved_tensors(config: ModelConfig, share: Share, element_bytes: int) -> dict
         "down input": n * share.ffn * e,
     }
     if share.in_ring:
-        saved["log-sum-exp"] = n * share.heads * SUM_BYTES
+        saved["log-sum-exp"] = n * share.heads * FP32_BYTES
     if share.traded:
         saved["attention output of other tokens"] = n * share.q * e
     if config.qk_norm:
@@ -141,14 +148,15 @@ def saved_tensors(config: ModelConfig, share: Share, element_bytes: int) -> dict
 
 
 def norm_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """Of a row's statistics: one over its root mean square, in fp32; or mean and deviation, in the
-    dtype of the row."""
-    return 2 * element_bytes if config.norm == "layer" else SUM_BYTES
+    """Return the bytes of a row's statistics: one over its root mean square in fp32, or mean and
+    deviation in the dtype of the row."""
+    return 2 * element_bytes if config.norm == "layer" else FP32_BYTES
 
 
 def block_bytes(
     config: ModelConfig, share: Share, element_bytes: int, recompute: Recompute = "none"
 ) -> int:
+    """Return the bytes that a block saves."""
     saved = saved_tensors(config, share, element_bytes)
     if recompute == "full":
         return saved["block input"]
@@ -158,15 +166,15 @@ def block_bytes(
 
 
 def head_bytes(config: ModelConfig, share: Share, element_bytes: int) -> int:
-    """The final norm's input and statistics; and of the loss, which works its gradients out on the
-    way forward, that of its input."""
+    """Return the bytes that the head saves: the input and statistics of the final norm, and the
+    gradient of the loss's input, which its forward computes."""
     final = share.outer_tokens * (share.hidden * element_bytes + norm_bytes(config, element_bytes))
     return final + share.tokens * share.hidden * element_bytes
 
 
-def owed_bytes(share: Share, element_bytes: int) -> int:
-    """Of a block whose backward is split, from I to W: the input and the gradient of the output of
-    each linear."""
+def deferred_bytes(share: Share, element_bytes: int) -> int:
+    """Return the bytes that a block with a split backward holds from I to W: the input, and the
+    gradient of the output, of each linear."""
     inputs = 2 * share.hidden + share.q + share.ffn
     outputs = share.q + 2 * share.kv + 2 * share.hidden + share.inner
     return share.tokens * (inputs + outputs) * element_bytes
@@ -175,38 +183,42 @@ def owed_bytes(share: Share, element_bytes: int) -> int:
 def activation_bytes(
     config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
 ) -> int:
-    """The most that a pipeline rank keeps at a time. What a stage gives to the next it keeps until
-    the gradient comes back, and what it gives to the one before until the end of the step. The
-    head, in a pipeline, runs in its backward, and with `full` so does each block, once the head is
-    through; if the backward is split, those above wait for W."""
+    """Return the peak bytes of saved activations on a pipeline rank.
+
+    A stage holds its output until the gradient comes back, and the gradient of its input until the
+    end of the step. In a pipeline, the head runs in its backward; with `full`, each block also runs
+    again there, once the head is done. With a split backward, the blocks above wait for W.
+    """
     share = share_of(config, layout, microbatch)
     block = block_bytes(config, share, element_bytes, layout.recompute)
-    again = block_bytes(config, share, element_bytes) - block if layout.recompute == "full" else 0
+    recomputed = (
+        block_bytes(config, share, element_bytes) - block if layout.recompute == "full" else 0
+    )
     head = head_bytes(config, share, element_bytes)
-    left = owed_bytes(share, element_bytes)
+    deferred = deferred_bytes(share, element_bytes)
     blocks = {s: len(layers) for s, layers in enumerate(stage_layers(config, layout))}
     last = len(blocks) - 1
     if not last:
-        return blocks[0] * block + max(head, again)
-    given = share.outer_tokens * share.hidden * element_bytes
+        return blocks[0] * block + max(head, recomputed)
+    boundary = share.outer_tokens * share.hidden * element_bytes
     within: dict[tuple[str, int], int] = {}
     for s, number in blocks.items():
-        above = (number - 1) * max(0, left - block)
-        first = head - given if s == last else again
-        within["B", s] = max(first, again - given)
-        within["I", s] = max(first, again - given + (above if layout.recompute == "full" else 0))
-    return most_held(
+        above = (number - 1) * max(0, deferred - block) if layout.recompute == "full" else 0
+        first = head - boundary if s == last else recomputed
+        within["B", s] = max(first, recomputed - boundary)
+        within["I", s] = max(first, recomputed - boundary + above)
+    return peak_held(
         rank_actions(layout, stage),
-        whole={s: number * block + given for s, number in blocks.items()},
-        owed={s: number * left for s, number in blocks.items()},
+        saved={s: number * block + boundary for s, number in blocks.items()},
+        deferred={s: number * deferred for s, number in blocks.items()},
         within=within,
-        sent={s: given if s else 0 for s in blocks},
+        sent={s: boundary if s else 0 for s in blocks},
     )
 
 
 def head_gradient_bytes(layout: Layout, stage: int, num_bytes: int) -> int:
-    """Of the head's gradient, which has `num_bytes` and is there with the loss, the most that a
-    pipeline rank keeps at a time: of one micro-batch, or of all between their I and W."""
+    """Return the peak bytes of the gradient of the head's weight, which has `num_bytes` and is
+    computed with the loss: that of one micro-batch, or of all between their I and W."""
     last = layout.pp * layout.chunks - 1
     if stage < layout.pp - 1:
         return 0
@@ -215,15 +227,15 @@ def head_gradient_bytes(layout: Layout, stage: int, num_bytes: int) -> int:
     none = defaultdict[int, int](int)
     one = defaultdict(int, {last: num_bytes})
     within = {(kind, s): one[s] for kind in "BI" for s in range(last + 1)}
-    return most_held(rank_actions(layout, stage), none, one, within)
+    return peak_held(rank_actions(layout, stage), none, one, within)
 
 
 def logits_bytes(
     config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
 ) -> int:
-    """Of the head, the gradient of its weight and a chunk of logits; that of the softmax is in
-    fp32, and the same where the logits are. Native kernels need none in fp32: with them it is up to
-    SOFTMAX_BYTES less."""
+    """Return the peak bytes of the loss: the gradient of the head's weight, a chunk of logits, and
+    a chunk of the softmax in fp32, which is the same memory where logits are in fp32. Native
+    kernels need no fp32 chunk: up to SOFTMAX_BYTES less."""
     if stage < layout.pp - 1:
         return 0
     share = share_of(config, layout, microbatch)
@@ -233,30 +245,36 @@ def logits_bytes(
     return gradient + share.vocab * (rows * element_bytes + wide_rows * 4)
 
 
-def most_held(
+def peak_held(
     actions: Sequence[Action],
-    whole: Mapping[int, int],
-    owed: Mapping[int, int],
+    saved: Mapping[int, int],
+    deferred: Mapping[int, int],
     within: Mapping[tuple[str, int], int] | None = None,
     sent: Mapping[int, int] | None = None,
 ) -> int:
-    """The most bytes at a time where each forward of a virtual stage keeps `whole`, until its B, or
-    until its I and from then `owed` of it until its W. `within` is what a B or I of a stage has at
-    most beyond what there was before it; `sent` what it leaves to the end."""
+    """Return the peak bytes of a sequence of actions.
+
+    Args:
+        saved: bytes that a forward of a virtual stage saves until its B or I
+        deferred: bytes that remain from I to W
+        within: peak bytes of a B or I beyond what was held before it, by kind and stage
+        sent: bytes that a B or I leaves until the end
+    """
     held = most = 0
     for action in actions:
         if within and action.kind in "BI":
             most = max(most, held + within[action.kind, action.stage])
         if action.kind == "F":
-            held += whole[action.stage]
+            held += saved[action.stage]
         elif action.kind == "W":
-            held -= owed[action.stage]
+            held -= deferred[action.stage]
         else:
-            held += (owed[action.stage] if action.kind == "I" else 0) - whole[action.stage]
+            held += (deferred[action.stage] if action.kind == "I" else 0) - saved[action.stage]
             held += sent[action.stage] if sent else 0
         most = max(most, held)
     return most
 
 
 def num_blocks(config: ModelConfig, layout: Layout, stage: int) -> int:
+    """Return the number of blocks of a pipeline rank."""
     return sum(unit.startswith("blocks.") for unit in stage_units(config, layout, stage))

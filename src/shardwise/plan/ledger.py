@@ -1,14 +1,14 @@
-"""What one rank holds, row by row, counted from the same parameter table that the run allocates
-from.
+"""The ledger: bytes that one rank holds, row by row, counted from the parameter specs that the run
+allocates from.
 
-Training holds, for each element, a weight, a gradient and the optimizer's share: in bf16 2 + 2
-bytes and 12 for an fp32 master weight and Adam's two moments; in fp32 4 + 4 and 8, since the weight
-is its own master. ZeRO cuts them over the data ranks: stage 1 the optimizer, stage 2 the gradients
-too, stage 3 the weights too (Rajbhandari et al., arXiv 1910.02054, figure 1). Each unit of state is
-flat, padded to a multiple of the data ranks, and cut on its own; FSDP cuts each parameter by rows
-instead. These rows are what is held between steps. On top within one comes the most of what a
-micro-batch leaves for its backward (`activations` and `logits`, see `activations.py`) and of what
-the states need for a while (`buffers`, see `buffers.py`).
+Training holds a weight, a gradient and optimizer states per parameter: in bf16 2 + 2 bytes, and 12
+for an fp32 master weight and the two moments of Adam; in fp32 4 + 4 and 8, since the weight is its
+own master. ZeRO shards them over the data ranks: stage 1 the optimizer states, stage 2 also the
+gradients, stage 3 also the weights (Rajbhandari et al., arXiv 1910.02054, figure 1). Each unit of
+state is flat, padded to a multiple of the data ranks, and sharded on its own; FSDP shards each
+parameter by rows instead. These rows are held between steps. Within a step, the peaks of what a
+micro-batch saves for its backward (`activations` and `logits`, see `activations.py`) and of
+temporary buffers (`buffers`, see `buffers.py`) come on top.
 
 Serving holds weights and, for each token of each request, keys and values.
 """
@@ -36,14 +36,13 @@ NOT_COUNTED: dict[Mode, tuple[str, ...]] = {
     "train": ("slack",),
     "serve": ("activations", "logits", "slack"),
 }
-"""Rows that no ledger has yet. Slack is what operations work with for a moment, and what an
-allocator wastes."""
+"""Rows that are not counted. Slack is the workspace of operations, and what an allocator wastes."""
 
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes that one element of a parameter costs in each row; its weight is also what a cached key
-    or value costs, unless quantized."""
+    """Bytes per parameter in each row. An element of the KV cache has the bytes of a weight, unless
+    it is quantized."""
 
     parameters: int
     gradients: int
@@ -62,7 +61,7 @@ BYTES_PER_PARAMETER: dict[Precision, ElementBytes] = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """Rows of bytes on the fullest rank of one pipeline stage."""
+    """Bytes by row on the rank of one pipeline stage that holds most."""
 
     stage: int
     rows: dict[str, int]
@@ -73,15 +72,15 @@ class Ledger:
 
     @property
     def state_bytes(self) -> int:
-        """What training holds from step to step."""
+        """Bytes that training holds between steps."""
         return sum(self.rows[row] for row in STATES)
 
 
 def element_bytes(
     layout: Layout, precision: Precision, gradients: GradientPrecision = "same"
 ) -> ElementBytes:
-    """What training holds of an element. FSDP gives gradients in the dtype of what it cuts, so for
-    fp32 gradients of bf16 weights it cuts the masters."""
+    """Return the bytes per parameter in training. FSDP has gradients in the dtype of the parameters
+    that it shards, so for fp32 gradients of bf16 weights it shards the master weights."""
     each = BYTES_PER_PARAMETER[precision]
     if gradients == "same":
         return each
@@ -89,17 +88,14 @@ def element_bytes(
 
 
 def computed_bytes(precision: Precision) -> int:
-    """Of a weight as it is gathered and computed with."""
+    """Return the bytes of an element of a weight or activation in compute."""
     return BYTES_PER_PARAMETER[precision].parameters
 
 
 @lru_cache(maxsize=16)
 def unit_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The shapes of each unit's parameters after the tensor-parallel cut, vocabulary padding
-    included.
-
-    Those of tensor rank 0, which is the fullest: what does not divide goes to the first ranks.
-    """
+    """Return the local shapes of each unit's parameters on tensor rank 0, vocabulary padding
+    included. It holds most: remainders go to the first ranks."""
     layout = Layout(tp=tp)
     first = Coord(dp=0, tp=0, pp=0, cp=0)
     return {
@@ -109,15 +105,15 @@ def unit_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[tuple[int, ...]
 
 
 def unit_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Elements of each unit of state after the tensor-parallel cut."""
+    """Return the number of elements of each unit of state on tensor rank 0."""
     return {
         unit: sum(map(math.prod, shapes)) for unit, shapes in unit_shapes(config, layout.tp).items()
     }
 
 
 def shard_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Elements of each unit on one of the `shard` ranks that it is cut over, padding included; of
-    FSDP on the first."""
+    """Return the number of elements of each unit on one of the ranks that it is sharded over,
+    padding included; under FSDP on the first."""
     n = layout.shard_size
     if layout.shard != "fsdp":
         return {unit: layout.padded(size) // n for unit, size in unit_sizes(config, layout).items()}
@@ -135,19 +131,16 @@ def training_ledgers(
     gradients: GradientPrecision = "same",
     microbatch: MicroBatchShape | None = None,
 ) -> tuple[Ledger, ...]:
-    """The states of training with AdamW and what comes on top within a step, a ledger for each
-    pipeline stage. Without a `microbatch` there are no rows of what its size decides."""
+    """Return one ledger per pipeline stage for training with AdamW: states, and the peaks of a
+    step. Without a `microbatch` the rows that depend on its size are missing."""
     each = element_bytes(layout, precision, gradients)
     n = layout.shard_size
     shards = shard_sizes(config, layout)
     computed = computed_bytes(precision)
     ledgers = []
     for stage in range(layout.pp):
-        held = {
-            unit: size
-            for unit, size in shards.items()
-            if unit in stage_units(config, layout, stage)
-        }
+        units_here = stage_units(config, layout, stage)
+        held = {unit: size for unit, size in shards.items() if unit in units_here}
         elements = sum(held.values())
         rows = {
             row: elements * (1 if layout.cuts(row) else n) * getattr(each, row) for row in STATES
@@ -170,8 +163,9 @@ def serving_ledgers(
     formats: StorageFormats = NOT_QUANTIZED,
     kv_dtype: KvDtype = "auto",
 ) -> tuple[Ledger, ...]:
-    """Weights, and the keys and values of `num_requests` requests of `seq_tokens` tokens; data
-    ranks are replicas. What has one of `formats` is quantized."""
+    """Return one ledger per pipeline stage for serving: weights, and the KV cache of `num_requests`
+    requests of `seq_tokens` tokens. Data ranks are replicas; `formats` are the storage formats of
+    quantized parameters."""
     each = BYTES_PER_PARAMETER[precision].parameters
     sizes = unit_bytes(config, layout.tp, each, formats)
     vector = vector_bytes(kv_dtype, each).of(config.head_dim)
@@ -197,7 +191,7 @@ def serving_ledgers(
 def unit_bytes(
     config: ModelConfig, tp: int, element_bytes: int, formats: StorageFormats
 ) -> dict[str, int]:
-    """Of the weights of each unit on tensor rank 0, the fullest."""
+    """Return the bytes of the weights of each unit on tensor rank 0, which holds most."""
     layout = Layout(tp=tp)
     first = Coord(dp=0, tp=0, pp=0, cp=0)
     if not formats:
@@ -209,8 +203,8 @@ def unit_bytes(
 
 
 def kv_vectors(config: ModelConfig, layout: Layout, block: int, seq_tokens: int) -> int:
-    """Keys and values, a vector each, that one block caches for one sequence: a window bounds its
-    tokens, and fewer kv heads than tensor ranks are replicated."""
+    """Return how many vectors, keys and values, a block caches for one sequence. A sliding window
+    limits its tokens, and fewer KV heads than tensor ranks are replicated."""
     tokens = min(seq_tokens, config.window(block) or seq_tokens)
     heads = math.ceil(config.num_kv_heads / layout.tp)
     return 2 * heads * tokens

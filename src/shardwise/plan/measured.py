@@ -1,8 +1,8 @@
-"""What a step really did, read from its trace: the measured timeline beside the simulated one of
-the same actions.
+"""The measured timeline of a step, read from its trace, and the simulated timeline of the same
+actions.
 
-The file is Chrome's trace format, which Perfetto and chrome://tracing show: a process is a rank, an
-event is an action of its table, and in it, or between, what it waited for.
+The file has Chrome's trace format, which Perfetto and chrome://tracing show: a process is a rank,
+and an event is an action of its table, or a wait within or between actions.
 """
 
 import json
@@ -20,7 +20,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.table import Table
 from shardwise.plan.simulate import Timeline, simulate
-from shardwise.plan.svg import summarized
+from shardwise.plan.svg import caption
 
 COMPUTE = ("F", "B", "I", "W")
 STAGE_WAITS = ("wait pp", "wait pp_down")
@@ -28,10 +28,10 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Traced:
-    """A step of a run: what the ranks of the first pipeline did, in seconds from the first action
-    of all. A bar of `measured` is an action less the time for which it waited for the stage beside
-    it."""
+class StepTrace:
+    """A traced step of a run: the actions of the ranks of the first pipeline, in seconds from the
+    first action. Each action of `measured` excludes the time that it waited for a neighbouring
+    stage."""
 
     layout: Layout
     step: int
@@ -39,30 +39,28 @@ class Traced:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """The same orders with a clock: each action takes what it took on average over the
-        micro-batches of its stage, and transfers nothing."""
+        """The simulation of the same table: each action takes its mean time over the micro-batches
+        of its stage, and transfers take none."""
         return simulate(self.measured.table, mean_seconds(self.measured))
 
     @property
     def panels(self) -> tuple[tuple[str, Timeline], tuple[str, Timeline]]:
-        measured = summarized(self.measured)
-        predicted = summarized(self.predicted)
+        """Both timelines with their captions."""
         return (
-            (f"measured: {measured}", self.measured),
-            (f"simulated with the same times: {predicted}", self.predicted),
+            (f"measured: {caption(self.measured)}", self.measured),
+            (f"simulated with the same times: {caption(self.predicted)}", self.predicted),
         )
 
     @property
     def summary(self) -> str:
-        return (
-            f"bubble {self.measured.bubble_fraction:.1%} measured, {self.predicted.bubble_fraction:.1%} predicted from "
-            "these times"
-        )
+        measured = self.measured.bubble_fraction
+        simulated = self.predicted.bubble_fraction
+        return f"bubble {measured:.1%} measured, {simulated:.1%} simulated with the same times"
 
 
 def newest_trace(path: Path) -> Path:
-    """Of a run's folder the last step that was traced; a file is itself. Raises ValueError where
-    there is none."""
+    """Return the trace of the last traced step in the folder of a run; the path itself if it is a
+    file. Raises ValueError if there is none."""
     if not path.is_dir():
         return path
     steps = {
@@ -70,54 +68,53 @@ def newest_trace(path: Path) -> Path:
     }
     if not steps:
         raise ValueError(
-            f"{path} has no trace; `shardwise train` writes one of the step that run.trace_step names"
+            f"{path} has no trace; `shardwise train` writes that of step run.trace_step"
         )
     return steps[max(steps)]
 
 
-def read_trace(path: Path) -> Traced:
-    """The trace that a run wrote. Raises ValueError for a file that is none."""
+def read_trace(path: Path) -> StepTrace:
+    """Read the trace of a run. Raises ValueError for any other file."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        layout = Layout.parse(told["otherData"]["layout"])
-        step = int(told["otherData"]["step"])
-        events = [event for event in told["traceEvents"] if event["ph"] == "X"]
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        layout = Layout.parse(trace["otherData"]["layout"])
+        step = int(trace["otherData"]["step"])
+        events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         measured = measured_timeline(events, layout)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path} is not the trace of a run ({type(error).__name__}: {error})"
         ) from None
-    return Traced(layout, step, measured)
+    return StepTrace(layout, step, measured)
 
 
 def measured_timeline(events: Iterable[Event], layout: Layout) -> Timeline:
-    """Of the ranks that differ from rank 0 by their stage alone."""
+    """Return the timeline of the ranks that differ from rank 0 only by their stage."""
     pipeline = layout.ranks("pp", layout.coord(0))
-    of_rank: defaultdict[int, list[Event]] = defaultdict(list)
+    by_rank: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
-        of_rank[event["pid"]].append(event)
-    bars = [list(bars_of(of_rank[rank])) for rank in pipeline]
-    if not all(bars):
+        by_rank[event["pid"]].append(event)
+    ranks = [list(measured_actions(by_rank[rank])) for rank in pipeline]
+    if not all(ranks):
         raise ValueError(
-            "the trace has no actions of some stages: its ranks wrote to different disks"
+            "the trace lacks the actions of some stages: its ranks wrote to different disks"
         )
-    zero = min(start for each in bars for _, start, _ in each)
-    placement = {action.stage: at for at, each in enumerate(bars) for action, _, _ in each}
+    zero = min(start for each in ranks for _, start, _ in each)
+    placement = {action.stage: rank for rank, each in enumerate(ranks) for action, _, _ in each}
     table = Table(
-        tuple(tuple(action for action, _, _ in each) for each in bars),
+        tuple(tuple(action for action, _, _ in each) for each in ranks),
         tuple(placement[stage] for stage in sorted(placement)),
-        1 + max(action.microbatch for each in bars for action, _, _ in each),
+        1 + max(action.microbatch for each in ranks for action, _, _ in each),
     )
-    starts = tuple(tuple(start - zero for _, start, _ in each) for each in bars)
-    ends = tuple(tuple(end - zero for _, _, end in each) for each in bars)
-    return Timeline(
-        table, starts, ends, max(math.fsum(end - start for _, start, end in each) for each in bars)
-    )
+    starts = tuple(tuple(start - zero for _, start, _ in each) for each in ranks)
+    ends = tuple(tuple(end - zero for _, _, end in each) for each in ranks)
+    work = max(math.fsum(end - start for _, start, end in each) for each in ranks)
+    return Timeline(table, starts, ends, work)
 
 
-def bars_of(events: Iterable[Event]) -> Iterable[tuple[Action, float, float]]:
-    """(action of a whole stage, start, end) in seconds, in order: its pieces and what lies between
-    them, less the time for which it waited for the stage beside it, which is at its beginning."""
+def measured_actions(events: Iterable[Event]) -> Iterable[tuple[Action, float, float]]:
+    """Yield (action of a whole stage, start, end) in order, in seconds: from its first piece to its
+    last, without the time that it waited for a neighbouring stage, which is at its start."""
     ordered = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
     waits = [
         (event["ts"] + event["dur"] / 2, event["dur"])
@@ -130,7 +127,7 @@ def bars_of(events: Iterable[Event]) -> Iterable[tuple[Action, float, float]]:
             action = Action(event["cat"], event["args"]["stage"], event["args"]["microbatch"])
             spans.setdefault(action, [event["ts"], 0.0])[1] = event["ts"] + event["dur"]
     middles = [middle for middle, _ in waits]
-    waited_before = [0.0, *accumulate(took for _, took in waits)]
+    waited_before = [0.0, *accumulate(duration for _, duration in waits)]
     for action, (start, end) in spans.items():
         waited = (
             waited_before[bisect_left(middles, end)] - waited_before[bisect_left(middles, start)]
@@ -139,12 +136,12 @@ def bars_of(events: Iterable[Event]) -> Iterable[tuple[Action, float, float]]:
 
 
 def mean_seconds(timeline: Timeline) -> Callable[[Action], float]:
-    """What an action of a kind and stage took on average."""
-    took: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    """Return the mean time of each kind of action of a stage."""
+    times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for actions, starts, ends in zip(
         timeline.table.ranks, timeline.starts, timeline.ends, strict=True
     ):
         for action, start, end in zip(actions, starts, ends, strict=True):
-            took[action.kind, action.stage].append(end - start)
-    mean = {key: math.fsum(each) / len(each) for key, each in took.items()}
+            times[action.kind, action.stage].append(end - start)
+    mean = {key: math.fsum(each) / len(each) for key, each in times.items()}
     return lambda action: mean[action.kind, action.stage]

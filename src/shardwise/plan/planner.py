@@ -1,5 +1,4 @@
-"""`plan`: from a model, a kind of GPU and a number of them to what fits, why not, and what
-would."""
+"""`plan`: which layouts of a model fit on given GPUs, why others do not, and what would fit."""
 
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -21,16 +20,21 @@ DEFAULT_SEQ_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What training, or serving, comes to. `candidates` are sorted, those that fit first; `reasons`
-    say sentence by sentence why one GPU is not enough, and are empty where it is."""
+class ModePlan:
+    """The plan of one mode, training or serving.
+
+    Attributes:
+        candidates: sorted layouts, those that fit first
+        reasons: why one GPU is not enough, one sentence each; empty where it is
+        smallest_change: the smallest change that fits; None where the first candidate fits
+        remark: why the candidates are not the requested layout
+    """
 
     job: Job
     candidates: tuple[Candidate, ...]
     reasons: tuple[str, ...]
     smallest_change: str | None
     remark: str | None = None
-    """What was asked for and is not answered."""
 
     @property
     def why_not(self) -> str | None:
@@ -57,7 +61,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to training, to serving, or to both, for one model on `num_gpus` of one device."""
+    """The plan of a model on `num_gpus` of one device, for training, serving or both.
+
+    Attributes:
+        num_sequences: sequences per micro-batch in training
+        modes: the plans by mode; the requested one, or training and then serving
+        quant: quantization of the weights in serving
+        kv_dtype: dtype of the KV cache in serving
+    """
 
     model: FoundModel
     device: Device
@@ -65,21 +76,18 @@ class Plan:
     precision: Precision
     seq_tokens: int
     num_sequences: int
-    """Of a micro-batch in training."""
-    answers: tuple[Answer, ...]
+    modes: tuple[ModePlan, ...]
     quant: str | None = None
-    """How weights are quantized in serving."""
     kv_dtype: KvDtype = "auto"
-    """What keys and values are kept in, in serving."""
 
     @property
     def fits(self) -> bool:
-        """Whether the first candidate of what was asked for first fits."""
-        return self.answers[0].fits
+        """Whether the first candidate of the first mode fits."""
+        return self.modes[0].fits
 
     def to_json(self) -> dict[str, Any]:
-        """The object that the command line prints: the first answer at the top, a second one under
-        its mode."""
+        """Return the object that `shardwise plan --json` prints: the first mode at the top level, a
+        second one under its name."""
         params = num_params(model_specs(self.model.config))
         kv = vector_bytes(self.kv_dtype, BYTES_PER_PARAMETER[self.precision].parameters)
         model = {
@@ -88,7 +96,7 @@ class Plan:
             "active_params": params,
             "kv_bytes_per_token": self.model.config.kv_bytes_per_token(kv.element, kv.scale),
         }
-        first, *others = (answer.to_json() for answer in self.answers)
+        first, *others = (each.to_json() for each in self.modes)
         return {
             "model": model,
             "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes},
@@ -99,7 +107,7 @@ class Plan:
             "seq": self.seq_tokens,
             "micro_batch": self.num_sequences,
             **first,
-            **{answer["mode"]: answer for answer in others},
+            **{other["mode"]: other for other in others},
         }
 
 
@@ -116,25 +124,32 @@ def plan(
     quant: str | None = None,
     kv_dtype: KvDtype = "auto",
 ) -> Plan:
-    """What a model needs on `gpus` GPUs (1, or as many as `layout` has ranks), before anything is
-    started.
+    """Return what a model needs on GPUs, without one.
 
-    Without `mode`, training first, then serving. With `layout` the first candidate is that one,
-    whether it fits or not. `seq` is the length in tokens of a sequence in training and of a request
-    in serving; by default 8192, or the model's positions where they are fewer. `micro_batch` counts
-    the sequences that a data rank trains on at a time (1), and `recompute` is that of every layout
-    of training; `quant` is how serving holds weights, and `kv_dtype` what it keeps keys and values
-    in. Raises ValueError for what is not known and for a layout that cannot work.
+    Args:
+        gpus: number of GPUs; by default the ranks of `layout`, or 1
+        mode: "train" or "serve"; by default both, training first
+        layout: the first candidate, whether it fits or not; by default layouts are searched
+        seq: tokens per sequence in training and per request in serving; by default 8192, or the
+            model's context length if that is shorter
+        micro_batch: sequences per micro-batch and data rank in training; by default 1
+        recompute: recompute of all training layouts
+        quant: quantization of the weights in serving, as `shardwise serve` takes it
+        kv_dtype: dtype of the KV cache in serving
+
+    Raises ValueError for an unknown model, GPU or choice, and for a layout that cannot work.
     """
     found = as_model(model)
     device = find_device(gpu) if isinstance(gpu, str) else gpu
-    wanted = Layout.parse(layout) if isinstance(layout, str) else layout
-    num_gpus = gpus if gpus is not None else wanted.world_size if wanted else 1
+    requested = Layout.parse(layout) if isinstance(layout, str) else layout
+    num_gpus = gpus if gpus is not None else requested.world_size if requested else 1
     check_choices(mode, precision, num_gpus)
-    check_training_choices(mode, micro_batch, recompute, wanted)
-    check_cache(kv_dtype, mode)
-    formats = NOT_QUANTIZED if quant is None else served_formats(quant, found, mode, wanted)
-    trained = replace(wanted, recompute=recompute) if wanted and recompute else wanted
+    check_training_choices(mode, micro_batch, recompute, requested)
+    check_kv_choice(kv_dtype, mode)
+    formats = NOT_QUANTIZED if quant is None else served_formats(quant, found, mode, requested)
+    trained = requested
+    if requested and recompute:
+        trained = replace(requested, recompute=recompute)
     if trained:
         check_layout(trained, found.config, num_gpus, mode)
     seq_tokens = choose_seq(found.config, seq)
@@ -159,32 +174,31 @@ def plan(
         quant=None,
         formats=NOT_QUANTIZED,
     )
-    asked = [
-        (job, one)
-        for job, one in ((training, trained), (serving, wanted))
+    modes = tuple(
+        plan_mode(job, num_gpus, job_layout)
+        for job, job_layout in ((training, trained), (serving, requested))
         if mode in (None, job.mode)
-    ]
-    answers = tuple(answer(job, num_gpus, one) for job, one in asked)
+    )
     return Plan(
-        found, device, num_gpus, precision, seq_tokens, num_sequences, answers, quant, kv_dtype
+        found, device, num_gpus, precision, seq_tokens, num_sequences, modes, quant, kv_dtype
     )
 
 
-def answer(job: Job, num_gpus: int, wanted: Layout | None) -> Answer:
-    """A layout that only training can use is left out of serving, where candidates are searched
-    instead."""
-    if wanted and (job.mode == "train" or serves(wanted)):
-        candidates: tuple[Candidate, ...] = (job.candidate(wanted),)
+def plan_mode(job: Job, num_gpus: int, requested: Layout | None) -> ModePlan:
+    """Return the plan of one mode. Where serving cannot use the requested layout, candidates are
+    searched instead."""
+    if requested and (job.mode == "train" or serves(requested)):
+        candidates: tuple[Candidate, ...] = (job.candidate(requested),)
         start = candidates[0]
     else:
         candidates = job.candidates(num_gpus)
-        start = candidates[0] if candidates[0].fits else job.copies(num_gpus)
+        start = candidates[0] if candidates[0].fits else job.replicas(num_gpus)
     remark = None
-    if wanted and candidates[0].layout != wanted:
-        remark = (
-            f"{wanted} is a layout for training; these are layouts that serve, on as many GPUs."
-        )
-    return Answer(job, candidates, why_one_is_not_enough(job), smallest_change(job, start), remark)
+    if requested and candidates[0].layout != requested:
+        remark = f"{requested} is for training only; these layouts serve on as many GPUs."
+    return ModePlan(
+        job, candidates, why_one_is_not_enough(job), smallest_change(job, start), remark
+    )
 
 
 def as_model(model: str | ModelConfig | FoundModel) -> FoundModel:
@@ -194,14 +208,15 @@ def as_model(model: str | ModelConfig | FoundModel) -> FoundModel:
 
 
 def serves(layout: Layout) -> bool:
+    """Return whether a layout has only what serving supports: tensor parallel and replicas."""
     return layout == Layout(dp=layout.dp, tp=layout.tp)
 
 
 def check_choices(mode: str | None, precision: str, num_gpus: int) -> None:
     if mode is not None and mode not in get_args(Mode):
-        raise ValueError(f"mode {mode!r} is not known; train and serve are")
+        raise ValueError(f"unknown mode {mode!r}; use train or serve")
     if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision!r} is not known; {' and '.join(PRECISIONS)} are")
+        raise ValueError(f"unknown precision {precision!r}; use {' or '.join(PRECISIONS)}")
     if num_gpus < 1:
         raise ValueError(f"the number of GPUs must be at least 1, not {num_gpus}")
 
@@ -210,36 +225,39 @@ def check_training_choices(
     mode: Mode | None, micro_batch: int | None, recompute: Recompute | None, layout: Layout | None
 ) -> None:
     if mode == "serve" and (micro_batch is not None or recompute is not None):
-        raise ValueError("a micro-batch and recompute are of training; leave them out of serving")
-    if micro_batch is not None and micro_batch < 1:
-        raise ValueError(f"a micro-batch has at least 1 sequence, not {micro_batch}")
-    if recompute is not None and recompute not in get_args(Recompute):
         raise ValueError(
-            f"recompute {recompute!r} is not known; {', '.join(get_args(Recompute))} are"
+            "micro_batch and recompute apply to training only; leave them out with mode serve"
         )
+    if micro_batch is not None and micro_batch < 1:
+        raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")
+    if recompute is not None and recompute not in get_args(Recompute):
+        raise ValueError(f"unknown recompute {recompute!r}; use {', '.join(get_args(Recompute))}")
     if layout and recompute and layout.recompute not in ("none", recompute):
         raise ValueError(
-            f"layout {layout} says rc-{layout.recompute}, so recompute cannot be {recompute}; say it once"
+            f"layout {layout} has rc-{layout.recompute}, so recompute cannot be {recompute}; "
+            "leave one of them out"
         )
 
 
-def check_cache(kv_dtype: KvDtype, mode: Mode | None) -> None:
+def check_kv_choice(kv_dtype: KvDtype, mode: Mode | None) -> None:
     check_kv_dtype(kv_dtype)
     if mode == "train" and kv_dtype != "auto":
-        raise ValueError("keys and values are kept in serving; leave kv_dtype out of training")
+        raise ValueError("kv_dtype applies to serving only; leave it out with mode train")
 
 
 def served_formats(
     quant: str, found: FoundModel, mode: Mode | None, layout: Layout | None
 ) -> StorageFormats:
-    """In what formats the weights are served. Raises ValueError for what cannot be."""
+    """Return the storage formats of the weights in serving. Raises ValueError for a quantization
+    that does not apply."""
     if mode == "train":
-        raise ValueError("weights are quantized in serving; leave quant out of training")
+        raise ValueError("quant applies to serving only; leave it out with mode train")
     served = Layout(tp=layout.tp) if layout and serves(layout) else Layout()
     return quantized_formats(found.gguf or found.path, found.config, served, quant)
 
 
 def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode | None) -> None:
+    """Raise ValueError if a requested layout cannot work for the model, the GPUs or the mode."""
     if problems := layout.problems(config):
         raise ValueError(f"layout {layout} cannot work: {'; '.join(problems)}")
     if layout.world_size != num_gpus:
@@ -248,7 +266,7 @@ def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode 
     if mode == "serve" and not serves(layout):
         works = Layout(dp=num_gpus // layout.tp, tp=layout.tp)
         raise ValueError(
-            f"layout {layout} is for training; serving takes tp, and dp for replicas: {works} works"
+            f"layout {layout} is for training; serving takes tp, and dp for replicas; {works} works"
         )
 
 
@@ -257,6 +275,7 @@ def choose_seq(config: ModelConfig, seq: int | None) -> int:
         return min(config.max_positions, DEFAULT_SEQ_TOKENS)
     if not 1 <= seq <= config.max_positions:
         raise ValueError(
-            f"the model has no positions for {seq} tokens; a --seq of 1 to {config.max_positions} works"
+            f"the model's context is {config.max_positions:,} tokens, so --seq must be 1 to "
+            f"{config.max_positions}, not {seq}"
         )
     return seq

@@ -1,4 +1,5 @@
-"""A plan for people: tables of GB (1e9) with a bar of the limit, then the reasons in sentences."""
+"""A plan as text: tables in GB (1e9 bytes) with a bar of the limit, then the reasons in
+sentences."""
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -8,9 +9,9 @@ from rich.text import Text
 
 from shardwise.params import model_specs, num_params
 from shardwise.plan.ledger import BYTES_PER_PARAMETER, Ledger, Mode
-from shardwise.plan.planner import Answer, Plan
+from shardwise.plan.planner import ModePlan, Plan
 from shardwise.plan.search import Candidate, Job
-from shardwise.plan.traffic import stage_elements
+from shardwise.plan.traffic import MODEL_AXES, stage_elements
 from shardwise.plan.why import count, gb, quantized_to, sequences
 
 BAR_CELLS = 8
@@ -26,101 +27,110 @@ def print_plan(plan: Plan, console: Console) -> None:
     device = plan.device
     params = count(num_params(model_specs(config)))
     console.print(
-        f"[bold]{plan.model.name}[/bold]: {params} parameters, {config.num_layers} layers x {config.hidden_size}, "
-        f"{config.num_heads} heads, {config.num_kv_heads} kv heads, vocabulary {config.vocab_size}",
+        f"[bold]{plan.model.name}[/bold]: {params} parameters, {config.num_layers} layers, "
+        f"hidden size {config.hidden_size}, {config.num_heads} heads, "
+        f"{config.num_kv_heads} KV heads, vocabulary {config.vocab_size}",
         highlight=False,
     )
-    console.print(
-        f"{plan.num_gpus} x {device.name}, {gb(device.memory_bytes)} each to use", highlight=False
+    memory = gb(device.memory_bytes)
+    console.print(f"{plan.num_gpus} x {device.name}, {memory} usable each", highlight=False)
+    for each in plan.modes:
+        console.print(mode_text(plan, each))
+    uncounted = "; ".join(
+        f"in {TITLES[each.job.mode].lower()} {', '.join(each.uncounted)}" for each in plan.modes
     )
-    for answer in plan.answers:
-        console.print(answer_text(plan, answer))
-    left_out = "; ".join(
-        f"in {TITLES[each.job.mode].lower()} {', '.join(each.uncounted)}" for each in plan.answers
-    )
     console.print(
-        f"GB are 1e9 bytes, on the fullest GPU. Not counted yet: {left_out}.",
+        f"GB are 1e9 bytes, on the GPU that holds most. Not counted yet: {uncounted}.",
         style="dim",
         highlight=False,
     )
 
 
-def answer_text(plan: Plan, answer: Answer) -> RenderableType:
-    parts: list[RenderableType] = [Text(f"\n{title(plan, answer)}", style="bold"), table(answer)]
-    if answer.job.mode == "train":
-        parts.append(sent_note(answer))
-    if answer.remark:
-        parts.insert(1, Text(answer.remark, style="dim"))
-    if answer.reasons and not answer.fits:
-        parts += [Text("Why one GPU is not enough"), *map(indented, answer.reasons)]
-    if answer.smallest_change:
-        parts += [Text("The smallest change that fits"), indented(answer.smallest_change)]
+def mode_text(plan: Plan, mode: ModePlan) -> RenderableType:
+    parts: list[RenderableType] = [
+        Text(f"\n{title(plan, mode)}", style="bold"),
+        candidate_table(mode),
+    ]
+    if mode.job.mode == "train":
+        parts.append(sent_note(mode))
+    if mode.remark:
+        parts.insert(1, Text(mode.remark, style="dim"))
+    if mode.reasons and not mode.fits:
+        parts += [Text("Why one GPU is not enough"), *map(indented, mode.reasons)]
+    if mode.smallest_change:
+        parts += [Text("The smallest change that fits"), indented(mode.smallest_change)]
     return Group(*parts)
 
 
-def sent_note(answer: Answer) -> Text:
-    """What the column `sent` says, what is sent besides, and what is not counted."""
-    said = "sent: by a GPU to other data ranks in a step, in multiples of its P parameters"
-    inside = ", ".join(filter(None, map(sent_inside, answer.candidates)))
-    besides = f"; besides, inside the model, {inside}" if inside else ""
-    missing = any(each.comm_bytes["pp"] is None for each in answer.candidates)
-    return Text(f"{said}{besides}{'; what pp sends is not counted yet' * missing}.", style="dim")
+def sent_note(mode: ModePlan) -> Text:
+    """Return what the column `sent` means, the traffic that it leaves out, and what is not
+    counted."""
+    meaning = (
+        "sent = what each GPU sends per step for data parallelism, in multiples of its P parameters"
+    )
+    others = ", ".join(filter(None, map(model_traffic, mode.candidates)))
+    addition = f"; plus {others}" if others else ""
+    missing = any(each.comm_bytes["pp"] is None for each in mode.candidates)
+    uncounted = "; pp traffic is not counted yet" if missing else ""
+    return Text(f"{meaning}{addition}{uncounted}.", style="dim")
 
 
-def sent_inside(candidate: Candidate) -> str:
-    """What ranks of the other axes send each other."""
+def model_traffic(candidate: Candidate) -> str:
+    """Return the bytes that ranks of the other axes send each other."""
     axes = [
-        f"{gb(sent)} over {axis}"
-        for axis in ("tp", "pp", "cp")
-        if (sent := candidate.comm_bytes[axis])
+        f"{gb(num_bytes)} over {axis}"
+        for axis in MODEL_AXES
+        if (num_bytes := candidate.comm_bytes[axis])
     ]
     return f"{' and '.join(axes)} with {candidate.layout}" if axes else ""
 
 
-def title(plan: Plan, answer: Answer) -> str:
-    each = BYTES_PER_PARAMETER[plan.precision]
-    if answer.job.mode == "train":
+def title(plan: Plan, mode: ModePlan) -> str:
+    if mode.job.mode == "train":
+        total = BYTES_PER_PARAMETER[plan.precision].total
         return (
-            f"{TITLES['train']} in {plan.precision}, {each.total} bytes a parameter before cutting, "
-            f"micro-batches of {sequences(answer.job)}"
+            f"{TITLES['train']} in {plan.precision}, {total} bytes per parameter before sharding, "
+            f"micro-batches of {sequences(mode.job)}"
         )
-    held = f", matrices of the blocks {quantized_to(plan.quant)}" if plan.quant else ""
-    kept = f", keys and values in {plan.kv_dtype}" if plan.kv_dtype != "auto" else ""
-    return f"{TITLES['serve']} in {plan.precision}{held}{kept}, one request of {plan.seq_tokens:,} tokens on each replica"
+    weights = f", block matrices {quantized_to(plan.quant)}" if plan.quant else ""
+    cache = f", KV cache in {plan.kv_dtype}" if plan.kv_dtype != "auto" else ""
+    request = f"one request of {plan.seq_tokens:,} tokens per replica"
+    return f"{TITLES['serve']} in {plan.precision}{weights}{cache}, {request}"
 
 
 def indented(sentence: str) -> Padding:
     return Padding(Text(sentence), (0, 0, 0, 2))
 
 
-def table(answer: Answer) -> Table:
-    rows = ROWS[answer.job.mode]
-    staged = any(candidate.layout.pp > 1 for candidate in answer.candidates)
-    decimals = 2 if max(candidate.peak_bytes for candidate in answer.candidates) >= 10e9 else 4
-    found = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
-    found.add_column("layout", overflow="fold")  # the one that gives way where there is no room
-    for name in (["stage"] if staged else []) + [*rows, "total"]:
-        found.add_column(name, justify="right", no_wrap=True)
-    found.add_column(f"of {gb(answer.job.device.memory_bytes)}", no_wrap=True)
-    found.add_column("", no_wrap=True)
-    if answer.job.mode == "train":
-        found.add_column("sent", justify="right", no_wrap=True)
-    for candidate in answer.candidates:
+def candidate_table(mode: ModePlan) -> Table:
+    """Return one row per layout, or per stage of it, with its ledger against the limit."""
+    rows = ROWS[mode.job.mode]
+    trains = mode.job.mode == "train"
+    has_stages = any(candidate.layout.pp > 1 for candidate in mode.candidates)
+    decimals = 2 if max(candidate.peak_bytes for candidate in mode.candidates) >= 10e9 else 4
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
+    table.add_column("layout", overflow="fold")  # the column that folds where space is short
+    for name in (["stage"] if has_stages else []) + [*rows, "total"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"of {gb(mode.job.device.memory_bytes)}", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    if trains:
+        table.add_column("sent", justify="right", no_wrap=True)
+    for candidate in mode.candidates:
         for stage in candidate.ledger:
             name = str(candidate.layout) if stage.stage == 0 else ""
             sizes = [*(stage.rows[row] for row in rows), stage.total_bytes]
             numbers = [f"{size / 1e9:,.{decimals}f}" for size in sizes]
-            before = [name, str(stage.stage)] if staged else [name]
-            after = (
-                [sent(answer.job, candidate) if name else ""] if answer.job.mode == "train" else []
-            )
+            before = [name, str(stage.stage)] if has_stages else [name]
+            sent = sent_multiple(mode.job, candidate) if name else ""
             used = stage.total_bytes / candidate.limit_bytes
-            found.add_row(*before, *numbers, bar(used), verdict(candidate, stage), *after)
-    return found
+            status = fit_status(candidate, stage)
+            table.add_row(*before, *numbers, bar(used), status, *([sent] if trains else []))
+    return table
 
 
-def sent(job: Job, candidate: Candidate) -> str:
-    """Elements that data ranks send each other in a step, as papers give them: in multiples of the
+def sent_multiple(job: Job, candidate: Candidate) -> str:
+    """Return the elements that a data rank sends in a step as papers state them: in multiples of P
     parameters."""
     weights = (
         stage_elements(job.config, candidate.layout) * BYTES_PER_PARAMETER[job.precision].parameters
@@ -129,7 +139,7 @@ def sent(job: Job, candidate: Candidate) -> str:
     return f"{multiple:,.0f}P" if multiple >= 1000 else f"{multiple:.3g}P"
 
 
-def verdict(candidate: Candidate, stage: Ledger) -> Text:
+def fit_status(candidate: Candidate, stage: Ledger) -> Text:
     over = stage.total_bytes - candidate.limit_bytes
     if over > 0:
         return Text(f"{gb(over)} over", style="red")
@@ -137,7 +147,7 @@ def verdict(candidate: Candidate, stage: Ledger) -> Text:
 
 
 def bar(share: float) -> Text:
-    """How much of the limit is used; an arrow says that it goes on."""
+    """Return a bar of the used share of the limit; an arrow marks more than all of it."""
     if share > 1:
         return Text("█" * (BAR_CELLS - 1) + "▶", style="red")
     cells = max(1, round(share * BAR_CELLS))

@@ -1,5 +1,4 @@
-"""A timeline for people at a terminal: a row a rank to scale, a small table, and what its numbers
-mean."""
+"""A timeline as text: one row per rank to scale, a small table, and the meaning of its numbers."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,7 +11,7 @@ from rich.text import Text
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.table import Memory, held_forwards
 from shardwise.plan.simulate import Timeline
-from shardwise.plan.svg import COLOURS, MEANINGS, RGB, chunk_of, shade
+from shardwise.plan.svg import COLOURS, MEANINGS, RGB, shade, stage_chunks
 
 IDLE: RGB = (58, 63, 71)
 MOST_ROWS = 64
@@ -20,30 +19,30 @@ MOST_ROWS = 64
 
 def print_timeline(timeline: Timeline, title: str, memory: Memory, console: Console) -> None:
     console.print(f"[bold]{title}[/bold]")
-    console.print(legend(timeline, coloured(console)))
+    console.print(legend(timeline, has_colour(console)))
     peaks = timeline.peak_in_flight
     label = len(str(len(peaks) - 1))
     note = max(len("in flight"), len(str(max(peaks))))
     columns = max(1, console.width - label - note - 2)
     console.print(Text(f"{'':{label}} {'':{columns}} in flight", style="dim"))
-    for rank in shown(len(peaks)):
+    for rank in shown_ranks(len(peaks)):
         if rank is None:
             console.print("⋮")
         else:
             row = Text(f"{rank:{label}} ").append_text(
-                picture(timeline, rank, columns, coloured(console))
+                picture(timeline, rank, columns, has_colour(console))
             )
             console.print(row.append(f" {peaks[rank]:>{note}}"), no_wrap=True, overflow="crop")
     console.print(figures(timeline, memory))
     console.print(meaning(timeline))
 
 
-def coloured(console: Console) -> bool:
+def has_colour(console: Console) -> bool:
     return console.color_system is not None and not console.no_color
 
 
-def shown(num_ranks: int) -> list[int | None]:
-    """All ranks, or the first and the last of very many."""
+def shown_ranks(num_ranks: int) -> list[int | None]:
+    """Return the ranks to show: all, or the first and the last of very many."""
     if num_ranks <= MOST_ROWS:
         return [*range(num_ranks)]
     half = MOST_ROWS // 2
@@ -59,7 +58,7 @@ def legend(timeline: Timeline, colour: bool) -> Text:
         )
     if colour:
         return text.append("   ", style=style(IDLE)).append(" idle")
-    return text.append(" ·  idle   small letters: every other micro-batch")
+    return text.append(" ·  idle   lower case: every other micro-batch")
 
 
 def style(background: RGB) -> str:
@@ -67,8 +66,8 @@ def style(background: RGB) -> str:
 
 
 def picture(timeline: Timeline, rank: int, columns: int, colour: bool) -> Text:
-    """A rank's time in cells, each in the colours of what it does then, mixed where that is more
-    than one thing."""
+    """Return the row of a rank: each cell has the colour of its actions, mixed where there are
+    several."""
     actions = timeline.table.ranks[rank]
     starts = timeline.starts[rank]
     ends = timeline.ends[rank]
@@ -84,7 +83,7 @@ def picture(timeline: Timeline, rank: int, columns: int, colour: bool) -> Text:
         if last - first >= len(label) + 1.5:  # so that numbers never touch
             at = int((first + last - len(label)) / 2 + 0.5)
             marks[at : at + len(label)] = label
-    chunk = chunk_of(timeline.table)
+    chunk = stage_chunks(timeline.table)
     drawn = [
         (mark or (" " if colour else letter(shares)), style(mixed(shares, chunk)) if colour else "")
         for shares, mark in zip(cells, marks, strict=True)
@@ -96,8 +95,8 @@ def picture(timeline: Timeline, rank: int, columns: int, colour: bool) -> Text:
 
 
 def letter(shares: Sequence[tuple[float, Action]]) -> str:
-    """What a cell is most of, small for every other micro-batch, so that one ends where the case
-    changes."""
+    """Return the kind that fills most of a cell, in lower case for every other micro-batch, so that
+    a micro-batch ends where the case changes."""
     idle = 1 - sum(share for share, _ in shares)
     most, action = max(shares, key=lambda each: each[0], default=(0.0, None))
     if action is None or most < idle:
@@ -115,7 +114,7 @@ def mixed(shares: Sequence[tuple[float, Action]], chunk: Sequence[int]) -> RGB:
 
 
 def figures(timeline: Timeline, memory: Memory) -> RichTable:
-    found = {
+    values = {
         "bubble / total": f"{timeline.bubble_fraction:.2%}",
         "bubble / ideal": f"{timeline.bubble_over_ideal:.2%}",
         "idle / makespan": f"{timeline.idle_fraction:.2%}",
@@ -123,23 +122,23 @@ def figures(timeline: Timeline, memory: Memory) -> RichTable:
         "most in flight": str(max(timeline.peak_in_flight)),
     }
     if memory.limit is not None:
-        table = timeline.table
-        most = (
-            max(max(held_forwards(actions, memory.mem_w)) for actions in table.ranks) / table.chunks
-        )
-        found["most held / limit"] = f"{most:.4g} / {memory.limit * len(table.ranks):.4g}"
-    figures = RichTable(box=SIMPLE_HEAD, show_edge=False)
-    for name in found:
-        figures.add_column(name, justify="right")
-    figures.add_row(*found.values())
-    return figures
+        ranks = timeline.table.ranks
+        most = max(max(held_forwards(actions, memory.mem_w)) for actions in ranks)
+        limit = memory.limit * len(ranks)
+        values["most held / limit"] = f"{most / timeline.table.chunks:.4g} / {limit:.4g}"
+    table = RichTable(box=SIMPLE_HEAD, show_edge=False)
+    for name in values:
+        table.add_column(name, justify="right")
+    table.add_row(*values.values())
+    return table
 
 
 def meaning(timeline: Timeline) -> Text:
     chunk = " of a chunk" if timeline.table.chunks > 1 else ""
     return Text(
-        f"The slowest rank takes {timeline.span:.6g} from its first action to its last and works {timeline.work:.6g} "
-        f"of it. The rest is bubble: {timeline.bubble_fraction:.1%} of the total, {timeline.bubble_over_ideal:.1%} on "
-        f"top of the ideal. In flight are forwards{chunk} whose backward is not complete; their activations are kept.",
+        f"The slowest rank takes {timeline.span:.6g} from its first action to its last and works "
+        f"{timeline.work:.6g} of it. The rest is bubble: {timeline.bubble_fraction:.1%} of the "
+        f"total, {timeline.bubble_over_ideal:.1%} on top of the ideal. In flight are forwards"
+        f"{chunk} whose backward is not complete; their activations are in memory.",
         style="dim",
     )

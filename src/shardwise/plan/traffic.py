@@ -48,7 +48,7 @@ from shardwise.parallel.pipeline.schedules import step_table
 from shardwise.params import boxes, local_shape, model_specs, partial_axes, stage_units, units
 from shardwise.plan.activations import MicroBatchShape, Share, num_blocks, share_of
 from shardwise.plan.ledger import computed_bytes, element_bytes, shard_sizes, unit_sizes
-from shardwise.precision import GradientPrecision, Precision
+from shardwise.precision import FP32_BYTES, GradientPrecision, Precision
 
 CommBytes = dict[str, int | None]
 """Bytes by axis; None where the axis has several ranks and no micro-batch is given, without which
@@ -59,7 +59,6 @@ MODEL_AXES: tuple[ModelAxis, ...] = get_args(ModelAxis)
 ActionCounts = Counter[tuple[str, str]]
 """How often a step executes each (kind, unit)."""
 
-FP32_BYTES = 4
 NUM_FORWARDS = {"none": 1, "selective": 1, "full": 2}
 """Forward passes of a block per step, by what is recomputed."""
 
