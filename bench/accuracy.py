@@ -31,10 +31,10 @@ from shardwise.kernels.spans import Span
 from shardwise.layout import Layout
 from shardwise.measure.perplexity import (
     ROWS,
-    Likeness,
+    ReferenceComparison,
     RowLogits,
-    likeness,
-    likeness_of,
+    compare_logits,
+    compare_with_reference,
     row_logits,
 )
 from shardwise.parallel.mesh import make_mesh
@@ -79,7 +79,7 @@ class Row:
     scheme: str
     method: Method | None
     bits: float
-    likeness: Likeness
+    comparison: ReferenceComparison
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -126,12 +126,20 @@ def schemes(task: Task) -> Iterator[tuple[str, Sequence[Method]]]:
 
 
 def measure(task: Task, asked: Iterable[tuple[str, Sequence[Method]]]) -> Iterator[Row]:
-    yield Row("none", None, 16.0, likeness(task.model, task.model, task.held_out, task.context))
+    yield Row(
+        "none",
+        None,
+        16.0,
+        compare_with_reference(task.model, task.model, task.held_out, task.context),
+    )
     for name, methods in asked:
         for method in methods:
             quantized, bits = quantize(task, QuantConfig.parse(name, method))
             yield Row(
-                name, method, bits, likeness(quantized, task.model, task.held_out, task.context)
+                name,
+                method,
+                bits,
+                compare_with_reference(quantized, task.model, task.held_out, task.context),
             )
 
 
@@ -147,7 +155,7 @@ def measure_cache(task: Task) -> Iterator[Row]:
         plain = partial(row_logits, task.model)
         ids = torch.tensor(task.held_out)
         served = over_pages(task.model, task.context, REFERENCE, kv_dtype)
-        yield Row(f"KV {kv_dtype}", None, bits, likeness_of(served, plain, ids, task.context))
+        yield Row(f"KV {kv_dtype}", None, bits, compare_logits(served, plain, ids, task.context))
 
 
 def measure_served(task: Task, path: Path) -> Iterator[Row]:
@@ -161,7 +169,9 @@ def measure_served(task: Task, path: Path) -> Iterator[Row]:
         model = load_model(path, torch.bfloat16, device, quant)
         served = over_pages(model, task.context, kernels, "auto")
         name = f"{quant or 'made plain'}, bf16, {kernels.name} kernels"
-        yield Row(name, None, 5.0 if quant else 16.0, likeness_of(served, plain, ids, task.context))
+        yield Row(
+            name, None, 5.0 if quant else 16.0, compare_logits(served, plain, ids, task.context)
+        )
 
 
 def over_pages(
@@ -208,7 +218,7 @@ HEADER = (
 
 
 def line(row: Row) -> str:
-    found = row.likeness
+    found = row.comparison
     name = "as they are" if row.scheme == "none" else row.scheme
     return (
         f"| {name} | {row.method or ''} | {row.bits:.2f} | {found.perplexity:.3f} | {100 * found.top1:.1f} % | "

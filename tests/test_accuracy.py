@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.kernels.reference.attention import causal_attention
-from shardwise.measure.perplexity import likeness, perplexity
+from shardwise.measure.perplexity import compare_with_reference, perplexity
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 
@@ -45,12 +45,12 @@ def rows(task: Task) -> Rows:
 
 
 def kl(rows: Rows, bits: int, group: int, method: str) -> float:
-    return rows[f"int{bits}-g{group}", method].likeness.kl
+    return rows[f"int{bits}-g{group}", method].comparison.kl
 
 
 def test_the_model_has_learned_something(task: Task, rows: Rows) -> None:
     """Next to guessing among 512 tokens."""
-    plain = rows["none", None].likeness
+    plain = rows["none", None].comparison
     assert plain.perplexity < 0.1 * task.model.config.vocab_size
     assert plain.kl == 0 and plain.top1 == 1
     assert len(rows) == 2 + 2 * 3 * len(GROUPS)
@@ -65,7 +65,7 @@ def test_looking_at_a_text_is_no_worse_than_not(rows: Rows) -> None:
             assert kl(rows, bits, group, "gptq") <= 0.8 * rounded
             for method in ("gptq", "awq"):
                 mine, nearest = (
-                    rows[f"int{bits}-g{group}", each].likeness for each in (method, "rtn")
+                    rows[f"int{bits}-g{group}", each].comparison for each in (method, "rtn")
                 )
                 assert mine.perplexity <= 1.005 * nearest.perplexity
                 assert mine.top1 >= nearest.top1 - 0.01
@@ -77,16 +77,16 @@ def test_fewer_bits_are_worse(rows: Rows) -> None:
     for method in ("rtn", "gptq", "awq"):
         for group in GROUPS:
             assert kl(rows, 3, group, method) > 2 * kl(rows, 4, group, method)
-            assert kl(rows, 4, group, method) > 5 * rows["int8", "rtn"].likeness.kl
+            assert kl(rows, 4, group, method) > 5 * rows["int8", "rtn"].comparison.kl
             assert (
-                rows[f"int3-g{group}", method].likeness.top1
-                < rows[f"int4-g{group}", method].likeness.top1
+                rows[f"int3-g{group}", method].comparison.top1
+                < rows[f"int4-g{group}", method].comparison.top1
             )
     three, four = (
-        mean(each.likeness.perplexity for each in rows.values() if name in each.scheme)
+        mean(each.comparison.perplexity for each in rows.values() if name in each.scheme)
         for name in BITS
     )
-    assert three > four > rows["none", None].likeness.perplexity
+    assert three > four > rows["none", None].comparison.perplexity
 
 
 def test_larger_groups_are_worse(rows: Rows) -> None:
@@ -101,10 +101,10 @@ def test_larger_groups_are_worse(rows: Rows) -> None:
 def test_a_cache_in_8_bits_costs_less_than_weights_in_4(task: Task, rows: Rows) -> None:
     """Integers a tenth of it, and less than floats of as many bits, whose steps are coarse where
     numbers are large. All through the attention over pages that a server runs."""
-    integers, floats = (row.likeness for row in measure_cache(task))
-    least = min(row.likeness.kl for row in rows.values() if row.scheme.startswith("int4"))
+    integers, floats = (row.comparison for row in measure_cache(task))
+    least = min(row.comparison.kl for row in rows.values() if row.scheme.startswith("int4"))
     assert 0 < 10 * integers.kl < least and integers.kl < floats.kl < least
-    assert integers.perplexity < 1.001 * rows["none", None].likeness.perplexity
+    assert integers.perplexity < 1.001 * rows["none", None].comparison.perplexity
 
 
 def test_what_a_weight_takes(rows: Rows) -> None:
@@ -116,7 +116,7 @@ def test_what_a_weight_takes(rows: Rows) -> None:
     )
 
 
-def test_likeness_is_its_formulas(task: Task) -> None:
+def test_comparison_follows_its_formulas(task: Task) -> None:
     """Over whole logits in doubles, and perplexity as `shardwise eval` has it."""
     tokens = task.held_out[:301]
     model = task.model
@@ -125,7 +125,7 @@ def test_likeness_is_its_formulas(task: Task) -> None:
         for name, weight in model.weights.items()
     }
     changed = type(model)(model.config, other, model.tokenizer, model.dtype, model.device)
-    found = likeness(changed, model, tokens, 100)
+    found = compare_with_reference(changed, model, tokens, 100)
     assert found.tokens == 300
     assert found.perplexity == pytest.approx(
         perplexity(changed, tokens, 100, 100, lambda _: None).perplexity, rel=1e-6

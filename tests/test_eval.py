@@ -137,8 +137,11 @@ def test_the_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("argv", "sentence"),
     [
         (["perplexity", "--stride", "0"], "--stride must be at least 1"),
-        (["perplexity", "--context", "8", "--stride", "9"], "the stride is from 1 to the context"),
-        (["perplexity", "--context", "65"], "at most the model's 64 positions"),
+        (
+            ["perplexity", "--context", "8", "--stride", "9"],
+            "the stride must be from 1 to the context",
+        ),
+        (["perplexity", "--context", "65"], "at most the model's 64 tokens"),
         (
             ["logprobs", "--stride", "3"],
             "--stride is a flag of `eval perplexity`, not of `eval logprobs`",

@@ -92,7 +92,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
 def run_logprobs(args: argparse.Namespace) -> int:
     from shardwise.formats.catalogue import find_model, model_path
     from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
-    from shardwise.measure.perplexity import agreement
+    from shardwise.measure.perplexity import compare_trainer_with_server
 
     check_positive(args, ["context"])
     path = model_path(find_model(args.model))
@@ -100,7 +100,7 @@ def run_logprobs(args: argparse.Namespace) -> int:
     text = read_text(Path(args.data))
     with progress_bar() as advance:
         tokens = load_tokenizer(path).encode(text, special_tokens=True)
-        result = agreement(
+        result = compare_trainer_with_server(
             path, tokens, settings.dtype, args.context, lambda done: advance("logprobs", done)
         )
     if args.json:
