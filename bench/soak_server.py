@@ -1,33 +1,42 @@
-"""A server under random requests over HTTP: of clients that stay, leave, read slowly, are killed or
-ask for nonsense. Memory is to stay flat, pages are to come back, and nobody who stays may get an
-answer that is broken."""
+"""A soak test: a server under random HTTP requests of clients that stay, leave, read slowly, are
+killed or send nonsense. Memory must stay flat, pages must return, and responses must be whole."""
 
 import asyncio
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 
-from soak_clients import Served, Tally, ask, draw
+from soak_clients import RunningServer, Tally, draw_request, send
 
 from shardwise.measure.http_client import send_request
 
 CLIENTS = 24
-WATCH_S = 1.0
-IDLE_S = 20.0
-"""How long pages may take to come back after the last request."""
+SAMPLE_S = 1.0
+IDLE_TIMEOUT_S = 20.0
+"""Time that pages may take to return after the last request."""
 GROWTH_BYTES = 32 << 20
-"""What is still flat: allocators settle for a long time."""
+"""Growth of memory that still counts as flat: allocators take long to settle."""
 
 
 @dataclass(frozen=True)
-class Soaked:
-    """What was asked, by how clients behaved and by status; resident bytes of each process after
-    each minute, and how much they grew from the median of the middle third of the time to that of
-    the last; and what was left at the end."""
+class SoakResult:
+    """What a soak test found.
+
+    Attributes:
+        behaviours: Requests by the behaviour of their client.
+        statuses: Responses by status.
+        failures: Responses that were wrong.
+        minutes: Resident bytes of each process after each minute.
+        growth_bytes: Growth of each process, from the median of the middle third of the time to
+            that of the last third.
+        pages_used, num_in_flight, num_files_left: What was left at the end.
+        pages_constant: The number of all pages never changed.
+    """
 
     seconds: float
     behaviours: Mapping[str, int]
@@ -37,9 +46,9 @@ class Soaked:
     minutes: Mapping[str, tuple[int, ...]]
     growth_bytes: Mapping[str, int]
     pages_used: int
-    num_under_way: int
+    num_in_flight: int
     num_files_left: int
-    pages_kept_count: bool
+    pages_constant: bool
 
     @property
     def num_requests(self) -> int:
@@ -47,56 +56,52 @@ class Soaked:
 
     @property
     def ok(self) -> bool:
-        left = self.pages_used or self.num_under_way or self.num_files_left > 0
-        return (
-            self.pages_kept_count
-            and not left
-            and not self.failures
-            and max(self.growth_bytes.values()) <= GROWTH_BYTES
-        )
+        has_leak = self.pages_used or self.num_in_flight or self.num_files_left > 0
+        is_flat = max(self.growth_bytes.values()) <= GROWTH_BYTES
+        return self.pages_constant and not has_leak and not self.failures and is_flat
 
 
 async def soak(
-    served: Served,
+    server: RunningServer,
     seconds: float,
     seed: int,
-    say: Callable[[str], None],
-    num_requests: int | None = None,
-) -> Soaked:
-    """Ask for so many seconds, or until there were so many requests."""
+    log: Callable[[str], None],
+    max_requests: int | None = None,
+) -> SoakResult:
+    """Send requests for `seconds`, or until there were `max_requests`."""
     rng = random.Random(seed)
     tally = Tally()
-    began_s = time.monotonic()
-    num_files = open_files(served)
-    before = await figures(served)
+    start_s = time.monotonic()
+    num_files = count_open_files(server)
+    before = await read_metrics(server)
     max_len = int(before["max_len"])
 
     def is_over() -> bool:
-        enough = num_requests is not None and tally.num_requests >= num_requests
-        return enough or time.monotonic() - began_s > seconds
+        is_enough = max_requests is not None and tally.num_requests >= max_requests
+        return is_enough or time.monotonic() - start_s > seconds
 
-    async def client(mine: random.Random) -> None:
+    async def run_client(client_rng: random.Random) -> None:
         while not is_over():
-            await ask(served, draw(mine, max_len), tally)
+            await send(server, draw_request(client_rng, max_len), tally)
 
-    clients = asyncio.gather(*(client(random.Random(rng.random())) for _ in range(CLIENTS)))
-    resident: dict[str, list[int]] = {name: [] for name in served.pids}
-    minutes: dict[str, list[int]] = {name: [] for name in served.pids}
-    kept = True
+    clients = asyncio.gather(*(run_client(random.Random(rng.random())) for _ in range(CLIENTS)))
+    resident: dict[str, list[int]] = {name: [] for name in server.pids}
+    minutes: dict[str, list[int]] = {name: [] for name in server.pids}
+    pages_constant = True
     while not is_over():
-        await asyncio.sleep(min(WATCH_S, seconds / 30))
-        now = await figures(served)
-        kept &= total_pages(now) == total_pages(before)
-        for name, pid in served.pids.items():
+        await asyncio.sleep(min(SAMPLE_S, seconds / 30))
+        now = await read_metrics(server)
+        pages_constant &= total_pages(now) == total_pages(before)
+        for name, pid in server.pids.items():
             resident[name].append(resident_bytes(pid))
-            if time.monotonic() - began_s >= 60 * (len(minutes[name]) + 1):
+            if time.monotonic() - start_s >= 60 * (len(minutes[name]) + 1):
                 minutes[name].append(resident[name][-1])
-        held = ", ".join(f"{name} {values[-1] / 1e6:,.0f} MB" for name, values in resident.items())
-        say(f"{tally.num_requests} requests, {held}, {now['used']:.0f} pages used")
+        sizes = ", ".join(f"{name} {values[-1] / 1e6:,.0f} MB" for name, values in resident.items())
+        log(f"{tally.num_requests} requests, {sizes}, {now['used']:.0f} pages used")
     await clients
-    after = await idle(served, num_files)
-    return Soaked(
-        time.monotonic() - began_s,
+    after = await wait_until_idle(server, num_files)
+    return SoakResult(
+        time.monotonic() - start_s,
         dict(tally.behaviours),
         dict(tally.statuses),
         tuple(tally.failures),
@@ -104,81 +109,75 @@ async def soak(
         {name: tuple(values) for name, values in minutes.items()},
         {name: growth(values) for name, values in resident.items()},
         int(after["used"]),
-        under_way(after),
-        open_files(served) - num_files,
-        kept and total_pages(after) == total_pages(before),
+        num_in_flight(after),
+        count_open_files(server) - num_files,
+        pages_constant and total_pages(after) == total_pages(before),
     )
 
 
-# -- what is left of it
-# -------------------------------------------------------------------------------------
+# -- state of the server
 
 
-async def figures(served: Served) -> dict[str, float]:
-    """Of /metrics, by the last part of their names; max_len besides."""
-    text = await fetch(served, "/metrics")
-    found = {
-        state: float(value)
-        for state, value in re.findall(r'shardwise_kv_pages\{state="(\w+)"\} (\S+)', text)
-    }
-    for name in ("waiting", "running", "inside"):
-        found[name] = float(re.findall(rf"^shardwise_requests_{name} (\S+)", text, re.MULTILINE)[0])
-    found["preemptions"] = float(
-        re.findall(r"^shardwise_preemptions_total (\S+)", text, re.MULTILINE)[0]
-    )
-    found["max_len"] = float(
-        re.findall(r'"max_model_len":(\d+)', await fetch(served, "/v1/models"))[0]
-    )
-    return found
+async def read_metrics(server: RunningServer) -> dict[str, float]:
+    """Return metrics by the last part of their names, and `max_len`."""
+    text = await fetch(server, "/metrics")
+    pages = re.findall(r'shardwise_kv_pages\{state="(\w+)"\} (\S+)', text)
+    metrics = {state: float(value) for state, value in pages}
+    for name in ("requests_waiting", "requests_running", "requests_in_flight", "preemptions_total"):
+        (value,) = re.findall(rf"^shardwise_{name} (\S+)", text, re.MULTILINE)
+        metrics[name.removeprefix("requests_").removesuffix("_total")] = float(value)
+    (max_len, *_) = re.findall(r'"max_model_len":(\d+)', await fetch(server, "/v1/models"))
+    return metrics | {"max_len": float(max_len)}
 
 
-async def fetch(served: Served, path: str) -> str:
-    async with aclosing(send_request(served.url + path, served.api_key)) as parts:
-        return b"".join([part async for part in parts]).decode()
+async def fetch(server: RunningServer, path: str) -> str:
+    async with aclosing(send_request(server.url + path, server.api_key)) as chunks:
+        return b"".join([chunk async for chunk in chunks]).decode()
 
 
-async def idle(served: Served, num_files: int) -> dict[str, float]:
-    """The figures once nothing is under way and all connections are closed, or after a while."""
-    until = time.monotonic() + IDLE_S
-    now = await figures(served)
-    while (
-        under_way(now) or now["used"] or open_files(served) > num_files
-    ) and time.monotonic() < until:
+async def wait_until_idle(server: RunningServer, num_files: int) -> dict[str, float]:
+    """Return the metrics once nothing runs and all connections are closed, or after a timeout."""
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    now = await read_metrics(server)
+
+    def is_busy() -> bool:
+        return bool(num_in_flight(now) or now["used"] or count_open_files(server) > num_files)
+
+    while is_busy() and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
-        now = await figures(served)
+        now = await read_metrics(server)
     return now
 
 
-def under_way(now: Mapping[str, float]) -> int:
-    return int(now["waiting"] + now["running"] + now["inside"])
+def num_in_flight(metrics: Mapping[str, float]) -> int:
+    return int(metrics["waiting"] + metrics["running"] + metrics["in_flight"])
 
 
-def total_pages(now: Mapping[str, float]) -> float:
-    return now["free"] + now["used"] + now["cached"]
+def total_pages(metrics: Mapping[str, float]) -> float:
+    return metrics["free"] + metrics["used"] + metrics["cached"]
 
 
-def growth(values: list[int]) -> int:
+def growth(values: Sequence[int]) -> int:
+    """Return the median of the last third minus that of the middle third; 0 for too few values."""
     third = len(values) // 3
-    return 0 if not third else median(values[2 * third :]) - median(values[third : 2 * third])
-
-
-def median(numbers: list[int]) -> int:
-    return sorted(numbers)[len(numbers) // 2] if numbers else 0
+    if not third:
+        return 0
+    return median_high(values[2 * third :]) - median_high(values[third : 2 * third])
 
 
 def resident_bytes(pid: int) -> int:
-    """VmRSS of a process (proc_pid_status(5))."""
+    """Return VmRSS of a process (proc_pid_status(5))."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
-def open_files(served: Served) -> int:
-    """Of the server: among them a socket for each client."""
-    return len(list(Path(f"/proc/{next(iter(served.pids.values()))}/fd").iterdir()))
+def count_open_files(server: RunningServer) -> int:
+    """Count open files of the server's first process, among them one socket per client."""
+    return len(list(Path(f"/proc/{next(iter(server.pids.values()))}/fd").iterdir()))
 
 
-def children(pid: int) -> list[int]:
-    """Processes that one has started, but for the tracker of Python's own."""
+def child_pids(pid: int) -> list[int]:
+    """Return the processes that one has started, except Python's resource tracker."""
     pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [
         int(each)

@@ -8,25 +8,19 @@ chance. Tolerances are for that chance.
 """
 
 import math
-import sys
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import GROUPS, Row, Task, measure, measure_cache, schemes, small, train_small
 
 from shardwise.kernels.reference.attention import causal_attention
+from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.measure.perplexity import compare_with_reference, perplexity
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-
-from accuracy import GROUPS, Row, Task, measure, measure_cache, schemes, small, train_small
-
-from shardwise.kernels.reference.serving import REFERENCE
 
 BITS = ("int3", "int4")
 Rows = dict[tuple[str, str | None], Row]

@@ -5,7 +5,6 @@ tested."""
 import json
 import math
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,10 +13,33 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
+import plot
 import pytest
+import report
 import torch
 import torch.nn.functional as F
+import train as bench_train
+from peers_context import know_cpus
+from peers_pipeline import Cut, Pipeline
+from peers_tensor import clip_cut, cut, whole
 from profile_train import group_of, profile_layout
+from report import (
+    CONTEXT_BARS,
+    CONTEXT_WORK,
+    DATA_BARS,
+    DATA_WORK,
+    DEEPSPEEDS,
+    FSDP2,
+    PIPELINE_WORK,
+    STAGES,
+    TENSOR_BARS,
+    TENSOR_WORK,
+    Bars,
+    Figures,
+    Report,
+    Stage,
+    Work,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -38,32 +60,6 @@ from shardwise.parallel.peak_memory import peak_resident_bytes, reset_peaks
 from shardwise.parallel.pipeline.schedules import pipeline_table
 from shardwise.params import model_specs
 from shardwise.plan.traffic import comm_bytes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-
-import plot
-import report
-import train as bench_train
-from peers_context import know_cpus
-from peers_pipeline import Cut, Pipeline
-from peers_tensor import clip_cut, cut, whole
-from report import (
-    CONTEXT_BARS,
-    CONTEXT_WORK,
-    DATA_BARS,
-    DATA_WORK,
-    DEEPSPEEDS,
-    FSDP2,
-    PIPELINE_WORK,
-    STAGES,
-    TENSOR_BARS,
-    TENSOR_WORK,
-    Bars,
-    Figures,
-    Report,
-    Stage,
-    Work,
-)
 
 VOCAB = 97
 TINY = Workload(

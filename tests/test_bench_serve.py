@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import serve as bench_serve
+import serve_http
+import serve_large
+import serve_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from profile_decode import Clock, profile_decode, timed_step
@@ -41,13 +45,6 @@ from shardwise.measure.workload import (
 from shardwise.serve.llm import LLM
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-
-import serve as bench_serve
-import serve_http
-import serve_large
-import serve_rows
 
 
 @pytest.fixture(scope="module")

@@ -1,30 +1,25 @@
-"""`shardwise serve` under a crowd: of 1,000 requests nothing is left, and a soak notices what goes
-wrong."""
+"""The soak test: 1,000 requests leave nothing behind, and it detects what goes wrong."""
 
 import asyncio
 import json
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from soak_clients import BEHAVIOURS, Drawn, draw, wrong
-from soak_server import GROWTH_BYTES, Soaked, growth, soak
+import soak as bench_soak
+from soak_clients import BEHAVIOURS, ClientRequest, draw_request, find_fault
+from soak_server import GROWTH_BYTES, SoakResult, growth, soak
 
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from tiny_engine import TEMPLATE
 from tiny_models import tiny_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-
-import soak as bench_soak
-
-CLEAN = Soaked(1.0, {"stays": 1}, {200: 1}, (), 0, {"server": ()}, {"server": 0}, 0, 0, 0, True)
+CLEAN = SoakResult(1.0, {"stays": 1}, {200: 1}, (), 0, {"server": ()}, {"server": 0}, 0, 0, 0, True)
 
 
-def test_a_crowd_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_clients_leave_nothing_behind(tmp_path: Path) -> None:
     """1,000 requests or 20 s; bench/soak.py takes minutes. Few pages, so that there is preemption
     too."""
     tiny_model("llama-tied", vocab_size=264, max_position_embeddings=256).save_pretrained(tmp_path)
@@ -46,9 +41,9 @@ def test_a_crowd_leaves_nothing_behind(tmp_path: Path) -> None:
     [
         {"failures": ("500",)},
         {"pages_used": 1},
-        {"num_under_way": 1},
+        {"num_in_flight": 1},
         {"num_files_left": 1},
-        {"pages_kept_count": False},
+        {"pages_constant": False},
         {"growth_bytes": {"server": 0, "engine": GROWTH_BYTES + 1}},
     ],
 )
@@ -70,22 +65,24 @@ def test_growth_is_what_the_last_third_has_over_the_middle() -> None:
         ("stays", True, 200, b'data: {"token": "error"}\n\ndata: [DONE]\n\n', None),
         ("stays", True, 200, b"data: {}\n\n", "a stream ended with"),
         ("stays", True, 200, b'data: {"error": {}}\n\ndata: [DONE]\n\n', "a stream ended with"),
-        ("asks nonsense", True, 400, b"{}", None),
-        ("asks nonsense", False, 200, b"{}", "200"),
+        ("sends nonsense", True, 400, b"{}", None),
+        ("sends nonsense", False, 200, b"{}", "200"),
     ],
 )
 def test_what_is_wrong_with_an_answer(
     behaviour: str, streams: bool, status: int, answer: bytes, says: str | None
 ) -> None:
-    told = wrong(
-        Drawn("/v1/completions", {"stream": streams}, behaviour, None, False), status, answer
+    told = find_fault(
+        ClientRequest("/v1/completions", {"stream": streams}, behaviour, None, False),
+        status,
+        answer,
     )
     assert told is None if says is None else told is not None and says in told
 
 
-def test_a_crowd_asks_for_what_fits() -> None:
+def test_drawn_requests_fit() -> None:
     rng = random.Random(0)
-    for drawn in (draw(rng, 256) for _ in range(2000)):
-        if drawn.behaviour != "asks nonsense" and "max_tokens" in drawn.body:
+    for drawn in (draw_request(rng, 256) for _ in range(2000)):
+        if drawn.behaviour != "sends nonsense" and "max_tokens" in drawn.body:
             texts = drawn.body.get("prompt") or [str(drawn.body["messages"])]
             assert max(len(text.encode()) for text in texts) + drawn.body["max_tokens"] <= 256
