@@ -22,8 +22,8 @@ from shardwise.measure.train_step import (
     WARMUP_STEPS,
     WORKLOAD,
     Workload,
+    bench_program,
     check_bench,
-    make_program,
     random_batches,
     wait_for_all,
 )
@@ -109,7 +109,7 @@ def profile_layout(layout: Layout, workload: Workload = WORKLOAD) -> Breakdown:
 
 def profile_rank(place: Place, layout: Layout, workload: Workload) -> Breakdown:
     mesh = make_mesh(layout, place.rank, place.device, workload.config.num_kv_heads)
-    program = make_program(mesh, workload)
+    program = bench_program(mesh, workload)
     batches = random_batches(mesh, workload)
     for _ in range(WARMUP_STEPS):
         take_step(program, mesh, next(batches), LR, MAX_NORM)

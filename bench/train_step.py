@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from shardwise.formats.huggingface.hf_config import to_hugging_face
-from shardwise.measure.train_step import LR, MAX_NORM, WARMUP_STEPS, WORKLOAD, make_program
+from shardwise.measure.train_step import LR, MAX_NORM, WARMUP_STEPS, WORKLOAD, bench_program
 
 SEQUENCES = WORKLOAD.sequences
 LENGTH = WORKLOAD.length
@@ -27,7 +27,7 @@ def ours() -> Callable[[torch.Tensor], float]:
     from shardwise.train.loop import take_step
 
     mesh = make_mesh(Layout(), 0, torch.device("cpu"))
-    program = make_program(mesh, WORKLOAD)
+    program = bench_program(mesh, WORKLOAD)
     positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
 
     def step(tokens: torch.Tensor) -> float:

@@ -143,7 +143,7 @@ def test_a_peak_does_not_count_what_was_held_before() -> None:
 
 def test_a_length_that_cannot_be_trained_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="sequences of 33 tokens are longer than the model's 32 positions"
+        ValueError, match="sequences of 33 tokens exceed the model's context length of 32"
     ):
         bench_layout(Layout(), 1, replace(TINY, length=33))
 
@@ -219,7 +219,7 @@ def test_the_work_is_what_is_named(
         (["train", "--sequences", "-1"], "--sequences must be at least 1, not -1"),
         (
             ["train", "--length", "9000"],
-            "sequences of 9000 tokens are longer than the model's 8192 positions",
+            "sequences of 9000 tokens exceed the model's context length of 8192",
         ),
         (["train", "gtp2"], "gpt2"),
         (["draw"], "invalid choice: 'draw'"),

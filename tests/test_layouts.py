@@ -243,12 +243,12 @@ def compare(case: Case, told: Sequence[RankResult], alone: RankResult) -> Parity
             config, [each.gradients[step] for each in told], alone.gradients[step]
         ):
             floor = norm1 if vanishes(config, name) else SMALL * norm1
-            found.note(step, "grad", ratio(size(mine - one), max(size(one), floor)), name)
+            found.record(step, "grad", ratio(size(mine - one), max(size(one), floor)), name)
         for each in told:
-            found.note(step, "loss", ratio(abs(each.losses[step] - loss1), loss1))
-            found.note(step, "grad_norm", ratio(abs(each.norms[step] - norm1), norm1))
+            found.record(step, "loss", ratio(abs(each.losses[step] - loss1), loss1))
+            found.record(step, "grad_norm", ratio(abs(each.norms[step] - norm1), norm1))
     for each in told:
-        found.note(
+        found.record(
             1,
             "loss",
             ratio(abs(each.evaluation - alone.evaluation), alone.evaluation),
@@ -256,7 +256,7 @@ def compare(case: Case, told: Sequence[RankResult], alone: RankResult) -> Parity
         )
     masters = [each.masters for each in told]
     for name, mine, one in parts(config, masters, alone.masters):
-        found.note(
+        found.record(
             NUM_STEPS, "param", ratio(size(mine - one), max(size(one), drawn_size(one))), name
         )
     for spec, master in wholes(config, masters):
@@ -267,7 +267,7 @@ def compare(case: Case, told: Sequence[RankResult], alone: RankResult) -> Parity
                     torch.equal(each.weights[spec.name][box.local_slices], master[box.slices])
                     for box in held
                 ]
-                found.note(NUM_STEPS, "replica", float(not all(equal)), spec.name)
+                found.record(NUM_STEPS, "replica", float(not all(equal)), spec.name)
     return found
 
 

@@ -34,7 +34,7 @@ from shardwise.measure.parity import (
     draw_batch,
     logical_parts,
     needed_bytes,
-    part_of,
+    rank_batch,
     ratio,
     vanishes,
 )
@@ -444,7 +444,7 @@ def test_batches(trial: Trial, step: int) -> None:
     layout = trial.layout
     tokens, targets = draw_batch(trial, step)
     assert tokens.shape == targets.shape == (layout.dp * layout.microbatches * 2, 32)
-    parts = [part_of(tokens, targets, layout, rank) for rank in range(layout.dp)]
+    parts = [rank_batch(tokens, targets, layout, rank) for rank in range(layout.dp)]
     counts = [
         int((each.targets != IGNORE_INDEX).sum()) for part in parts for each in part.microbatches
     ]
@@ -569,12 +569,12 @@ def test_a_parity_that_compared_nothing_is_not_equal() -> None:
     found = Parity()
     assert not found.is_equal
     for kind in ("loss", "grad", "grad_norm", "param"):
-        found.note(1, kind, 0.0)
+        found.record(1, kind, 0.0)
     assert not found.is_equal
-    found.note(1, "replica", 0.0)
+    found.record(1, "replica", 0.0)
     assert found.is_equal
-    found.note(2, "grad", math.nan, "embed")
-    found.note(1, "grad", math.inf, "norm")
+    found.record(2, "grad", math.nan, "embed")
+    found.record(1, "grad", math.inf, "norm")
     assert not found.is_equal and found.first is not None and found.first.parameter == "embed"
 
 
@@ -718,7 +718,8 @@ def test_memory_is_that_of_all_ranks_and_one_more() -> None:
 
 def test_check_refuses_a_sequence_too_short_to_cut() -> None:
     with pytest.raises(
-        ValueError, match="cuts a sequence into 64 parts, but the model has only 32 positions"
+        ValueError,
+        match="splits a sequence into 64 parts, but the context of the model is 32 tokens",
     ):
         _ = Trial(LLAMA, Layout.parse("tp4.cp8")).length_tokens
     check_trial(Trial(LLAMA, Layout.parse("dp2")))

@@ -210,7 +210,7 @@ def in_flight_on(rank: int, world: int, short: str) -> int:
         there = [
             at
             for at, saved in pipeline._saved.items()
-            if at[0] == pipeline.work.first and saved.y is not None
+            if at[0] == pipeline.work.first_piece and saved.y is not None
         ]
         most["most"] = max(most["most"], len(there))
 

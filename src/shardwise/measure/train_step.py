@@ -1,5 +1,5 @@
-"""What a training step of any layout costs on this machine: tokens per second and memory, on one
-workload for all, so that layouts, and other software given the same work, can be compared."""
+"""Benchmark of a training step: tokens per second and memory of any layout on this machine, on one
+workload, so that layouts and other software can be compared."""
 
 import time
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, in bf16 with fp32 master weights, on random tokens: `sequences` of `length`
-    tokens a data rank and micro-batch."""
+    """A model and its micro-batches: `sequences` of `length` random tokens per data rank. Training
+    is in bf16 with fp32 master weights."""
 
     config: ModelConfig
     sequences: int
@@ -40,19 +40,31 @@ class Workload:
 
 
 SHAPE = {
-    "model_type": LLAMA.model_type, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 12,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": LLAMA.model_type,
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 WORKLOAD = Workload(from_hugging_face(SHAPE), StepSizes.sequences, StepSizes.length)
-"""70.8 M parameters, 435 GFLOP of matrix products a step and data rank."""
+"""70.8 M parameters; 435 GFLOP of matrix products per step and data rank."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The mean of the timed steps. `peak_resident_bytes` is of the fullest rank's process,
-    `peak_gpu_bytes` of its GPU, `comm_bytes` what rank 0 sent a step. `loss` is of the last step:
-    layouts of as many data ranks agree on it. `stopped` is the number of the signal that ended it
-    early, and then nothing else counts."""
+    """Mean figures of the timed steps.
+
+    Attributes:
+        peak_resident_bytes: peak memory of the process of the rank that used most
+        peak_gpu_bytes: peak memory of its GPU; None without one
+        comm_bytes: bytes that rank 0 sent per step
+        loss: the loss of the last step, the same in layouts of as many data ranks
+        stopped: the number of the signal that ended it early; nothing else is then valid
+    """
 
     step_s: float
     tokens_per_s: float
@@ -67,8 +79,8 @@ def bench_layout(layout: Layout, steps: int, workload: Workload) -> Measured:
     """Start the ranks of `layout` on this machine, or join those of torchrun, and time `steps`
     steps after a warm-up.
 
-    Raises ValueError, before anything starts, for a layout that cannot train this or does not fit
-    in memory; RankFailed or Stopped as `run_ranks` does.
+    Raises ValueError, before anything starts, for a layout that cannot train the workload or does
+    not fit in memory; RankFailed or Stopped as `run_ranks` does.
     """
     check_bench(layout, workload)
     measured: Measured = run_ranks(measure, layout.world_size, layout, steps, workload)
@@ -76,13 +88,14 @@ def bench_layout(layout: Layout, steps: int, workload: Workload) -> Measured:
 
 
 def check_bench(layout: Layout, workload: Workload) -> None:
+    """Raise ValueError if a layout cannot run the workload on this machine."""
     check_trainable(layout, workload.config)
     training_kernels(device_of(0, layout.world_size), torch.bfloat16)
     length = workload.length
     positions = workload.config.max_positions
     if length > positions:
         raise ValueError(
-            f"sequences of {length} tokens are longer than the model's {positions} positions"
+            f"sequences of {length} tokens exceed the model's context length of {positions}"
         )
     check_joined(layout)
     states = max(stage.state_bytes for stage in training_ledgers(workload.config, layout))
@@ -94,10 +107,10 @@ def check_bench(layout: Layout, workload: Workload) -> None:
 
 
 def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Measured:
-    """One rank's part; every rank returns the same but for `comm_bytes`."""
+    """Time the steps on one rank; every rank returns the same, except for `comm_bytes`."""
     reset_peaks(place.device)
     mesh = make_mesh(layout, place.rank, place.device, workload.config.num_kv_heads)
-    program = make_program(mesh, workload)
+    program = bench_program(mesh, workload)
     batches = random_batches(mesh, workload)
     with StopRequest(patient=place.world_size > 1) as stop:
         for _ in range(WARMUP_STEPS):
@@ -107,9 +120,7 @@ def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Mea
         began = time.perf_counter()
         for _ in range(steps):
             loss, _ = take_step(program, mesh, next(batches), LR, MAX_NORM)
-            stopped = int(
-                mesh.world.max(float(stop.signal or 0))[0]
-            )  # asked of all after each step, as in training
+            stopped = int(mesh.world.max(float(stop.signal or 0))[0])  # agree, as in training
             if stopped:
                 return Measured(0.0, 0.0, 0, None, 0, 0.0, stopped)
         wait_for_all(mesh)
@@ -127,14 +138,14 @@ def measure(place: Place, layout: Layout, steps: int, workload: Workload) -> Mea
     )
 
 
-def make_program(mesh: Mesh, workload: Workload) -> Program:
+def bench_program(mesh: Mesh, workload: Workload) -> Program:
     program = apply(workload.config, mesh, torch.bfloat16, torch.bfloat16, AdamW().update)
     draw_weights(program, seed=0)
     return program
 
 
 def random_batches(mesh: Mesh, workload: Workload) -> Iterator[Batch]:
-    """Other tokens at every step and on every data rank, each with a target."""
+    """Yield batches of random tokens, different for each step and data rank, all with a target."""
     random = torch.Generator().manual_seed(1 + mesh.coord.dp)
     shape = workload.sequences, workload.length + 1
     positions = torch.arange(workload.length).expand(workload.sequences, -1)
@@ -152,7 +163,7 @@ def random_batches(mesh: Mesh, workload: Workload) -> Iterator[Batch]:
 
 
 def wait_for_all(mesh: Mesh) -> None:
-    """Until every rank, and its device, has done its work."""
+    """Wait until every rank and its device are done."""
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
     mesh.world.barrier()
