@@ -29,7 +29,7 @@ from serve_rows import (
 from train import machine, make_peers_environment, say
 
 from shardwise.formats.catalogue import llama
-from shardwise.formats.huggingface.folder import write_folder
+from shardwise.formats.huggingface.write_folder import write_folder
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.layout import Layout
 from shardwise.measure.offline import measure_speed

@@ -27,7 +27,7 @@ from serve import read_arguments, run, tell, turns_parser, write_results
 from train import HERE, imports, machine, make_peers_environment, say
 
 from shardwise.formats.model_source import read_config
-from shardwise.formats.storage import quantized_formats
+from shardwise.formats.storage_formats import quantized_formats
 from shardwise.layout import Layout
 from shardwise.measure.offline import ANSWER_TOKENS, PROMPT_TOKENS
 from shardwise.params import model_specs

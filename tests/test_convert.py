@@ -170,7 +170,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "old", "llama")
-    assert "is there already" in refusal(lambda: convert(source, source))
+    assert "already exists" in refusal(lambda: convert(source, source))
     assert "does not exist" in refusal(lambda: convert(tmp_path / "none", tmp_path / "new"))
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))

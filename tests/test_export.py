@@ -28,8 +28,8 @@ from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.gguf.gguf_tokenizer import tokenizer_from_gguf
 from shardwise.formats.gguf.write_gguf_tokenizer import tokenizer_metadata
 from shardwise.formats.huggingface import compressed_tensors as compressed
-from shardwise.formats.huggingface.folder import write_folder
 from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.huggingface.write_folder import write_folder
 from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.bpe import PRE_TOKENIZERS, byte_level_bpe
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
@@ -129,8 +129,8 @@ def test_zero_points_are_those_of_the_package(tmp_path: Path, quant: str) -> Non
 @pytest.mark.parametrize("shape", [(5, 96), (64, 32), (1, 160), (33, 512)])
 def test_bytes_are_known_before_they_are_written(quant: str, shape: tuple[int, int]) -> None:
     scheme = Scheme.parse(quant)
-    stored = compressed.stored_tensors(quantize(torch.randn(shape), scheme))
-    assert {name: each.nbytes for name, each in stored.items()} == compressed.stored_bytes(
+    stored = compressed.compress(quantize(torch.randn(shape), scheme))
+    assert {name: each.nbytes for name, each in stored.items()} == compressed.compressed_bytes(
         scheme, shape
     )
     assert all(each.is_contiguous() for each in stored.values())
@@ -174,7 +174,7 @@ def test_shards_hold_what_they_may(tmp_path: Path) -> None:
 
 def compressed_bytes(scheme: Scheme, shape: tuple[int, ...]) -> int:
     num_rows, num_columns = shape
-    return sum(compressed.stored_bytes(scheme, (num_rows, num_columns)).values())
+    return sum(compressed.compressed_bytes(scheme, (num_rows, num_columns)).values())
 
 
 # -- GGUF files
@@ -524,7 +524,7 @@ def test_places_that_are_taken_are_refused(
             "gguf:q4_0",
             "there.gguf is there already; name a new file",
         ),
-        (source, source, "int8", "is there already and not empty"),
+        (source, source, "int8", "already exists and is not empty"),
         (
             source,
             tmp_path / "new.gguf",

@@ -11,8 +11,8 @@ from shardwise.formats.families import FAMILIES, LLAMA, Family
 from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.gguf.gguf_reader import read_tensor
 from shardwise.formats.gguf.write_gguf import write_gguf
-from shardwise.formats.huggingface.folder import write_folder
 from shardwise.formats.huggingface.hf_config import read_config_json
+from shardwise.formats.huggingface.write_folder import write_folder
 from shardwise.formats.model_source import read_config
 from shardwise.layout import Layout
 from shardwise.params import model_specs

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from shardwise.formats.huggingface import weight_files as files
-from shardwise.formats.huggingface.folder import FolderReader, write_folder
+from shardwise.formats.huggingface.folder_reader import FolderReader
 from shardwise.formats.huggingface.hf_config import from_hugging_face, read_folder_config
+from shardwise.formats.huggingface.write_folder import write_folder
 from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import read_config
 from shardwise.formats.reader import strips
@@ -343,9 +344,9 @@ def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_refused(tmp_path: Path
 
 def test_a_destination_in_use_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("precious")
-    with pytest.raises(ValueError, match="is there already and not empty"):
+    with pytest.raises(ValueError, match="already exists and is not empty"):
         write_again("llama", tmp_path)
-    with pytest.raises(ValueError, match="is there already and is no folder"):
+    with pytest.raises(ValueError, match="already exists and is not a folder"):
         write_again("llama", tmp_path / "kept")
     with pytest.raises(ValueError, match="cannot be written"):
         write_again("llama", tmp_path / "kept" / "new")
@@ -364,9 +365,12 @@ def test_a_failure_half_way_leaves_nothing(saved, tmp_path: Path) -> None:
 
     order = [spec.name for spec in specs]
     for names, message in (
-        (order[:-1], "to be written next is head of 101 x 64, but given was nothing"),
-        (order[1:], "to be written next is embed of 101 x 64, but given was blocks.0.norm1 of 64"),
-        ([*order, "head"], "given was head, which is no parameter of the model or a second time"),
+        (order[:-1], "expected head of 101 x 64 as the next tensor to write, got nothing"),
+        (
+            order[1:],
+            "expected embed of 101 x 64 as the next tensor to write, got blocks.0.norm1 of 64",
+        ),
+        ([*order, "head"], "got head, which is not in the model or was already written"),
     ):
         with pytest.raises(ValueError, match=message):
             write_folder(
@@ -443,7 +447,7 @@ def test_integers_in_place_of_weights_are_refused(broken: Path) -> None:
         tensors["model.embed_tokens.weight"] = torch.ones(VOCAB, 64, dtype=torch.int8)
 
     rewrite(broken, quantize)
-    assert "model.embed_tokens.weight as I8; F32, F16, BF16 can be read" in refusal(broken)
+    assert "model.embed_tokens.weight as I8; supported are F32, F16, BF16" in refusal(broken)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, 100_000, -1])
@@ -451,9 +455,9 @@ def test_a_file_cut_short_is_refused(saved, tmp_path: Path, keep: int) -> None:
     shutil.copytree(saved("llama"), tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    assert "is not a whole safetensors file" in refusal(tmp_path) and "get it again" in refusal(
+    assert "is not a complete safetensors file" in refusal(
         tmp_path
-    )
+    ) and "download it again" in refusal(tmp_path)
 
 
 def test_a_missing_shard_is_named(broken: Path) -> None:
@@ -483,7 +487,7 @@ def test_an_index_that_makes_no_sense_is_refused(broken: Path, index: str) -> No
 def test_folders_without_safetensors_are_refused_with_a_way_out(broken: Path) -> None:
     for file in [*broken.glob("*.safetensors"), broken / "model.safetensors.index.json"]:
         file.unlink()
-    assert "holds no weights: expected model.safetensors" in refusal(broken)
+    assert "has no weights: expected model.safetensors" in refusal(broken)
     (broken / "pytorch_model.bin").write_bytes(b"pickle")
     assert "only as pytorch_model.bin" in refusal(broken) and "save_pretrained" in refusal(broken)
 

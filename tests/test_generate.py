@@ -386,7 +386,7 @@ def test_a_folder_that_is_broken_is_a_sentence(
     )
     refused("model.safetensors", model=weights[: len(weights) // 2])
     refused("model.safetensors", model=weights[:4])
-    refused("holds no weights: expected model.safetensors", model=None)
+    refused("has no weights: expected model.safetensors", model=None)
     refused("has no tokenizer", tokenizer=None)
     refused("is not a tokenizer that can be read", tokenizer=b"[]")
 

@@ -17,7 +17,7 @@ from shardwise.cli import main
 from shardwise.formats.convert import convert
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.model_source import read_config
-from shardwise.formats.storage import quantized_formats
+from shardwise.formats.storage_formats import quantized_formats
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
@@ -200,34 +200,34 @@ def compressed_with(
     [
         (
             {"quant_method": "bitsandbytes"},
-            "quantized by 'bitsandbytes', which cannot be read; gptq, awq, ",
+            "unknown quantization method 'bitsandbytes'; supported are gptq, awq, ",
         ),
-        ({"bits": 4}, "quantized by None, which cannot be read"),
+        ({"bits": 4}, "unknown quantization method None"),
         ("gptq", "quantization_config must be an object"),
-        (GPTQ | {"bits": 2}, "codes of 2 bits cannot be read; of 3, 4 and 8 can"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "GPTQ in the format 'marlin' cannot be read"),
+        (GPTQ | {"bits": 2}, "codes of 2 bits are not supported; 3, 4 and 8 bits are"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "GPTQ in the format 'marlin' is not supported"),
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "quantized in different ways"),
         (GPTQ | {"group_size": "many"}, "a group size must be a whole number"),
         (GPTQ | {"group_size": 128}, "has groups of 128 columns, which do not divide its 64"),
         (GPTQ | {"group_size": 20}, "groups have a multiple of 8 columns, not 20"),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
-            "in version 'gemv' cannot be read",
+            "in version 'gemv' is not supported",
         ),
         (
             {"quant_method": "awq", "bits": 4, "zero_point": False},
-            "without zero points cannot be read",
+            "without zero points is not supported",
         ),
         (compressed_with(groups=2), "quantized in different ways"),
         (compressed_with("mixed-precision"), "quantized in different ways"),
-        (compressed_with("marlin-24"), "in the format 'marlin-24' cannot be read"),
-        (compressed_with(strategy="token"), "scales for each token cannot be read"),
+        (compressed_with("marlin-24"), "in the format 'marlin-24' is not supported"),
+        (compressed_with(strategy="token"), "scales per token are not supported"),
         (compressed_with(actorder="group"), "act-order"),
-        (compressed_with("float-quantized", type="float"), "floats of 4 bits cannot be read"),
+        (compressed_with("float-quantized", type="float"), "floats of 4 bits are not supported"),
         (compressed_with("int-quantized"), "codes of 4 bits that are not packed"),
         (
             compressed_with() | {"kv_cache_scheme": {"num_bits": 8}},
-            "its kv_cache_scheme cannot be followed",
+            "its kv_cache_scheme is not supported",
         ),
         (compressed_with(strategy="block"), "a block of scales must be two whole numbers"),
         (
@@ -254,10 +254,10 @@ def test_formats_that_are_refused(folder: Path, config: Any, sentence: str) -> N
         (lambda t: t.update({f"{STEM}.scales": torch.ones(3, 64).double()}), "is stored as F64"),
         (
             lambda t: t.update({f"{STEM}.g_idx": torch.arange(96).flip(0) // 32}),
-            f"{STEM}: its columns are in the",
+            f"{STEM}: its columns are ordered by activation",
         ),
         (lambda t: t.pop(f"{STEM}.qweight"), f"it lacks {STEM}.weight"),
-        (lambda t: t.update({f"{STEM}.odd": torch.ones(1)}), f"it has no place for {STEM}.odd"),
+        (lambda t: t.update({f"{STEM}.odd": torch.ones(1)}), f"it has no parameter for {STEM}.odd"),
     ],
 )
 def test_tensors_that_are_refused(
@@ -293,13 +293,13 @@ def test_zero_points_off_the_middle_are_not_symmetric(folder: Path) -> None:
 def test_gpt2_is_refused(tmp_path: Path) -> None:
     tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
     set_config(tmp_path / "gpt2", quantization_config=awq(32).config)
-    assert "quantized folders of GPT-2 cannot be read" in refused(tmp_path / "gpt2")
+    assert "quantized folders of gpt2 are not supported" in refused(tmp_path / "gpt2")
 
 
 @pytest.mark.parametrize(
     ("quant", "sentence"),
     [
-        ("int4-g32", "is quantized already (int4z-g32), and twice is not done; as-stored keeps it"),
+        ("int4-g32", "is already quantized (int4z-g32); use --quant as-stored"),
         (
             "int4_g32",
             "did you mean int4-g32?; as-stored keeps a model that is stored quantized as it is",
@@ -349,11 +349,8 @@ def in_two_files(file: Path) -> None:
         (cut_short, "is not a whole safetensors file"),
         (without_a_header, "is not a whole safetensors file"),
         (listed_but_gone, "is missing, although model.safetensors.index.json beside it lists it"),
-        (in_two_files, "in two files, so it is unclear which is meant"),
-        (
-            Path.unlink,
-            "holds no weights: expected model.safetensors or model.safetensors.index.json",
-        ),
+        (in_two_files, "in two files"),
+        (Path.unlink, "has no weights: expected model.safetensors or model.safetensors.index.json"),
     ],
 )
 def test_plan_and_loader_say_the_same_of_damaged_files(
@@ -378,7 +375,7 @@ def test_what_is_plain_has_nothing_to_keep(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(plain), "--gpu", "h100-80gb", "--quant", "as-stored"]) == 2
-    assert "as-stored has nothing to keep in" in capsys.readouterr().err
+    assert "is not quantized, so as-stored does not apply" in capsys.readouterr().err
     run = tmp_path / "run"
     shutil.copytree(plain, run / "model")
     assert main(["plan", str(run), "--gpu", "h100-80gb", "--quant", "as-stored"]) == 2

@@ -21,7 +21,7 @@ from quantized_files import drawn_blocks
 from shardwise import LLM, SamplingParams
 from shardwise.cli import main
 from shardwise.formats.model_source import read_config
-from shardwise.formats.storage import quantized_formats
+from shardwise.formats.storage_formats import quantized_formats
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
@@ -490,8 +490,7 @@ def test_a_server_refuses_in_a_sentence(
 
 def test_twice_is_refused() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"is quantized already \(Q4_1, Q8_0\), and twice is not done; as-stored keeps it",
+        ValueError, match=r"is already quantized \(Q4_1, Q8_0\); use --quant as-stored"
     ):
         LLM(str(smollm2_gguf()), quant="int4-g64")
 
@@ -566,7 +565,10 @@ def test_plan_proposes_only_cuts_that_groups_allow() -> None:
     ("flags", "sentence"),
     [
         (["--mode", "train", "--quant", "int8"], "weights are quantized in serving"),
-        (["--quant", "as-stored"], "as-stored has nothing to keep in a shape without weights"),
+        (
+            ["--quant", "as-stored"],
+            "this shape without weights is not quantized, so as-stored does not apply",
+        ),
         (["--quant", "int4-g7"], "groups have a multiple of 8 columns, not 7"),
     ],
 )

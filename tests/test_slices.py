@@ -19,7 +19,7 @@ from ranks import Ranks
 from shardwise.cli import main
 from shardwise.config import ModelConfig
 from shardwise.formats.convert import prompt_logits
-from shardwise.formats.huggingface.folder import FolderReader
+from shardwise.formats.huggingface.folder_reader import FolderReader
 from shardwise.formats.huggingface.hf_config import read_folder_config
 from shardwise.formats.model_source import read_config
 from shardwise.layout import AxisName, Layout

@@ -18,7 +18,7 @@ from memory import peak_bytes
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats import reader
-from shardwise.formats.huggingface.folder import write_folder
+from shardwise.formats.huggingface.write_folder import write_folder
 from shardwise.formats.load import open_weights
 from shardwise.layout import Layout
 from shardwise.model import init

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.formats.gguf.gguf_file import Gguf
-from shardwise.formats.huggingface.folder import check_vacant, write_folder
+from shardwise.formats.huggingface.write_folder import check_vacant, write_folder
 from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import (
     ModelSource,

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.formats.gguf.gguf_file import Gguf
 from shardwise.formats.gguf.gguf_reader import GgufReader
-from shardwise.formats.huggingface.folder import FolderReader
+from shardwise.formats.huggingface.folder_reader import FolderReader
 from shardwise.formats.model_source import ModelSource, source_kind, source_path
 from shardwise.formats.reader import Reader
 from shardwise.formats.run_checkpoint import newest
@@ -25,7 +25,7 @@ class ModelReader(Reader, Protocol):
 
     formats: StorageFormats
 
-    def read_piece(self, spec: ParamSpec, box: Box) -> QuantizedMatrix | GgmlMatrix:
+    def read_quantized(self, spec: ParamSpec, box: Box) -> QuantizedMatrix | GgmlMatrix:
         """Return a box of a part that is stored quantized, without dequantizing it."""
         ...
 
@@ -53,7 +53,7 @@ class RunReader:
     def read(self, spec: ParamSpec, box: Box) -> Tensor:
         return self._checkpoint.read(spec, "master", box)
 
-    def read_piece(self, spec: ParamSpec, box: Box) -> NoReturn:
+    def read_quantized(self, spec: ParamSpec, box: Box) -> NoReturn:
         raise AssertionError("master weights are not quantized")
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import FoundModel, find_model
-from shardwise.formats.storage import quantized_formats
+from shardwise.formats.storage_formats import quantized_formats
 from shardwise.hardware import Device, find_device
 from shardwise.layout import Layout, Recompute
 from shardwise.params import model_specs, num_params

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 from shardwise.config import ModelConfig
-from shardwise.formats.storage import check_formats
+from shardwise.formats.storage_formats import check_formats
 from shardwise.hardware import Device
 from shardwise.layout import MAX_SIZE, Layout, Recompute, Shard
 from shardwise.plan.activations import MicroBatchShape

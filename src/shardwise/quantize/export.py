@@ -28,9 +28,9 @@ from shardwise.formats.gguf.gguf_config import config_metadata
 from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.gguf.write_gguf import import_gguf, write_gguf
 from shardwise.formats.gguf.write_gguf_tokenizer import tokenizer_metadata
-from shardwise.formats.huggingface.folder import check_vacant, write_folder
 from shardwise.formats.huggingface.hf_config import read_config_json
-from shardwise.formats.huggingface.quantized_tensors import folder_format
+from shardwise.formats.huggingface.quantization_config import parse_quantization_config
+from shardwise.formats.huggingface.write_folder import check_vacant, write_folder
 from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import read_config, source_kind
 from shardwise.formats.tokenizers.tokenizer import check_vocabulary
@@ -95,7 +95,7 @@ def check_unquantized(source: Path) -> None:
             if BLOCKS[tensor.kind].num_elements > 1
         }
     elif (source / "config.json").is_file():
-        format = folder_format(read_config_json(source), str(source / "config.json"))
+        format = parse_quantization_config(read_config_json(source), str(source / "config.json"))
         kinds = {format.method} if format else set()
     if kinds:
         raise ValueError(

@@ -12,7 +12,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import ModelSource, source_path
 from shardwise.formats.reader import Reader, read_box, read_param, strips
-from shardwise.formats.storage import choose_formats
+from shardwise.formats.storage_formats import choose_formats
 from shardwise.layout import Coord, Layout
 from shardwise.params import Box, ParamSpec, block_of, boxes
 from shardwise.quant.format import QuantizedMatrix, quantize, stack_rows
@@ -49,7 +49,9 @@ def load_quantized(
             if scheme is not None:
                 return quantized_box(reader, spec, box, scheme)
             is_kept = (spec.name, box.part) in formats
-            return reader.read_piece(spec, box) if is_kept else float_box(reader, spec, box, dtype)
+            return (
+                reader.read_quantized(spec, box) if is_kept else float_box(reader, spec, box, dtype)
+            )
 
         weights: Weights = {}
         for spec in (spec for spec in specs if spec.tied_to is None):

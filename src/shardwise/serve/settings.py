@@ -140,7 +140,9 @@ def check_model(
 
     `source` is the model of the settings, if it is already open.
     """
-    from shardwise.formats.storage import quantized_formats  # numpy, which --help does without
+    from shardwise.formats.storage_formats import (
+        quantized_formats,  # numpy, which --help does without
+    )
 
     check_shape(settings, config)
     if settings.quant is not None:

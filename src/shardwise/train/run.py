@@ -93,7 +93,7 @@ def prepare_folder(run: Run, resume: bool, warn: Callable[[str], None]) -> int:
     check_folder(folder, resume)
     step = resume_step(folder, run, warn) if resume else 0
     if step < run.settings.run.steps:
-        write_folder(folder, run)
+        write_run_folder(folder, run)
     return step
 
 
@@ -122,7 +122,7 @@ def resume_step(folder: Path, run: Run, warn: Callable[[str], None]) -> int:
     return newest(folder, warn).step
 
 
-def write_folder(folder: Path, run: Run) -> None:
+def write_run_folder(folder: Path, run: Run) -> None:
     """Write what describes a run. The settings come last: a folder that has them is complete."""
     data = Path(run.settings.data.folder)
     try:

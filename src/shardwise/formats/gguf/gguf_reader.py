@@ -12,7 +12,7 @@ from shardwise.formats.families import family_of
 from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
 from shardwise.formats.gguf.rope_order import deinterleave
 from shardwise.formats.safetensors import DTYPES
-from shardwise.formats.storage import gguf_formats
+from shardwise.formats.storage_formats import gguf_formats
 from shardwise.formats.tensor_names import check_stored, stored_parts
 from shardwise.params import Box, ParamSpec, model_specs
 from shardwise.quant.format import QuantizedMatrix
@@ -45,7 +45,7 @@ class GgufReader:
             tensor = read_tensor(self._gguf, part.name, rows.start, rows.stop)
         return deinterleave(tensor, spec.head_dim) if part.interleaved else tensor
 
-    def read_piece(self, spec: ParamSpec, box: Box) -> QuantizedMatrix | GgmlMatrix:
+    def read_quantized(self, spec: ParamSpec, box: Box) -> QuantizedMatrix | GgmlMatrix:
         """Return a box of a part that is stored in quantized blocks, without decoding it.
 
         Blocks lie along rows, so rows can be reordered whole.

@@ -1,5 +1,4 @@
-"""The quantized matrices of a Hugging Face folder, under the names that they would have if they
-were plain."""
+"""The quantized matrices of a Hugging Face folder, under the names of unquantized ones."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,54 +7,66 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwise.formats.huggingface.hf_config import read_config_json
-from shardwise.formats.huggingface.quantized_readers import check_order, import_matrix
+from shardwise.formats.huggingface.quantization_config import (
+    FolderQuantization,
+    parse_quantization_config,
+)
+from shardwise.formats.huggingface.quantized_readers import check_column_order, import_matrix
 from shardwise.formats.huggingface.quantized_tensors import (
-    FolderFormat,
     Headers,
     StoredMatrix,
-    folder_format,
-    plain_headers,
-    stored_matrices,
+    dequantized_shapes,
+    find_matrices,
 )
 from shardwise.quant.format import QuantizedMatrix
 
 
 @dataclass
 class QuantizedFolder:
-    """`get` reads a tensor of the folder. The matrix that was read last is kept, since it is asked
-    for in strips."""
+    """The quantized matrices of a folder; empty if it is not quantized.
 
-    format: FolderFormat | None
+    Attributes:
+        quantization: how they are stored; None if the folder is not quantized.
+        matrices: by the names that they would have unquantized.
+        shapes: of all tensors, as if none was quantized.
+        get: reads a tensor of the folder; None if there is none of that name.
+        last_read: the matrix that was read last, since it is read in strips.
+    """
+
+    quantization: FolderQuantization | None
     matrices: Mapping[str, StoredMatrix]
-    plain_shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     get: Callable[[str], Tensor | None]
-    last: dict[str, QuantizedMatrix] = field(default_factory=dict)
+    last_read: dict[str, QuantizedMatrix] = field(default_factory=dict)
 
     @classmethod
-    def at(
+    def open(
         cls,
         folder: Path,
         headers: Headers,
-        wanted: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, tuple[int, ...]],
         get: Callable[[str], Tensor | None],
     ) -> "QuantizedFolder":
-        """Raises ValueError for a format that cannot be read, and unless each matrix has all its
-        tensors."""
-        format = folder_format(read_config_json(folder), str(folder / "config.json"))
-        if format is None:
+        """Find the quantized ones of the model's tensors, which have `shapes` unquantized.
+
+        Raises ValueError for an unsupported format, and unless each matrix has all its tensors.
+        """
+        source = str(folder / "config.json")
+        quantization = parse_quantization_config(read_config_json(folder), source)
+        if quantization is None:
             return cls(None, {}, {name: shape for name, (_, shape) in headers.items()}, get)
-        matrices = stored_matrices(format, headers, wanted)
-        for each in matrices.values():
-            check_order(format, each, get(f"{each.stem}.g_idx"))
-        return cls(format, matrices, plain_headers(format, headers, matrices), get)
+        matrices = find_matrices(quantization, headers, shapes)
+        for matrix in matrices.values():
+            check_column_order(quantization, matrix, get(f"{matrix.stem}.g_idx"))
+        return cls(quantization, matrices, dequantized_shapes(quantization, headers, matrices), get)
 
     def read(self, name: str) -> QuantizedMatrix:
-        """The whole matrix of that name."""
-        if name not in self.last:
-            assert self.format is not None
+        """Return a whole matrix."""
+        if name not in self.last_read:
+            assert self.quantization is not None
             matrix = self.matrices[name]
-            self.last.clear()
-            self.last[name] = import_matrix(
-                self.format, matrix, lambda suffix: self.get(f"{matrix.stem}.{suffix}")
+            self.last_read.clear()
+            self.last_read[name] = import_matrix(
+                self.quantization, matrix, lambda suffix: self.get(f"{matrix.stem}.{suffix}")
             )
-        return self.last[name]
+        return self.last_read[name]

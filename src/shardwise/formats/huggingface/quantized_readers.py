@@ -1,7 +1,9 @@
-"""From the tensors of a quantized folder to the matrices of `format.py`, without loss: codes keep
-their bits, scales their dtype. How each method stores them is told in `stored.py`.
+"""From the tensors of a quantized Hugging Face folder to `QuantizedMatrix`, without loss.
 
-Shapes: N rows (outputs), K columns (inputs), G groups of a row.
+Codes keep their bits and scales their dtype. How each method stores them is described in
+`quantized_tensors.py`.
+
+Shapes: N rows (outputs), K columns (inputs), G groups per row.
 """
 
 from collections.abc import Callable
@@ -9,118 +11,117 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.formats.huggingface.quantized_tensors import (
-    ACT_ORDER,
-    FolderFormat,
-    StoredMatrix,
-    scale_name,
-)
+from shardwise.formats.huggingface.quantization_config import ACT_ORDER, FolderQuantization
+from shardwise.formats.huggingface.quantized_tensors import StoredMatrix, scale_suffix
 from shardwise.quant.format import QuantizedMatrix, pack, unpack
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in its word each of eight neighbours lies."""
+"""The place within its word of each of eight consecutive codes."""
 
-Get = Callable[[str], Tensor | None]
-"""A tensor of a matrix, by the end of its name; None where there is none."""
+GetTensor = Callable[[str], Tensor | None]
+"""Returns a tensor of the matrix by its suffix; None if there is none."""
 
-
-def import_matrix(format: FolderFormat, matrix: StoredMatrix, get: Get) -> QuantizedMatrix:
-    """The matrix that these tensors are. Raises ValueError for one whose columns were put in
-    another order."""
-    read = {"gptq": read_gptq, "awq": read_awq}.get(format.method, read_by_rows)
-    codes, scales, zeros = read(format, matrix, get)
-    return QuantizedMatrix(format.scheme, matrix.shape, codes, scales.contiguous(), zeros)
+Content = tuple[Tensor, Tensor, Tensor | None]
+"""Codes, scales [N, G], and zero points [N, G] or None."""
 
 
-Read = tuple[Tensor, Tensor, Tensor | None]
+def import_matrix(
+    quantization: FolderQuantization, matrix: StoredMatrix, get: GetTensor
+) -> QuantizedMatrix:
+    """Return the matrix that a folder's tensors store. Raises ValueError for zero points of a
+    symmetric matrix that are not in the middle."""
+    readers = {"gptq": _read_gptq, "awq": _read_awq}
+    read = readers.get(quantization.method, _read_row_major)
+    codes, scales, zeros = read(quantization, matrix, get)
+    return QuantizedMatrix(quantization.scheme, matrix.shape, codes, scales.contiguous(), zeros)
 
 
-def read_gptq(format: FolderFormat, matrix: StoredMatrix, get: Get) -> Read:
-    scheme = format.scheme
+def check_column_order(
+    quantization: FolderQuantization, matrix: StoredMatrix, groups: Tensor | None
+) -> None:
+    """Raise ValueError unless columns are ordered by group; `groups` [K] is the group of each."""
+    if groups is None:
+        return
+    num_columns = matrix.shape[1]
+    columns_per_group = quantization.scheme.group or num_columns
+    if not torch.equal(groups.long(), torch.arange(num_columns) // columns_per_group):
+        raise ValueError(f"{matrix.stem}: {ACT_ORDER}")
+
+
+def _read_gptq(quantization: FolderQuantization, matrix: StoredMatrix, get: GetTensor) -> Content:
+    scheme = quantization.scheme
     num_rows, _ = matrix.shape
-    packed = bytes_of(needed(get, "qweight").t())
-    zeros = unpack(bytes_of(needed(get, "qzeros")), scheme.bits)[:, :num_rows].t().contiguous()
-    if format.zeros_less_one:
+    packed = _bytes_of(_required(get, "qweight").t())
+    zeros = unpack(_bytes_of(_required(get, "qzeros")), scheme.bits)
+    zeros = zeros[:, :num_rows].t().contiguous()
+    if quantization.zeros_minus_one:
         zeros = (zeros + 1) & (scheme.levels - 1)
-    scales = needed(get, "scales").t()
+    scales = _required(get, "scales").t()
     if scheme.zero:
         return packed, scales, zeros
     if not (zeros == scheme.levels // 2).all():
         raise ValueError(
             f"{matrix.stem} should be symmetric, but its zero points are not all in the middle"
         )
-    return (with_sign(packed) if scheme.bits == 8 else packed), scales, None
+    return (_flip_sign(packed) if scheme.bits == 8 else packed), scales, None
 
 
-def check_order(format: FolderFormat, matrix: StoredMatrix, order: Tensor | None) -> None:
-    """Raise ValueError unless columns are in the order of their groups; `order` [K] says in which
-    group each is."""
-    if order is None:
-        return
-    num_columns = matrix.shape[1]
-    if not torch.equal(
-        order.long(), torch.arange(num_columns) // (format.scheme.group or num_columns)
-    ):
-        raise ValueError(f"{matrix.stem}: {ACT_ORDER}")
+def _read_awq(quantization: FolderQuantization, matrix: StoredMatrix, get: GetTensor) -> Content:
+    codes = _unpack_awq(_required(get, "qweight"))
+    zeros = _unpack_awq(_required(get, "qzeros"))
+    return pack(codes, 4), _required(get, "scales").t(), zeros
 
 
-def read_awq(format: FolderFormat, matrix: StoredMatrix, get: Get) -> Read:
-    def in_order(words: Tensor) -> Tensor:
-        """[.., N / 8] words -> [N, ..] codes."""
-        return (
-            unpack(bytes_of(words), 4)
-            .unflatten(1, (-1, 8))[..., AWQ_ORDER]
-            .flatten(1)
-            .t()
-            .contiguous()
-        )
-
-    codes = in_order(needed(get, "qweight"))
-    zeros = in_order(needed(get, "qzeros"))
-    return pack(codes, 4), needed(get, "scales").t(), zeros
+def _unpack_awq(words: Tensor) -> Tensor:
+    """Unpack words [.., N / 8] into codes [N, ..]."""
+    codes = unpack(_bytes_of(words), 4).unflatten(1, (-1, 8))
+    return codes[..., AWQ_ORDER].flatten(1).t().contiguous()
 
 
-def read_by_rows(format: FolderFormat, matrix: StoredMatrix, get: Get) -> Read:
-    """Of compressed-tensors and fp8, which keep rows as they are."""
-    scheme = format.scheme
+def _read_row_major(
+    quantization: FolderQuantization, matrix: StoredMatrix, get: GetTensor
+) -> Content:
+    """Read a matrix of compressed-tensors or fp8, which store rows one after the other."""
+    scheme = quantization.scheme
     num_rows, num_columns = matrix.shape
     num_groups = scheme.num_groups(num_columns)
-    stored = needed(get, format.codes)
-    scales = each_row(format, needed(get, scale_name(format)), num_rows, num_groups)
-    packed = format.codes == "weight_packed"
-    zeros = None
-    if scheme.zero and packed:
-        zeros = (
-            unpack(bytes_of(needed(get, "weight_zero_point").t()), scheme.bits)[:, :num_rows]
-            .t()
-            .contiguous()
-        )
-    elif scheme.zero:
-        zeros = each_row(format, with_sign(needed(get, "weight_zero_point")), num_rows, num_groups)
-    if packed:
-        codes = bytes_of(stored)[:, : scheme.row_bytes(num_columns)].contiguous()
-        return (with_sign(codes) if scheme.bits == 8 and not scheme.zero else codes), scales, zeros
-    return (with_sign(stored) if scheme.zero else stored), scales, zeros
+    stored = _required(get, quantization.codes)
+    scales = _required(get, scale_suffix(quantization))
+    scales = _expand_rows(quantization, scales, num_rows, num_groups)
+    if quantization.codes != "weight_packed":
+        if not scheme.zero:
+            return stored, scales, None
+        zeros = _flip_sign(_required(get, "weight_zero_point"))
+        zeros = _expand_rows(quantization, zeros, num_rows, num_groups)
+        return _flip_sign(stored), scales, zeros
+    codes = _bytes_of(stored)[:, : scheme.row_bytes(num_columns)].contiguous()
+    if not scheme.zero:
+        return (_flip_sign(codes) if scheme.bits == 8 else codes), scales, None
+    zeros = unpack(_bytes_of(_required(get, "weight_zero_point").t()), scheme.bits)
+    return codes, scales, zeros[:, :num_rows].t().contiguous()
 
 
-def each_row(format: FolderFormat, scales: Tensor, num_rows: int, num_groups: int) -> Tensor:
-    """Scales [N, G], a row's own where it shares them with others."""
-    per = num_rows if format.rows_per_scale is None else format.rows_per_scale
-    return scales.reshape(-1, num_groups).repeat_interleave(per, 0)[:num_rows].contiguous()
+def _expand_rows(
+    quantization: FolderQuantization, values: Tensor, num_rows: int, num_groups: int
+) -> Tensor:
+    """Return scales or zero points [N, G], repeated for rows that share them."""
+    repeats = num_rows if quantization.rows_per_scale is None else quantization.rows_per_scale
+    return values.reshape(-1, num_groups).repeat_interleave(repeats, 0)[:num_rows].contiguous()
 
 
-def with_sign(codes: Tensor) -> Tensor:
-    """Codes of 8 bits, 128 less and with a sign, or 128 more and without."""
-    to = torch.int8 if codes.dtype == torch.uint8 else torch.uint8
-    return (codes.short() + (128 if to == torch.uint8 else -128)).to(to)
+def _flip_sign(codes: Tensor) -> Tensor:
+    """Convert 8-bit codes between int8 and uint8, which differ by 128."""
+    if codes.dtype == torch.uint8:
+        return (codes.short() - 128).to(torch.int8)
+    return (codes.short() + 128).to(torch.uint8)
 
 
-def bytes_of(words: Tensor) -> Tensor:
-    """The bytes of int32 words, the lowest first: [.., W] -> [.., 4 W]."""
+def _bytes_of(words: Tensor) -> Tensor:
+    """View int32 words [.., W] as bytes [.., 4 W], the lowest first."""
     return words.contiguous().view(torch.uint8)
 
 
-def needed(get: Get, name: str) -> Tensor:
-    found = get(name)
-    assert found is not None, f"{name}: stored_matrices has looked for it"
-    return found
+def _required(get: GetTensor, suffix: str) -> Tensor:
+    tensor = get(suffix)
+    assert tensor is not None, f"{suffix}: checked by find_matrices"
+    return tensor

@@ -1,0 +1,81 @@
+"""Weights of Hugging Face folders: any box of a parameter, read as a slice of its file."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.config import ModelConfig
+from shardwise.formats.families import family_of
+from shardwise.formats.huggingface.quantized_folder import QuantizedFolder
+from shardwise.formats.huggingface.weight_files import headers_of, open_slices
+from shardwise.formats.safetensors import DTYPES
+from shardwise.formats.storage_formats import matrix_formats
+from shardwise.formats.tensor_names import check_stored, fit_prefix, stored_parts, stored_shapes
+from shardwise.params import Box, ParamSpec, model_specs
+from shardwise.quant.format import QuantizedMatrix, dequantize
+
+
+class FolderReader:
+    """The weights of a Hugging Face folder; a `ModelReader` (see `load.py`).
+
+    Opening it reads only headers. Raises ValueError unless the folder stores exactly the parameters
+    of `config`.
+    """
+
+    def __init__(self, path: str | Path, config: ModelConfig) -> None:
+        folder = Path(path)
+        specs = model_specs(config)
+        with ExitStack() as opened:
+            self._slices = opened.enter_context(open_slices(folder, "pt"))
+            self._names = fit_prefix(family_of(config).folder, self._slices)
+            shapes = stored_shapes(specs, self._names)
+            headers = headers_of(self._slices)
+            self._quantized = QuantizedFolder.open(folder, headers, shapes, self._tensor)
+            check_stored(self._quantized.shapes, specs, self._names, folder)
+            self.dtype = self._common_dtype(specs, folder)
+            self._opened = opened.pop_all()
+        self.formats = matrix_formats(self._quantized.matrices, specs, self._names)
+
+    def _common_dtype(self, specs: Iterable[ParamSpec], folder: Path) -> torch.dtype:
+        """Return the dtype of most elements; quantized ones count as bf16."""
+        elements: Counter[torch.dtype] = Counter()
+        for name, shape in stored_shapes(specs, self._names).items():
+            if name in self._quantized.matrices:
+                elements[torch.bfloat16] += math.prod(shape)
+            elif name in self._slices:
+                dtype = self._slices[name].get_dtype()
+                if dtype not in DTYPES:
+                    raise ValueError(
+                        f"{folder} stores {name} as {dtype}; supported are {', '.join(DTYPES)}"
+                    )
+                elements[DTYPES[dtype]] += math.prod(shape)
+        return elements.most_common(1)[0][0]
+
+    def read(self, spec: ParamSpec, box: Box) -> Tensor:
+        """Return a box in the dtype of the file; it may be a view of the mapped file."""
+        part = stored_parts(spec, self._names)[box.part]
+        if part.name in self._quantized.matrices:
+            rows, columns = part.slices(box)
+            matrix = self._quantized.read(part.name).select_rows(rows)
+            return dequantize(matrix, torch.float32)[:, columns]
+        tensor = self._slices[part.name][part.slices(box)]
+        return tensor.T if part.transposed else tensor
+
+    def read_quantized(self, spec: ParamSpec, box: Box) -> QuantizedMatrix:
+        """Return a box of a part that is stored quantized, without dequantizing it."""
+        part = stored_parts(spec, self._names)[box.part]
+        rows, columns = part.slices(box)
+        return self._quantized.read(part.name).submatrix(rows, columns)
+
+    def _tensor(self, name: str) -> Tensor | None:
+        tensor: Tensor | None = self._slices[name][...] if name in self._slices else None
+        return tensor
+
+    def close(self) -> None:
+        self._slices.clear()
+        self._opened.close()
