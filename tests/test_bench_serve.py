@@ -459,7 +459,7 @@ def test_what_cannot_be_is_refused(
             "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
         ),
         (["--quant", "as-stored"], "which is not stored quantized"),
-        (["--quant", "int5"], "'int5' is no way to quantize weights"),
+        (["--quant", "int5"], "unknown quantization scheme 'int5'"),
         (["--layout", "tp3"], "layout tp3: "),
     ],
 )

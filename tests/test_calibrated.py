@@ -29,7 +29,7 @@ from shardwise.quant.format import (
     quantize,
 )
 from shardwise.quant.scheme import Scheme
-from shardwise.quantize.awq import NARROWER, clipped, input_scales, within_groups
+from shardwise.quantize.awq import CLIP_RATIOS, clipped, input_scales, within_groups
 from shardwise.quantize.fold import folds
 from shardwise.quantize.gptq import DAMPING, gptq
 from shardwise.quantize.quant_config import QuantConfig
@@ -91,7 +91,7 @@ def test_statistics_are_means_over_all_that_went_through() -> None:
 def test_activations_that_are_no_numbers_are_told_of() -> None:
     watched = ObservedWeight(torch.ones(2, 4))
     linear(torch.full((3, 4), torch.inf), watched)
-    with pytest.raises(ValueError, match="activations that are infinite or no numbers"):
+    with pytest.raises(ValueError, match="activations are infinite or NaN"):
         watched.statistics()
 
 
@@ -229,7 +229,8 @@ def test_clipping_finds_the_best_range_of_each_group(name: str, seed: int) -> No
         return torch.stack([((e @ c) * e).sum(1) for e, c in zip(change, blocks, strict=True)], 1)
 
     tried = [
-        errors(encode(weight, scheme, *choose_scales(weight * share, scheme))) for share in NARROWER
+        errors(encode(weight, scheme, *choose_scales(weight * share, scheme)))
+        for share in CLIP_RATIOS
     ]
     torch.testing.assert_close(errors(found), torch.stack(tried).amin(0), rtol=1e-3, atol=1e-6)
     assert torch.equal(within_groups(second, scheme)[-1], second[-size:, -size:])
@@ -393,15 +394,16 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "method", "sentence"),
     [
-        ("int5", "rtn", "'int5' is no way to quantize weights; did you mean int"),
+        ("int5", "rtn", "unknown quantization scheme 'int5'; did you mean int"),
         (
             "gguf:q5_0",
             "rtn",
-            "'gguf:q5_0' is no way to quantize a file; gguf:q8_0, gguf:q4_0, gguf:q4_1 are",
+            "unknown quantization 'gguf:q5_0'; known are gguf:q8_0, gguf:q4_0, gguf:q4_1",
         ),
-        ("awq:int4", "rtn", "'awq:int4' is no way to quantize a file"),
-        ("int4-g32", "gtpq", "'gtpq' is no method to quantize; known are rtn, gptq, awq"),
-        ("fp8", "gptq", "fp8 is rounded to nearest: --method rtn"),
+        ("awq", "rtn", "unknown quantization scheme 'awq'; awq is a method of `convert`"),
+        ("awq:int4", "rtn", "unknown quantization 'awq:int4'"),
+        ("int4-g32", "gtpq", "unknown method 'gtpq'; known are rtn, gptq, awq"),
+        ("fp8", "gptq", "gptq supports integers only; fp8 needs --method rtn"),
     ],
 )
 def test_recipes_that_are_not_known(name: str, method: str, sentence: str) -> None:

@@ -422,7 +422,7 @@ def test_a_data_set_calibrates_too(source: Path, text: Path, tmp_path: Path) -> 
             "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
         ),
         (["--quant", "int4-g20"], "groups have a multiple of 8 columns, not 20"),
-        (["--quant", "int5"], "'int5' is no way to quantize weights"),
+        (["--quant", "int5"], "unknown quantization scheme 'int5'"),
         (["--quant", "gguf:q2_k"], "gguf:q8_0, gguf:q4_0, gguf:q4_1 are"),
         (["--quant", "gguf:q4_0"], "should end in .gguf, since it becomes one file"),
         (

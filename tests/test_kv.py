@@ -264,7 +264,7 @@ def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert main([*command, "--kv-dtype", "int4"]) == 2
         said = capsys.readouterr().err
         assert (
-            "unknown KV cache dtype 'int4'; available: auto, int8, fp8" in said
+            "unknown KV cache dtype 'int4'; known are auto, int8, fp8" in said
             and said.count("\n") == 1
         )
     with pytest.raises(ValueError, match="leave kv_dtype out of training"):

@@ -468,7 +468,7 @@ def test_perplexity_of_rounded_weights(
             ["--quant", "int4-g32", "--tp", "2"],
             "tp2 cuts the 96 columns of blocks.0.down where groups of 32 columns",
         ),
-        (["--quant", "int5"], "'int5' is no way to quantize weights; did you mean int8?"),
+        (["--quant", "int5"], "unknown quantization scheme 'int5'; did you mean int8?"),
         (["--quant", "gptq"], "known are int8, int8-g32, "),
         (
             ["--quant", "as-stored"],
@@ -500,8 +500,8 @@ def test_blocks_that_ranks_would_cut(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", dict.fromkeys(MIXED, "Q6_K"))
     with pytest.raises(
         ValueError,
-        match=r"tp4 cuts the 512 columns of blocks\.0\.out where groups of 256 columns do "
-        r"not end; tp 1 and 2 work",
+        match=r"tp4 does not split the 512 columns of blocks\.0\.out at multiples of groups of "
+        r"256 columns; tp 1 and 2 work",
     ):
         quantized_formats(path, read_config(path), Layout(tp=4), "as-stored")
 
@@ -557,7 +557,7 @@ def test_plan_proposes_only_cuts_that_groups_allow() -> None:
         plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g32").modes[0].candidates
     )
     assert {each.layout.tp for each in found} == {1, 2, 4}
-    with pytest.raises(ValueError, match="tp8 cuts the 29568 columns"):
+    with pytest.raises(ValueError, match="tp8 does not split the 29568 columns"):
         plan("qwen2.5-72b", "h100-80gb", layout="tp8", mode="serve", quant="int4-g128")
 
 

@@ -162,8 +162,8 @@ def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> R
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer, q [..., H, C], k [..., K, C], v [..., K, C]) -> [..., H, C]. It decides which tokens
-attend to which."""
+"""attend(layer, q [..., H, C], k [..., K, C], v [..., K, C]) -> [..., H, C]. It masks as the batch
+requires."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Dynamic quantization of activations to int8 (W8A8 for weights of 8 bits), as in llama.cpp: the
 definition of what kernels for it compute.
 
-    x ~ sx qx,   qx = round(127 x / max|x|),   sx = max|x| / 127,   per group of 32 neighbors of a row
+    x ~ sx qx,  qx = round(127 x / max|x|),  sx = max|x| / 127,  per group of 32 neighbors of a row
     y = sum over groups of  sx (s (q . qx) + m sum(qx))
 
 for weights s q + m, or s (q - z) with m = -s z. LLM.int8() (Dettmers et al. 2022) and SmoothQuant

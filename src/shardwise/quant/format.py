@@ -2,8 +2,8 @@
 offset.
 
     w = s q          symmetric
-    w = s (q - z)    zeros: an integer zero point z per group, as in GPTQ, AWQ and compressed-tensors
-    w = s q + m      zeros: a minimum m per group, as in Q4_1 of GGUF
+    w = s (q - z)    zeros: integer zero points z, as in GPTQ, AWQ and compressed-tensors
+    w = s q + m      zeros: minima m, as in Q4_1 of GGUF
 
 Both types of offset are stored as they come and told apart by their dtype. Neither can represent
 the other without loss: m / s is not an integer, and s z has more bits than the dtype of the scale.
@@ -138,7 +138,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
     divide K and if a weight is not finite."""
     if weight.dim() != 2 or (scheme.group and weight.shape[1] % scheme.group):
         raise ValueError(
-            f"{scheme} does not fit a weight of shape {tuple(weight.shape)}: groups must divide the columns"
+            f"{scheme} does not fit a weight of shape {tuple(weight.shape)}: "
+            "groups must divide the columns"
         )
     if not weight.isfinite().all():
         raise ValueError("a weight with infinities or NaNs cannot be quantized")

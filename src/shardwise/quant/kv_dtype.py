@@ -30,4 +30,4 @@ def check_kv_dtype(kv_dtype: str) -> None:
     """Raise ValueError unless `kv_dtype` is a `KvDtype`."""
     if kv_dtype not in get_args(KvDtype):
         known = ", ".join(get_args(KvDtype))
-        raise ValueError(f"unknown KV cache dtype {kv_dtype!r}; available: {known}")
+        raise ValueError(f"unknown KV cache dtype {kv_dtype!r}; known are {known}")

@@ -1,5 +1,6 @@
-"""How weights are quantized, what that costs in bytes, and where it can be cut. Imports no torch:
-the planner asks."""
+"""Quantization schemes of weights: their names, their bytes, and where a quantized matrix can be
+sharded. Imports no torch, since the planner uses it.
+"""
 
 import math
 import re
@@ -17,26 +18,30 @@ COMMON = (
     "int8", "int8-g32", "int4-g32", "int4-g64", "int4-g128", "int4z-g32", "int4z-g64", "int4z-g128",
     "int3-g32", "int3-g64", "int3-g128", "int3z-g32", "int3z-g64", "int3z-g128", "fp8",
 )  # fmt: skip
-"""The names that are in use; others of the form work too."""
+"""Names for suggestions; every name that matches NAME is valid."""
 GGUF_SCHEMES = {"Q8_0": "int8-g32", "Q4_0": "int4-g32", "Q4_1": "int4z-g32"}
-"""What kinds of GGUF are whose scales have no scales of their own; each has blocks of 32
+"""The schemes of the GGUF types whose scales have no scales of their own; each has blocks of 32
 columns."""
 AS_STORED = "as-stored"
-"""Weights that are quantized already stay so."""
+"""The value of `--quant` that serves a quantized model with the codes that it stores."""
 COMMON_GROUPS = (32, 64, 128, 256)
 GROUP_MULTIPLE = 8
-"""Groups are multiples of it, so that they begin at whole bytes, however many bits a code has."""
+"""Group sizes are multiples of it, so that groups begin at whole bytes for any number of bits."""
 SCALE_BYTES = 2
 ZERO_BYTES = 1
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the rows of a matrix are quantized: to integers, `bits` each, or to 8-bit floats (e4m3),
-    with a scale for each `group` of neighbouring columns of a row (None: one for the row, so for
-    each output), and, with `zero`, an offset beside each scale (asymmetric).
+    """A quantization scheme. Its name round-trips: int8, int4-g128, int4z-g64 (asymmetric),
+    int3-g32, fp8.
 
-    Its short form round-trips: int8, int4-g128, int4z-g64 (with offsets), int3-g32, fp8.
+    Attributes:
+        kind: integers, or 8-bit floats (e4m3).
+        bits: bits per code.
+        group: neighboring columns of a row that share a scale; None: one scale per row, that is per
+            output.
+        zero: one offset per scale (asymmetric).
     """
 
     kind: Literal["int", "fp8"]
@@ -45,27 +50,25 @@ class Scheme:
     zero: bool = False
 
     def __post_init__(self) -> None:
-        assert self.bits in ((8,) if self.kind == "fp8" else (3, 4, 8)) and not (
-            self.zero and self.kind == "fp8"
-        ), self
+        assert self.bits in ((8,) if self.kind == "fp8" else (3, 4, 8)), self
+        assert not (self.zero and self.kind == "fp8"), self
         if self.group is not None and (self.group < 1 or self.group % GROUP_MULTIPLE):
             raise ValueError(
-                f"groups have a multiple of {GROUP_MULTIPLE} columns, not {self.group}; 32, 64 and 128 do"
+                f"the group size must be a multiple of {GROUP_MULTIPLE}, not {self.group}; "
+                "32, 64 and 128 are common"
             )
 
     @classmethod
     def parse(cls, name: str) -> "Scheme":
-        """The scheme of that short form. Raises ValueError for one that is not known, with the
-        nearest that is."""
-        found = NAME.fullmatch(name)
-        if not found:
-            near = nearest(name, COMMON, most=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMON)}"
-            raise ValueError(f"{name!r} is no way to quantize weights; {hint}")
-        group = int(found["group"]) if found["group"] else None
-        if found["bits"] is None:
+        """Return the scheme of a name. Raises ValueError for an unknown one, with the nearest
+        known name."""
+        match = NAME.fullmatch(name)
+        if not match:
+            raise ValueError(f"unknown quantization scheme {name!r}; {scheme_hint(name)}")
+        group = int(match["group"]) if match["group"] else None
+        if match["bits"] is None:
             return cls("fp8", group=group)
-        return cls("int", int(found["bits"]), group, bool(found["zero"]))
+        return cls("int", int(match["bits"]), group, bool(match["zero"]))
 
     def __str__(self) -> str:
         kind = "fp8" if self.kind == "fp8" else f"int{self.bits}{'z' * self.zero}"
@@ -73,13 +76,13 @@ class Scheme:
 
     @property
     def levels(self) -> int:
-        """How many integers there are."""
+        """The number of different codes."""
         return 1 << self.bits
 
     @property
     def implicit_zero(self) -> int:
-        """What is taken off a stored integer, where no offset says. Codes of 8 bits have a sign and
-        need none."""
+        """The zero point of stored symmetric codes of 4 or 3 bits, which are unsigned; 0 for all
+        others."""
         return 0 if self.zero or self.bits == 8 else self.levels // 2
 
     def num_groups(self, num_columns: int) -> int:
@@ -89,36 +92,47 @@ class Scheme:
         return num_columns // self.group
 
     def row_bytes(self, num_columns: int) -> int:
-        """Of the codes of a row; one ends at a whole byte."""
+        """Return the bytes of the codes of a row, which is padded to a whole byte."""
         return math.ceil(num_columns * self.bits / 8)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Of codes, scales and offsets of a matrix, as `quantize` makes them."""
+        """Return the bytes of a matrix that `quantize` produces: codes, scales and zero points."""
         return self.storage_format().num_bytes(shape)
 
     def storage_format(self, scale_bytes: int = SCALE_BYTES) -> "StorageFormat":
+        """Return the format in memory, with scales of `scale_bytes`."""
         return StorageFormat(str(self), self.bits, self.group, scale_bytes + ZERO_BYTES * self.zero)
 
 
 def parse_quant(name: str) -> Scheme | None:
-    """What a user asks for: a scheme to round to, or None for what is stored quantized and is to
-    stay so. Raises ValueError for what is neither."""
+    """Return the scheme of a value of `--quant`, or None for `as-stored`. Raises ValueError for any
+    other value."""
     if name == AS_STORED:
         return None
     try:
         return Scheme.parse(name)
     except ValueError as error:
-        raise ValueError(
-            f"{error}; {AS_STORED} keeps a model that is stored quantized as it is"
-        ) from None
+        raise ValueError(f"{error}; {AS_STORED} serves a quantized model as it is stored") from None
+
+
+def scheme_hint(name: str) -> str:
+    """Return what a user who wrote `name` for a scheme may have meant."""
+    if name.lower() in ("gptq", "awq", "rtn"):
+        return f"{name} is a method of `convert`: --method {name.lower()} --quant int4-g64"
+    near = nearest(name, COMMON, most=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMON)}"
 
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """How a matrix is held in memory: codes of `bits`, and `scale_bytes` of scales and offsets for
-    each `group` of columns of a row, or for the row. Of a kind of GGUF `bits` is what a block comes
-    to for each weight, rounded down, and the rest stands beside. The name is what people call
-    it."""
+    """The format of a quantized matrix in memory.
+
+    Attributes:
+        name: for reports.
+        bits: bits per code; for a GGUF type the bits of a block per weight, rounded down.
+        group: columns that share a scale; None: one scale per row.
+        scale_bytes: bytes of scale and zero point per group; for a GGUF type the rest of a block.
+    """
 
     name: str
     bits: int
@@ -132,11 +146,11 @@ class StorageFormat:
 
 
 StorageFormats = Mapping[tuple[str, str], StorageFormat]
-"""By the names of a parameter and of its part; what has none is not quantized."""
+"""Formats by (name of the parameter, name of its part). A part without one is not quantized."""
 
 
 def ggml_format(kind: str) -> StorageFormat | None:
-    """That of a kind of GGUF block; None for plain numbers."""
+    """Return the format of a GGUF type; None if it is not quantized."""
     block = BLOCKS[kind]
     if block.num_elements == 1:
         return None
@@ -153,28 +167,29 @@ def quantizable(spec: ParamSpec) -> bool:
 
 
 def can_stay_quantized(spec: ParamSpec) -> bool:
-    """What may stay as it is stored: these, and embedding and head."""
+    """Return whether `as-stored` keeps the codes: of quantizable matrices, embedding and head."""
     return quantizable(spec) or spec.name in ("embed", "head")
 
 
 def weight_bytes(
     spec: ParamSpec, layout: Layout, coord: Coord, formats: StorageFormats, element_bytes: int
 ) -> int:
-    """Of a parameter on the rank at `coord`: of parts that have a form by it, of others by their
-    elements."""
-    held = boxes(spec, layout, coord)
-    if not any((spec.name, box.part) in formats for box in held):
+    """Return the bytes of a parameter on the rank at `coord`: parts with a format in that format,
+    others with `element_bytes` per element."""
+    local = boxes(spec, layout, coord)
+    if not any((spec.name, box.part) in formats for box in local):
         return math.prod(local_shape(spec, layout, coord)) * element_bytes
-    found = [(formats.get((spec.name, box.part)), box.shape) for box in held]
-    return sum(
-        format.num_bytes(shape) if format else math.prod(shape) * element_bytes
-        for format, shape in found
-    )
+    num_bytes = 0
+    for box in local:
+        format = formats.get((spec.name, box.part))
+        num_bytes += format.num_bytes(box.shape) if format else math.prod(box.shape) * element_bytes
+    return num_bytes
 
 
 def check_groups(specs: Iterable[ParamSpec], group: int | None, layout: Layout) -> None:
-    """Raise ValueError where groups of columns do not divide a row, or a rank's share of one, with
-    those, or the tp, that do. No `group`: shares end at whole bytes."""
+    """Raise ValueError if groups do not divide the columns of a matrix or of its shards, with the
+    groups, or the tensor parallel sizes, that do. Without `group`, shards must end at whole
+    bytes."""
     matrices = [spec for spec in specs if quantizable(spec)]
     for spec in matrices:
         if group and spec.shape[1] % group:
@@ -186,10 +201,11 @@ def check_groups(specs: Iterable[ParamSpec], group: int | None, layout: Layout) 
             hint = (
                 f"groups of {listed(works)} do"
                 if works
-                else "one scale a row does (int8, int4, fp8)"
+                else "one scale per row works (int8, int4, fp8)"
             )
             raise ValueError(
-                f"groups of {group} columns do not divide the {spec.shape[1]} of {spec.name}; {hint}"
+                f"groups of {group} columns do not divide the {spec.shape[1]} columns of "
+                f"{spec.name}; {hint}"
             )
     check_shards(matrices, {spec.name: group for spec in matrices}, layout)
 
@@ -197,28 +213,24 @@ def check_groups(specs: Iterable[ParamSpec], group: int | None, layout: Layout) 
 def check_shards(
     specs: Iterable[ParamSpec], groups: Mapping[str, int | None], layout: Layout
 ) -> None:
-    """Raise ValueError where a rank's columns of a matrix in groups do not end with one, with the
-    tp that work."""
+    """Raise ValueError if a shard of a matrix does not end with a group, with the tensor parallel
+    sizes that work. `groups` maps the names of quantized matrices to their group sizes."""
     units = [(spec, groups[spec.name] or GROUP_MULTIPLE) for spec in specs if spec.name in groups]
     for spec, unit in units:
         if not is_aligned(spec, unit, layout):
-            what = (
-                f"groups of {unit} columns"
-                if groups[spec.name]
-                else f"pieces of {unit} columns, which fill bytes,"
-            )
+            what = f"groups of {unit} columns" if groups[spec.name] else f"{unit} columns (bytes)"
             works = [
                 tp for tp in range(1, layout.tp) if all(can_shard(*each, tp) for each in units)
             ]
             raise ValueError(
-                f"tp{layout.tp} cuts the {spec.shape[1]} columns of {spec.name} where {what} do not end; "
-                f"tp {listed(works)} work{'s' * (len(works) == 1)}"
+                f"tp{layout.tp} does not split the {spec.shape[1]} columns of {spec.name} at "
+                f"multiples of {what}; tp {listed(works)} work{'s' * (len(works) == 1)}"
             )
 
 
 def is_aligned(spec: ParamSpec, unit: int, layout: Layout) -> bool:
-    """Whether every tensor rank's columns begin and end at multiples of `unit`, or where the row
-    does."""
+    """Return whether the columns of every tensor parallel rank begin and end at multiples of `unit`
+    or at the end of the row."""
     ranks = (layout.coord(rank) for rank in range(layout.tp))
     places = {
         place
@@ -230,15 +242,13 @@ def is_aligned(spec: ParamSpec, unit: int, layout: Layout) -> bool:
 
 
 def can_shard(spec: ParamSpec, unit: int, tp: int) -> bool:
-    """Whether tp ranks can have the matrix, in whole heads and whole units of columns."""
-    whole = (
-        (spec.shape[1] // block_of(spec, spec.dims[1])) % tp == 0
-        if spec.dims[1] == "q_heads"
-        else True
-    )
-    return whole and is_aligned(spec, unit, Layout(tp=tp))
+    """Return whether `tp` ranks can shard the matrix, in whole heads and whole units of columns."""
+    num_heads = spec.shape[1] // block_of(spec, spec.dims[1])
+    whole_heads = spec.dims[1] != "q_heads" or num_heads % tp == 0
+    return whole_heads and is_aligned(spec, unit, Layout(tp=tp))
 
 
 def listed(numbers: list[int]) -> str:
+    """Return "1, 2 and 4"."""
     *most, last = map(str, numbers)
     return f"{', '.join(most)} and {last}" if most else last

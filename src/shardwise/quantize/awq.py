@@ -1,10 +1,9 @@
-"""AWQ (Lin et al. 2023, https://arxiv.org/abs/2306.00978): inputs that are large matter more, so
-their weights are scaled up before rounding and the inputs down by as much. Where what makes the
-inputs is linear it takes the scales in, and nothing else changes.
+"""AWQ (Lin et al. 2023, https://arxiv.org/abs/2306.00978): large inputs matter more, so the weights
+of such an input are multiplied by a scale before rounding, and the input is divided by it. The
+scales are folded into the operation that produces the inputs, where that is linear.
 
-Scales are magnitude^a of the inputs; a is tried from 0, which is rounding to nearest, to below 1.
-Then each group's range is tried narrower: clipping a few large weights can leave the others finer
-steps.
+Scales are magnitude^a of the inputs; a is searched from 0, which is round-to-nearest, up to 1. Then
+the range of each group is searched: clipping a few large weights can give the others finer steps.
 
 Shapes: N outputs, K inputs, G groups of a row.
 """
@@ -27,12 +26,12 @@ from shardwise.quant.scheme import Scheme
 from shardwise.quantize.statistics import InputStatistics
 
 NUM_EXPONENTS = 20
-NARROWER = tuple(1 - step / 20 for step in range(11))
-"""From the whole range of a group to half of it."""
-SMALLEST = 1e-4
+CLIP_RATIOS = tuple(1 - step / 20 for step in range(11))
+"""Fractions of a group's range that are tried, from all of it to half of it."""
+MIN_SCALE = 1e-4
 
 Foldable = Callable[[Tensor], Tensor]
-"""The scales [K] nearest to those given that can be taken in without loss."""
+"""Returns the scales [K] nearest to the given ones that can be folded without loss."""
 
 
 def input_scales(
@@ -42,43 +41,41 @@ def input_scales(
     foldable: Foldable,
     choose: ChooseScales = choose_scales,
 ) -> Tensor:
-    """By what to multiply the columns of a matrix [N, K], and divide its inputs: [K]."""
+    """Return the scales [K] that multiply the columns of a matrix [N, K] and divide its inputs."""
     best = torch.ones_like(inputs.magnitude)
-    least = float("inf")
+    min_error = float("inf")
     for step in range(NUM_EXPONENTS):
         scales = foldable(powers(inputs.magnitude, step / NUM_EXPONENTS))
-        made = dequantize(round_to_nearest(weight * scales, scheme, choose), torch.float32) / scales
-        error = inputs.output_error(made - weight)
-        if error < least:
+        quantized = round_to_nearest(weight * scales, scheme, choose)
+        error = inputs.output_error(dequantize(quantized, torch.float32) / scales - weight)
+        if error < min_error:
             best = scales
-            least = error
+            min_error = error
     return best
 
 
 def powers(magnitude: Tensor, exponent: float) -> Tensor:
-    """magnitude^exponent, around 1: divided by the geometric mean of the largest and the
-    smallest."""
-    scales = magnitude.pow(exponent).clamp(min=SMALLEST)
+    """Return magnitude^exponent, divided by the geometric mean of its maximum and minimum."""
+    scales = magnitude.pow(exponent).clamp(min=MIN_SCALE)
     return scales / (scales.max() * scales.min()).sqrt()
 
 
 def clipped(
     weight: Tensor, scheme: Scheme, second_moment: Tensor, choose: ChooseScales = choose_scales
 ) -> QuantizedMatrix:
-    """A matrix [N, K] rounded to nearest, the range of each group as wide as makes the outputs
-    change least."""
-    inner = within_groups(second_moment, scheme)
+    """Round a matrix [N, K] to nearest, with the range of each group that changes the outputs
+    least."""
+    group_moments = within_groups(second_moment, scheme)
     scales, zeros = choose(weight, scheme)
-    least = torch.full((1, 1), torch.inf, device=weight.device)
-    for share in NARROWER:
-        narrow, narrow_zeros = choose(weight * share, scheme)
-        difference = (
-            dequantize(encode(weight, scheme, narrow, narrow_zeros), torch.float32) - weight
-        )
+    min_error = torch.full((1, 1), torch.inf, device=weight.device)
+    for ratio in CLIP_RATIOS:
+        narrow, narrow_zeros = choose(weight * ratio, scheme)
+        quantized = encode(weight, scheme, narrow, narrow_zeros)
+        difference = dequantize(quantized, torch.float32) - weight
         by_group = grouped(difference, scheme).transpose(0, 1)  # [G, N, columns of a group]
-        error = ((by_group @ inner) * by_group).sum(-1).t().contiguous()
-        better = error < least
-        least = torch.where(better, error, least)
+        error = ((by_group @ group_moments) * by_group).sum(-1).t().contiguous()
+        better = error < min_error
+        min_error = torch.where(better, error, min_error)
         scales = torch.where(better, narrow, scales)
         if zeros is not None and narrow_zeros is not None:
             zeros = torch.where(better, narrow_zeros, zeros)
@@ -86,11 +83,7 @@ def clipped(
 
 
 def within_groups(second_moment: Tensor, scheme: Scheme) -> Tensor:
-    """Its blocks on the diagonal, [G, columns of a group, columns of a group]."""
+    """Return the diagonal blocks of a second moment [K, K], one per group: [G, K / G, K / G]."""
     size = len(second_moment) // scheme.num_groups(len(second_moment))
-    return (
-        second_moment.unflatten(0, (-1, size))
-        .unflatten(2, (-1, size))
-        .diagonal(dim1=0, dim2=2)
-        .permute(2, 0, 1)
-    )
+    blocks = second_moment.unflatten(0, (-1, size)).unflatten(2, (-1, size))
+    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)

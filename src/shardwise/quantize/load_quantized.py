@@ -1,5 +1,7 @@
-"""Loading a model quantized: rounded as it is read, or kept as it is stored. Only a strip of it is
-plain at a time."""
+"""Loading quantized weights: rounded to nearest while they are read, or with their stored codes.
+
+Only a strip of rows is in floating point at a time.
+"""
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -33,10 +35,14 @@ def load_quantized(
     quant: str | None,
     device: torch.device | str = "cpu",
 ) -> Weights:
-    """As `load_weights`, with the matrices of blocks quantized: to the scheme `quant` by rounding
-    to nearest, or as they are stored; with None none is. What a rank holds are slices of what one
-    rank would hold. `specs` may be part of the model, as on a pipeline stage. Raises ValueError as
-    `quantized_formats` does."""
+    """Return the shards of the parameters `specs` on the rank at `coord`, by name; tied parameters
+    have no entry.
+
+    `quant` is a scheme, to which the matrices of blocks are rounded to nearest; `as-stored`, which
+    keeps stored codes; or None. Shards are exact slices of what one rank would load. `specs` may be
+    part of the model, as on a pipeline stage. Raises ValueError if `source` does not store exactly
+    the model of `config`, and as `quantized_formats` does.
+    """
     scheme = parse_quant(quant) if quant else None
     with closing(open_weights(source, config)) as reader:
         formats = (
@@ -45,42 +51,38 @@ def load_quantized(
             else {}
         )
 
-        def piece(spec: ParamSpec, box: Box) -> MatrixPart:
+        def load_part(spec: ParamSpec, box: Box) -> MatrixPart:
             if scheme is not None:
                 return quantized_box(reader, spec, box, scheme)
-            is_kept = (spec.name, box.part) in formats
-            return (
-                reader.read_quantized(spec, box) if is_kept else float_box(reader, spec, box, dtype)
-            )
+            if (spec.name, box.part) in formats:
+                return reader.read_quantized(spec, box)
+            return float_box(reader, spec, box, dtype)
 
         weights: Weights = {}
         for spec in (spec for spec in specs if spec.tied_to is None):
-            held = boxes(spec, layout, coord)
-            if any((spec.name, box.part) in formats for box in held):
-                weight = QuantizedWeight(joined([piece(spec, box) for box in held])).to(device)
-                weights[spec.name] = (
-                    QuantizedTable(weight.parts, dtype) if spec.name == "embed" else weight
-                )
+            local = boxes(spec, layout, coord)
+            if any((spec.name, box.part) in formats for box in local):
+                parts = stack_parts([load_part(spec, box) for box in local])
+                weight = QuantizedWeight(parts).to(device)
+                is_table = spec.name == "embed"
+                weights[spec.name] = QuantizedTable(weight.parts, dtype) if is_table else weight
             else:
                 weights[spec.name] = read_param(reader, spec, layout, coord, dtype, device)
     return weights
 
 
 def quantized_box(reader: Reader, spec: ParamSpec, box: Box, scheme: Scheme) -> QuantizedMatrix:
-    """A box of a matrix, rounded a few rows at a time. Where a row has one scale it is read whole,
-    so that its scale is that of all of it, whoever holds which part."""
+    """Read a box of a matrix and round it, a few rows at a time. With one scale per row whole rows
+    are read, so that the scale does not depend on how the matrix is sharded."""
     start, stop = (box.slices[1].start, box.slices[1].stop) if scheme.group else (0, spec.shape[1])
     read = replace(box, start=(box.start[0], start), shape=(box.shape[0], stop - start))
-    pieces = []
+    first = box.start[1] - start
+    quantized = []
     for strip in strips(read, max(block_of(spec, part.dim) for part in spec.rows)):
         rows = torch.empty(strip.shape)
         read_box(reader, spec, strip, rows)
-        pieces.append(
-            quantize(rows, scheme).columns(
-                box.start[1] - start, box.start[1] - start + box.shape[1]
-            )
-        )
-    return stack_rows(pieces)
+        quantized.append(quantize(rows, scheme).columns(first, first + box.shape[1]))
+    return stack_rows(quantized)
 
 
 def float_box(reader: Reader, spec: ParamSpec, box: Box, dtype: torch.dtype) -> FloatMatrix:
@@ -89,15 +91,14 @@ def float_box(reader: Reader, spec: ParamSpec, box: Box, dtype: torch.dtype) -> 
     return FloatMatrix(rows)
 
 
-def joined(pieces: Sequence[MatrixPart]) -> tuple[MatrixPart, ...]:
-    """The pieces, those of one form in one: a product is then one product."""
-    quantized = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
-    if (
-        len(quantized) == len(pieces)
-        and len({(each.scheme, each.scales.dtype) for each in quantized}) == 1
-    ):
+def stack_parts(parts: Sequence[MatrixPart]) -> tuple[MatrixPart, ...]:
+    """Return the parts, concatenated into one if all have the same format, so that they need one
+    matmul."""
+    quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    schemes = {(each.scheme, each.scales.dtype) for each in quantized}
+    if len(quantized) == len(parts) and len(schemes) == 1:
         return (stack_rows(quantized),)
-    blocks = [piece for piece in pieces if isinstance(piece, GgmlMatrix)]
-    if len(blocks) == len(pieces) and len({each.kind for each in blocks}) == 1:
-        return (stack_ggml(blocks),)
-    return tuple(pieces)
+    ggml = [part for part in parts if isinstance(part, GgmlMatrix)]
+    if len(ggml) == len(parts) and len({each.kind for each in ggml}) == 1:
+        return (stack_ggml(ggml),)
+    return tuple(parts)

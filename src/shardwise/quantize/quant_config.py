@@ -1,5 +1,5 @@
-"""What a user asks for when a model is written quantized: a scheme, the files, and the method.
-Imports no torch."""
+"""The settings of writing a quantized model: the scheme, the method and the file format. Imports no
+torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -12,8 +12,14 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """`gguf` is the kind of blocks, Q8_0, Q4_0 or Q4_1, of a GGUF file; None: a folder as
-    compressed-tensors has it."""
+    """How to quantize a model.
+
+    Attributes:
+        scheme: the scheme of every matrix.
+        method: round-to-nearest, GPTQ or AWQ.
+        gguf: the type of the blocks of a GGUF file: Q8_0, Q4_0 or Q4_1. None: a folder in the
+            compressed-tensors format.
+    """
 
     scheme: Scheme
     method: Method = "rtn"
@@ -21,25 +27,26 @@ class QuantConfig:
 
     @classmethod
     def parse(cls, name: str, method: str = "rtn") -> "QuantConfig":
-        """From what `--quant` and `--method` say. Raises ValueError for what is not known or does
-        not go together."""
+        """Parse the values of `--quant` and `--method`. Raises ValueError for unknown ones and for
+        a combination that is not supported."""
         if method not in METHODS:
-            raise ValueError(f"{method!r} is no method to quantize; known are {', '.join(METHODS)}")
-        form, colon, kind = name.partition(":")
+            raise ValueError(f"unknown method {method!r}; known are {', '.join(METHODS)}")
+        container, colon, kind = name.partition(":")
         if not colon:
-            quant_config = cls(Scheme.parse(name), method)
-        elif form == "gguf" and kind.upper() in GGUF_SCHEMES:
-            quant_config = cls(Scheme.parse(GGUF_SCHEMES[kind.upper()]), method, kind.upper())
+            config = cls(Scheme.parse(name), method)
+        elif container == "gguf" and kind.upper() in GGUF_SCHEMES:
+            config = cls(Scheme.parse(GGUF_SCHEMES[kind.upper()]), method, kind.upper())
         else:
-            known = ", ".join(f"gguf:{each.lower()}" for each in GGUF_SCHEMES)
+            gguf = ", ".join(f"gguf:{each.lower()}" for each in GGUF_SCHEMES)
             raise ValueError(
-                f"{name!r} is no way to quantize a file; {known} are, or for a folder int8, int4-g64 or fp8"
+                f"unknown quantization {name!r}; known are {gguf} for GGUF files, and int8, "
+                "int4-g64, fp8 and others for folders"
             )
-        if quant_config.scheme.kind == "fp8" and quant_config.calibrated:
-            raise ValueError(f"{method} chooses integers; fp8 is rounded to nearest: --method rtn")
-        return quant_config
+        if config.scheme.kind == "fp8" and config.calibrated:
+            raise ValueError(f"{method} supports integers only; fp8 needs --method rtn")
+        return config
 
     @property
     def calibrated(self) -> bool:
-        """Whether the method looks at a text."""
+        """Whether the method needs a calibration text."""
         return self.method != "rtn"

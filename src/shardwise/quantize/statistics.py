@@ -1,5 +1,5 @@
-"""What calibration wants to know of a matrix: what it is multiplied with, in two sums that do not
-grow with the text.
+"""Calibration statistics of the inputs of a matrix: two sums, whose size does not depend on the
+length of the text.
 
 Shapes: N outputs, K inputs, M rows of activations.
 """
@@ -15,29 +15,31 @@ from shardwise.quant.weight import Recomputed
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """Of the rows x [K] that a matrix is multiplied with: the mean of x x^T, [K, K], and of |x|,
-    [K], in fp32.
+    """Statistics of the input rows x [K] of a matrix, in fp32.
 
-    The first says what a change E of the matrix does to its outputs: on average |E x|^2 = sum(E C *
-    E).
+    A change E of the matrix changes its outputs by |E x|^2 = sum(E C * E) on average, where C is
+    the second moment.
+
+    Attributes:
+        second_moment: the mean of x x^T, [K, K].
+        magnitude: the mean of |x|, [K].
     """
 
     second_moment: Tensor
     magnitude: Tensor
 
     def divided(self, scales: Tensor) -> "InputStatistics":
-        """Those of x / scales [K]."""
+        """Return the statistics of x / scales [K]."""
         second = self.second_moment / scales[:, None] / scales
         return InputStatistics(second, self.magnitude / scales)
 
     def output_error(self, difference: Tensor) -> float:
-        """The mean of |E x|^2 for a difference E [N, K]."""
+        """Return the mean of |E x|^2 for a difference E [N, K]."""
         return float(((difference @ self.second_moment) * difference).sum(dtype=torch.float64))
 
 
 class ObservedWeight:
-    """A plain weight [N, K] for `model.layers.linear` that keeps count of what it is multiplied
-    with."""
+    """A float weight [N, K] for `model.layers.linear` that collects statistics of its inputs."""
 
     def __init__(self, weight: Tensor) -> None:
         num_columns = weight.shape[1]
@@ -47,7 +49,7 @@ class ObservedWeight:
         self._num_rows = 0
 
     def apply(self, x: Tensor | Recomputed) -> Tensor:
-        """x [..., K] -> [..., N]."""
+        """Return x [..., K] @ W^T: [..., N]."""
         x = x if isinstance(x, Tensor) else x.make(*x.inputs)
         rows = x.detach().flatten(0, -2).float()
         self._products.addmm_(rows.t(), rows)
@@ -56,10 +58,11 @@ class ObservedWeight:
         return F.linear(x, self.weight)
 
     def statistics(self) -> InputStatistics:
-        """Raises ValueError where activations were infinite or no numbers."""
+        """Return the statistics so far. Raises ValueError if activations were not finite."""
         assert self._num_rows, "the weight was used"
         if not self._products.isfinite().all():
             raise ValueError(
-                "calibration met activations that are infinite or no numbers: the model's weights are damaged"
+                "activations are infinite or NaN on the calibration text; "
+                "the weights of the model are damaged"
             )
         return InputStatistics(self._products / self._num_rows, self._magnitudes / self._num_rows)
