@@ -60,7 +60,7 @@ PROCESS_BYTES = 160 << 20
 
 @dataclass(frozen=True)
 class Trial:
-    """What to compare with one rank: a layout of a model, and how its sums run."""
+    """A layout of a model to compare with one rank, and how its sums run."""
 
     config: ModelConfig
     layout: Layout

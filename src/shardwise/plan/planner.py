@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the first candidate of the first mode fits."""
+        """True if the first candidate of the first mode fits."""
         return self.modes[0].fits
 
     def to_json(self) -> dict[str, Any]:

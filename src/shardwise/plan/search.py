@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """What runs on GPUs of one kind: a model in training or in serving.
+    """A model in training or in serving, on GPUs of one kind.
 
     Attributes:
         seq_tokens: tokens per sequence in training, per request in serving

@@ -98,7 +98,7 @@ def serving_rows(job: Job) -> list[str]:
     scaled = f" in {job.kv_dtype}, each with a scale" if vector.scale else ""
     window = config.sliding_window if config.windowed_layers else None
     is_windowed = window and window < job.seq_tokens
-    within = f", of which a window of {window:,} stays," if is_windowed else ""
+    within = f" (a window of {window:,} of them is cached)" if is_windowed else ""
     token_bytes = config.kv_bytes_per_token(vector.element, vector.scale)
     return [
         f"The KV cache of one request of {job.seq_tokens:,} tokens{within} adds {gb(rows['kv'])} "

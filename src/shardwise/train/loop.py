@@ -30,7 +30,7 @@ from shardwise.train.trace_writer import write_trace
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a run came, and why it ended.
+    """The end of a run: how far it came, and why it ended.
 
     Attributes:
         step: the last step whose result is in the weights

@@ -1,4 +1,4 @@
-"""From the settings of a run to what it trains: the layout, the model and its first weights."""
+"""Resolving the settings of a run: its layout, its model and its first weights."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -28,7 +28,7 @@ from shardwise.parallel.zero import Store
 
 @dataclass(frozen=True)
 class Context:
-    """What all pieces of one micro-batch share."""
+    """Inputs that all pieces of one micro-batch share."""
 
     microbatch: MicroBatch
     rope: RopeTables | None
@@ -43,7 +43,7 @@ summed loss for the last."""
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes.
+    """The compute of a rank.
 
     Attributes:
         pieces: the pieces of this rank, by name
@@ -76,7 +76,7 @@ class Executor(Protocol):
 
 @dataclass
 class Saved:
-    """What a piece saves from its F to its W.
+    """Tensors that a piece saves from its F to its W.
 
     Attributes:
         x, y: both ends of the graph, from F to B or I; only x if the piece is recomputed

@@ -52,7 +52,7 @@ def alternate_halves(stage: int, m: int, warmup: int, delay: int) -> list[Action
 
 
 class Policy(NamedTuple):
-    """How a rank decides where it has a choice.
+    """Rules by which a rank chooses its next action.
 
     Attributes:
         alternate: after an I, a forward has priority
@@ -73,7 +73,7 @@ POLICIES = [
 
 
 class Problem(NamedTuple):
-    """What a search has to solve. `limit` is the number of forwards that a rank may hold; one
+    """The input of a search. `limit` is the number of forwards that a rank may hold; one
     counts `mem_w` between its I and its W."""
 
     p: int
