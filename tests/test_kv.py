@@ -275,7 +275,7 @@ def test_a_plan_says_what_keys_and_values_are_in(capsys: pytest.CaptureFixture[s
     flags = ["--gpu", "h100-80gb", "--mode", "serve", "--kv-dtype", "fp8"]
     assert main(["plan", "llama-3.1-70b", *flags]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "Serving in bf16, keys and values in fp8, one request" in said
+    assert "Serving in bf16, KV cache in fp8, one request" in said
     assert (
         "(168,960 bytes a token: keys and values of 80 layers x 8 kv heads x 128 in fp8, each with a scale)"
         in said

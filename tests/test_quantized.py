@@ -564,7 +564,7 @@ def test_plan_proposes_only_cuts_that_groups_allow() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--mode", "train", "--quant", "int8"], "weights are quantized in serving"),
+        (["--mode", "train", "--quant", "int8"], "quant applies to serving only"),
         (
             ["--quant", "as-stored"],
             "this shape without weights is not quantized, so as-stored does not apply",
@@ -585,7 +585,7 @@ def test_a_plan_says_what_is_quantized(capsys: pytest.CaptureFixture[str]) -> No
         == 1
     )
     said = " ".join(capsys.readouterr().out.split())
-    assert "Serving in bf16, matrices of the blocks in int8" in said
+    assert "Serving in bf16, block matrices in int8" in said
     assert (
         "with the matrices of its blocks in int8 and the rest in bf16 (2 bytes each): these alone exceed it"
         in said
