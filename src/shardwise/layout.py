@@ -278,10 +278,11 @@ class Layout:
             yield f"l{joined(self.layers)} shares the layers out among stages; leave it out, or add pp2"
         elif self.layers is not None and len(self.layers) != p * v:
             yield f"l{joined(self.layers)} is for {len(self.layers)} stages, not {p * v}; leave it out, or name {p * v}"
-        if self.schedule == "interleaved" and m % p:
-            yield f"interleaved needs micro-batches divisible by pp{p}, not m{m}; m{nearest_multiple(m, p)} works"
-        if self.schedule == "zb-h2" and m < 2 * p - 1:
-            yield f"zb-h2 needs at least 2p - 1 micro-batches, not m{m}; m{2 * p - 1} works, or zb-h1"
+        works = nearest_microbatches(self.schedule, p, m)
+        if self.schedule == "interleaved" and m != works:
+            yield f"interleaved needs micro-batches divisible by pp{p}, not m{m}; m{works} works"
+        if self.schedule == "zb-h2" and m != works:
+            yield f"zb-h2 needs at least 2p - 1 micro-batches, not m{m}; m{works} works, or zb-h1"
         if self.shard == "fsdp" and p > 1:
             yield "fsdp with pp is not supported; z3 in its place works"
         elif self.shard == "fsdp" and self.shard_size == 1:
@@ -377,6 +378,13 @@ def ring_bytes(num_bytes: int, size: int) -> int:
 
 def joined(layers: Sequence[int]) -> str:
     return "-".join(map(str, layers))
+
+
+def nearest_microbatches(schedule: str | None, stages: int, microbatches: int) -> int:
+    """Return the number of micro-batches that a schedule supports, nearest to `microbatches`."""
+    if schedule == "interleaved":
+        return nearest_multiple(microbatches, stages)
+    return max(microbatches, 2 * stages - 1) if schedule == "zb-h2" else microbatches
 
 
 def nearest_multiple(number: int, of: int) -> int:

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import get_args
 
 from shardwise.config import ModelConfig
-from shardwise.layout import Layout, Schedule, nearest_multiple
+from shardwise.layout import Layout, Schedule, nearest_microbatches
 from shardwise.parallel.pipeline.actions import Action, Kind, accumulate, lower, stage_pieces
 from shardwise.parallel.pipeline.table import EQUAL, NO_LIMIT, Costs, Memory, Table
 from shardwise.parallel.pipeline.zero_bubble import zb_auto, zb_h1, zb_h2
@@ -111,15 +111,15 @@ def check_sizes(name: str, p: int, m: int, v: int) -> None:
         raise ValueError(
             f"{name} cannot have {v} chunk{'s' * (v > 1)} per rank; {works}, and {other}"
         )
-    if name == "interleaved" and m % p:
-        multiple = nearest_multiple(m, p)
+    supported = nearest_microbatches(name, p, m)
+    if name == "interleaved" and m != supported:
         raise ValueError(
             f"interleaved needs a multiple of its {p} stages as micro-batches, not {m}; "
-            f"{multiple} works"
+            f"{supported} works"
         )
-    if name == "zb-h2" and m < 2 * p - 1:
+    if name == "zb-h2" and m != supported:
         raise ValueError(
-            f"zb-h2 needs at least 2p - 1 micro-batches, not {m}; {2 * p - 1} works, or use zb-h1"
+            f"zb-h2 needs at least 2p - 1 micro-batches, not {m}; {supported} works, or use zb-h1"
         )
 
 
