@@ -30,7 +30,7 @@ from shardwise.formats.run_checkpoint import (
     Checkpoint,
     checkpoint_path,
     list_checkpoints,
-    newest,
+    newest_checkpoint,
 )
 from shardwise.formats.safetensors import SLICE_BYTES, Shapes, write_safetensors
 from shardwise.layout import Layout
@@ -266,7 +266,7 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(
     shutil.copytree(whole_run[0], folder)
     damage(checkpoint_path(folder, 6) / name)
     warnings: list[str] = []
-    assert newest(folder, warnings.append).step == 3
+    assert newest_checkpoint(folder, warnings.append).step == 3
     (warning,) = warnings
     assert (
         "step-00000006 is damaged" in warning
@@ -275,8 +275,8 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(
     )
     assert "\n" not in warning
     damage(checkpoint_path(folder, 3) / name)
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
-        newest(folder, warnings.append)
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
+        newest_checkpoint(folder, warnings.append)
     assert len(warnings) == 3
 
 
@@ -288,7 +288,9 @@ def test_a_checkpoint_of_another_version_is_named_as_such(
     index = json.loads((path / INDEX).read_text()) | {"format_version": 99}
     (path / INDEX).write_text(json.dumps(index))
     (path / "index.sha256").write_text(writing.checksum(path / INDEX))
-    with pytest.raises(ValueError, match="is of format version 99, and this version reads 1"):
+    with pytest.raises(
+        ValueError, match="has format version 99; this version of shardwise reads 1"
+    ):
         Checkpoint(path)
 
 
@@ -305,7 +307,7 @@ def load_on(rank: int, world: int, path: Path, settings: Settings, config: Model
         ({"num_layers": 1}, "has unknown exp_avg of blocks.1.down: it is of another model"),
         (
             {"ffn_size": 32},
-            r"holds blocks.0.gate_up as \(\d+, \d+\), not \(64, \d+\): it is of another model",
+            r"stores blocks.0.gate_up as \(\d+, \d+\), not \(64, \d+\): it is of another model",
         ),
     ],
 )

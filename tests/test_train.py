@@ -816,7 +816,7 @@ def test_a_folder_with_a_run_or_something_else_is_left_alone(
     assert main(["train", str(path), "--resume"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all("trying the one before" in line for line in lines[:2])
-    assert lines[2] == f"shardwise: {run} holds no whole checkpoint"
+    assert lines[2] == f"shardwise: {run} has no complete checkpoint"
 
 
 def test_a_model_file_that_is_damaged_is_refused_before_a_rank_starts(

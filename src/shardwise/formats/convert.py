@@ -35,9 +35,17 @@ Progress = Callable[[str, float], None]
 """progress(phase, fraction): the fraction of the phase that is done, from 0 to 1."""
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 PROMPT_TOKENS = 32
 TOLERANCE = 1e-4
 """Of the largest logit."""

@@ -13,7 +13,7 @@ from shardwise.formats.gguf.gguf_reader import GgufReader
 from shardwise.formats.huggingface.folder_reader import FolderReader
 from shardwise.formats.model_source import ModelSource, source_kind, source_path
 from shardwise.formats.reader import Reader
-from shardwise.formats.run_checkpoint import newest
+from shardwise.formats.run_checkpoint import newest_checkpoint
 from shardwise.params import Box, ParamSpec, model_specs
 from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.ggml_blocks import GgmlMatrix
@@ -39,13 +39,13 @@ def open_weights(source: ModelSource, config: ModelConfig) -> ModelReader:
 
 
 class RunReader:
-    """The weights of a training run: the fp32 master weights of its newest intact checkpoint.
+    """The weights of a training run: the fp32 master weights of its newest_checkpoint intact checkpoint.
 
     Raises ValueError unless they are the parameters of `config`.
     """
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
-        self._checkpoint = newest(path, warnings.warn)
+        self._checkpoint = newest_checkpoint(path, warnings.warn)
         self._checkpoint.check_model(model_specs(config))
         self.dtype = torch.float32
         self.formats: StorageFormats = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardwise.atomic import exclusive, partial_path, written_aside
 from shardwise.formats.huggingface.hf_config import to_hugging_face
-from shardwise.formats.run_checkpoint import list_checkpoints, newest
+from shardwise.formats.run_checkpoint import list_checkpoints, newest_checkpoint
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_room
@@ -119,7 +119,7 @@ def resume_step(folder: Path, run: Run, warn: Callable[[str], None]) -> int:
     if not list_checkpoints(folder / "checkpoints"):
         warn(f"{folder} holds no checkpoint, so it restarts from step 0")
         return 0
-    return newest(folder, warn).step
+    return newest_checkpoint(folder, warn).step
 
 
 def write_run_folder(folder: Path, run: Run) -> None:

@@ -1,11 +1,11 @@
-"""Headers of GGUF files: what a file says about a model, and where in it each tensor's bytes lie.
+"""Headers of GGUF files: the metadata of a model, and where in the file each tensor is.
 
 A GGUF file is, in this order and little endian,
 
     "GGUF", version (u32), number of tensors (u64), number of metadata entries (u64)
     metadata: per entry a key (string), a value type (u32) and the value
-    tensors:  per tensor a name (string), the number of dims (u32), the dims (u64, innermost first), a kind (u32)
-              and an offset (u64) from the start of the tensor data
+    tensors:  per tensor a name (string), the number of dims (u32), the dims (u64, innermost
+              first), a kind (u32) and an offset (u64) from the start of the tensor data
     padding up to the alignment, then the tensor data, each tensor at a multiple of the alignment
 
 where a string is its length in bytes (u64) and that many bytes of UTF-8, and an array is its item
@@ -13,9 +13,8 @@ type (u32), its length (u64) and its items. Large models come in several files,
 `NAME-00001-of-00003.gguf` and so on, each with a header of its own. The format is documented at
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
-The file is mapped, not read: opening one touches its header only, however large the tensors are.
-Nothing in a header is trusted, since a download may be cut short or the file may be something else
-altogether.
+The file is memory-mapped: opening it reads only its header, however large the tensors are. Nothing
+in a header is trusted, since a download may be truncated and a file may be of another kind.
 """
 
 import mmap
@@ -31,35 +30,24 @@ from numpy.typing import NDArray
 
 from shardwise.quant.ggml import BLOCKS
 
-# The numbers of `enum ggml_type`. Kinds that BLOCKS lacks are named so that a refusal can name
-# them.
+# The numbers of `enum ggml_type`. Kinds that are not in BLOCKS are listed for error messages.
 _KINDS: dict[int, str] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0",
-    39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+    30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
-# Numbers of `enum gguf_metadata_value_type`, as formats that struct and numpy share; strings and
-# arrays are apart.
+# The numbers of `enum gguf_metadata_value_type`, with the formats that struct and numpy share.
 _NUMBERS: dict[int, str] = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d",
+}  # fmt: skip
 _BOOL = 7
 _STRING = 8
 _ARRAY = 9
 
-# Far above anything a model needs, so that a corrupt length is refused before memory is asked for.
+# Far above what any model needs: a corrupt length is rejected before memory is allocated.
 _MAX_NAME_BYTES = 1 << 10
 _MAX_STRING_BYTES = 1 << 28
 _MAX_ARRAY_ITEMS = 1 << 24
@@ -72,10 +60,13 @@ _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies.
+    """One tensor of a GGUF file.
 
-    `shape` is in torch order, outermost first; `kind` is a key of BLOCKS; `offset` counts bytes
-    from the start of the file; `part` is the number, from 0, of the file that holds it.
+    Attributes:
+        shape: in torch order, outermost dim first.
+        kind: a key of BLOCKS.
+        offset: in bytes from the start of the file.
+        part: the number of the file that it is in, from 0.
     """
 
     name: str
@@ -88,8 +79,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, eq=False)
 class Gguf:
-    """An open GGUF model: its metadata as plain Python values, its tensors by name, and its mapped
-    bytes."""
+    """An open GGUF model: its metadata as Python values, its tensors by name, and its mapped
+    files."""
 
     path: Path
     metadata: dict[str, Any]
@@ -97,33 +88,31 @@ class Gguf:
     parts: tuple[NDArray[np.uint8], ...]
 
     def tensor(self, name: str) -> GgufTensor:
-        """Looks a tensor up, since a missing one deserves a sentence; raises ValueError."""
+        """Return a tensor. Raises ValueError if there is none of that name."""
         if name not in self.tensors:
-            raise ValueError(
-                f"{self.path} has no tensor named {name!r}; it has {len(self.tensors)} others"
-            )
+            raise ValueError(f"{self.path} has no tensor {name!r} among its {len(self.tensors)}")
         return self.tensors[name]
 
     def raw_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Views the bytes of rows [start, stop) of a tensor's first dim, so that a rank touches
-        only its own rows.
+        """Return the bytes of rows [start, stop) of a tensor's first dim, without reading others.
 
         The result is flat, read-only and shares memory with the mapped file. Blocks lie along the
-        last dim and never cross a row, so rows of a matrix can be cut anywhere; a tensor of one dim
-        only at whole blocks. Raises ValueError for rows that the tensor does not have or that would
-        cut a block.
+        last dim and never cross a row, so a matrix can be split at any row; a tensor of one dim
+        only between blocks. Raises ValueError for rows that the tensor does not have, or that split
+        a block.
         """
         tensor = self.tensor(name)
         if not 0 <= start <= stop <= tensor.shape[0]:
             raise ValueError(
-                f"{self.path}: tensor {name!r} has rows 0 to {tensor.shape[0]}, not {start} to {stop}"
+                f"{self.path}: tensor {name!r} has rows 0 to {tensor.shape[0]}, not {start} to "
+                f"{stop}"
             )
         block = BLOCKS[tensor.kind]
         row_elements = prod(tensor.shape[1:])
         if start * row_elements % block.num_elements or stop * row_elements % block.num_elements:
             raise ValueError(
-                f"{self.path}: tensor {name!r} is stored as {tensor.kind} and can be cut only at multiples of "
-                f"{block.num_elements}, not at {start} to {stop}"
+                f"{self.path}: tensor {name!r} is stored as {tensor.kind} and can be split only at "
+                f"multiples of {block.num_elements}, not at {start} to {stop}"
             )
         first, last = (
             tensor.offset + row * row_elements // block.num_elements * block.num_bytes
@@ -133,11 +122,10 @@ class Gguf:
 
 
 def read_gguf(path: str | Path) -> Gguf:
-    """Opens a GGUF file of version 2 or 3, and with the first of several parts the others beside
-    it.
+    """Open a GGUF file of version 2 or 3; if it is the first of several, also the others.
 
-    Raises ValueError, with one sentence that names the file and the reason, for anything that is
-    not a whole GGUF file with tensors of the kinds in BLOCKS.
+    Raises ValueError, in one sentence with the file and the reason, for anything but a complete
+    GGUF file with tensors of the kinds in BLOCKS.
     """
     path = Path(path)
     cursor = _Cursor(path)
@@ -151,17 +139,17 @@ def read_gguf(path: str | Path) -> Gguf:
             or part_metadata.get("split.count") != metadata["split.count"]
         ):
             raise later.error(
-                f"it does not say that it is part {part + 1} of {metadata['split.count']}"
+                f"its header is not that of part {part + 1} of {metadata['split.count']}"
             )
         twice = tensors.keys() & part_tensors.keys()
         if twice:
             raise later.error(f"tensor {min(twice)!r} is also in another part")
         tensors |= part_tensors
         cursors.append(later)
-    num_promised = metadata.get("split.tensors.count", len(tensors))
-    if num_promised != len(tensors):
+    num_expected = metadata.get("split.tensors.count", len(tensors))
+    if num_expected != len(tensors):
         raise cursor.error(
-            f"it promises {num_promised} tensors in all its parts, which hold {len(tensors)}"
+            f"it should have {num_expected} tensors in all its parts, but has {len(tensors)}"
         )
     return Gguf(
         path, metadata, tensors, tuple(np.frombuffer(each.data, np.uint8) for each in cursors)
@@ -169,7 +157,7 @@ def read_gguf(path: str | Path) -> Gguf:
 
 
 def _later_parts(cursor: "_Cursor", metadata: dict[str, Any]) -> list[Path]:
-    """The paths of parts 2, 3, ... of the model whose first part is at the cursor."""
+    """Return the paths of parts 2, 3, ... of a model, from the header of its first part."""
     count = metadata.get("split.count", 1)
     if type(count) is not int or not 1 <= count <= 99999:
         raise cursor.error(
@@ -192,14 +180,14 @@ def _later_parts(cursor: "_Cursor", metadata: dict[str, Any]) -> list[Path]:
 
 
 class _Cursor:
-    """A mapped file and a position in it; every read is checked against the end of the file."""
+    """A memory-mapped file and a position in it; every read is checked against its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.position = 0
         try:
             if not path.is_file():
-                raise self.error("there is no file of that name")
+                raise self.error("it does not exist")
             with path.open("rb") as file:
                 self.num_bytes = file.seek(0, 2)
                 if self.num_bytes < _MIN_HEADER_BYTES:
@@ -212,7 +200,7 @@ class _Cursor:
         return ValueError(f"{self.path} cannot be used as a GGUF file: {reason}")
 
     def take(self, num_bytes: int) -> int:
-        """Steps over that many bytes and returns where they start."""
+        """Skip that many bytes and return where they start."""
         start = self.position
         if num_bytes > self.num_bytes - start:
             raise self.error(f"it ends at byte {self.num_bytes}, in the middle of its header")
@@ -223,19 +211,19 @@ class _Cursor:
         return struct.unpack_from(form, self.data, self.take(struct.calcsize(form)))[0]
 
     def count(self, what: str, min_bytes: int) -> int:
-        """Reads how many of something follow, which cannot be more than the rest of the file has
-        room for."""
+        """Read a count of items that follow. Raises ValueError if they exceed the rest of the
+        file."""
         count: int = self.number("<Q")
         if count > (self.num_bytes - self.position) // min_bytes:
-            raise self.error(f"it announces {count} {what}, more than the file has room for")
+            raise self.error(f"its count of {what}, {count}, exceeds the size of the file")
         return count
 
     def name(self) -> str:
         return self.strings(1, _MAX_NAME_BYTES)[0]
 
     def strings(self, count: int, max_bytes: int = _MAX_STRING_BYTES) -> list[str]:
-        """Reads strings in one plain loop: a vocabulary and its merges are a hundred thousand of
-        them."""
+        """Read strings in one simple loop: a vocabulary with its merges has a hundred
+        thousand."""
         data = self.data
         position = self.position
         end = self.num_bytes
@@ -247,7 +235,7 @@ class _Cursor:
                 position = start + length_at(data, position)[0]
                 if position > end or position - start > max_bytes:
                     raise self.error(
-                        f"the string at byte {start} runs past the end of the file or is absurdly long"
+                        f"the string at byte {start} exceeds the file or any sensible length"
                     )
                 strings.append(str(data[start:position], "utf-8"))
         except struct.error:
@@ -258,7 +246,7 @@ class _Cursor:
         return strings
 
     def value(self) -> Any:
-        """Reads the type and the value of one metadata entry."""
+        """Read the type and the value of one metadata entry."""
         value_type = self.number("<I")
         if value_type == _ARRAY:
             item_type = self.number("<I")
@@ -268,7 +256,7 @@ class _Cursor:
     def items(self, item_type: int, count: int) -> list[Any]:
         if count > _MAX_ARRAY_ITEMS:
             raise self.error(
-                f"it has an array of {count} items, and {_MAX_ARRAY_ITEMS} are the most that is sensible"
+                f"it has an array of {count} items, more than the limit of {_MAX_ARRAY_ITEMS}"
             )
         if item_type == _STRING:
             return self.strings(count)
@@ -289,22 +277,23 @@ class _Cursor:
 
 
 def _read_part(cursor: _Cursor, part: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Reads the whole header of one file."""
+    """Read the header of one file."""
     if cursor.data[:4] != b"GGUF":
         raise cursor.error("it does not start with the letters GGUF")
     cursor.take(4)
     version = cursor.number("<I")
     if version & 0xFFFF == 0:
-        raise cursor.error("it is big endian, and only little endian is read")
+        raise cursor.error("it is big endian; only little endian is supported")
     if version not in (2, 3):
         raise cursor.error(
-            f"it has version {version}, and only versions 2 and 3 are read; convert the model again"
+            f"it has version {version}; only versions 2 and 3 are supported, so convert the model "
+            "again"
         )
     num_tensors = cursor.count("tensors", _MIN_TENSOR_BYTES)
     metadata = _read_metadata(cursor, cursor.count("metadata entries", _MIN_ENTRY_BYTES))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise cursor.error(f"its alignment is {alignment!r:.40} and has to be a power of two")
+        raise cursor.error(f"its alignment is {alignment!r:.40} and must be a power of two")
     return metadata, _read_tensors(cursor, num_tensors, alignment, part)
 
 
@@ -313,7 +302,7 @@ def _read_metadata(cursor: _Cursor, num_entries: int) -> dict[str, Any]:
     for _ in range(num_entries):
         key = cursor.name()
         if key in metadata:
-            raise cursor.error(f"the metadata key {key!r} is in it twice")
+            raise cursor.error(f"the metadata key {key!r} is repeated")
         metadata[key] = cursor.value()
     return metadata
 
@@ -321,13 +310,13 @@ def _read_metadata(cursor: _Cursor, num_entries: int) -> dict[str, Any]:
 def _read_tensors(
     cursor: _Cursor, num_tensors: int, alignment: int, part: int
 ) -> dict[str, GgufTensor]:
-    """Reads the table of tensors and turns its offsets, which count from the padded end of the
-    header, into bytes."""
+    """Read the table of tensors, and convert its offsets, which count from the padded end of the
+    header, to offsets in the file."""
     entries: dict[str, tuple[tuple[int, ...], str, int]] = {}
     for _ in range(num_tensors):
         name = cursor.name()
         if name in entries:
-            raise cursor.error(f"tensor {name!r} is in it twice")
+            raise cursor.error(f"tensor {name!r} is repeated")
         entries[name] = (_read_shape(cursor, name), _read_kind(cursor, name), cursor.number("<Q"))
     data_start = -(-cursor.position // alignment) * alignment
     tensors = {}
@@ -335,8 +324,8 @@ def _read_tensors(
         block = BLOCKS[kind]
         if shape[-1] % block.num_elements:
             raise cursor.error(
-                f"tensor {name!r} has rows of {shape[-1]} elements, not a multiple of the {block.num_elements} of a "
-                f"{kind} block"
+                f"tensor {name!r} has rows of {shape[-1]} elements, not a multiple of the "
+                f"{block.num_elements} of a {kind} block"
             )
         if offset % alignment:
             raise cursor.error(
@@ -351,7 +340,7 @@ def _read_tensors(
 def _read_shape(cursor: _Cursor, name: str) -> tuple[int, ...]:
     num_dims = cursor.number("<I")
     if num_dims > _MAX_DIMS:
-        raise cursor.error(f"tensor {name!r} has {num_dims} dims, and {_MAX_DIMS} are the most")
+        raise cursor.error(f"tensor {name!r} has {num_dims} dims, more than {_MAX_DIMS}")
     dims = [cursor.number("<Q") for _ in range(num_dims)]
     if 0 in dims:
         raise cursor.error(f"tensor {name!r} has a dim of size 0")
@@ -363,13 +352,13 @@ def _read_kind(cursor: _Cursor, name: str) -> str:
     kind = _KINDS.get(number, f"kind {number}")
     if kind not in BLOCKS:
         raise cursor.error(
-            f"tensor {name!r} is stored as {kind}; the kinds that are read are {', '.join(BLOCKS)}"
+            f"tensor {name!r} is stored as {kind}; supported are {', '.join(BLOCKS)}"
         )
     return kind
 
 
 def _check_extents(cursor: _Cursor, tensors: Iterable[GgufTensor]) -> None:
-    """Refuses tensors that share bytes or lie outside the file."""
+    """Raise ValueError for tensors that overlap or lie outside the file."""
     end = 0
     before = ""
     for tensor in sorted(tensors, key=lambda each: each.offset):
@@ -379,6 +368,6 @@ def _check_extents(cursor: _Cursor, tensors: Iterable[GgufTensor]) -> None:
         before = tensor.name
         if end > cursor.num_bytes:
             raise cursor.error(
-                f"tensor {tensor.name!r} ends at byte {end}, but the file at byte {cursor.num_bytes}; it may have been "
-                f"cut short, so get it again"
+                f"tensor {tensor.name!r} ends at byte {end}, but the file at byte "
+                f"{cursor.num_bytes}; it may be truncated, so download it again"
             )

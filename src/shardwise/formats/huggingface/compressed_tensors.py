@@ -1,7 +1,8 @@
 """Quantized matrices in the format compressed-tensors, which vLLM and others load.
 
-    pack-quantized   weight_packed [N, ceil(K b / 32)] in int32: unsigned codes of b bits from the lowest bit;
-                     weight_scale [N, G]; weight_zero_point [ceil(N b / 32), G], packed along N; weight_shape
+    pack-quantized   weight_packed [N, ceil(K b / 32)] in int32: unsigned codes of b bits from the
+                     lowest bit; weight_scale [N, G]; weight_zero_point [ceil(N b / 32), G], packed
+                     along N; weight_shape
     float-quantized  weight [N, K] in float8_e4m3fn, weight_scale [N, G]
 
 Only weights are quantized, and engines expect the integers of such models packed, those of 8 bits

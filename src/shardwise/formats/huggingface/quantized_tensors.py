@@ -3,13 +3,14 @@
 A matrix [N, K] of b bits with G groups per row is stored, in int32 words filled from the lowest
 bit, as
 
-    gptq                qweight [K b / 32, N], scales [G, N], qzeros [G, N b / 32] (less one in version 1), g_idx [K]
-    awq                 qweight [K, N b / 32], scales [G, N], qzeros [G, N b / 32]; the eight codes of a word are in
-                        the order 0 2 4 6 1 3 5 7
-    compressed-tensors  weight_packed [N, K b / 32], with half the range added to codes, or weight [N, K] in int8 or
-                        fp8; weight_scale [N, G], and weight_zero_point if asymmetric
-    fp8                 weight [N, K] in float8_e4m3fn, and weight_scale_inv (a factor, despite its name) per block of
-                        rows and columns, or one weight_scale for all
+    gptq                qweight [K b / 32, N], scales [G, N], qzeros [G, N b / 32] (less one in
+                        version 1), g_idx [K]
+    awq                 qweight [K, N b / 32], scales [G, N], qzeros [G, N b / 32]; the eight codes
+                        of a word are in the order 0 2 4 6 1 3 5 7
+    compressed-tensors  weight_packed [N, K b / 32], with half the range added to codes, or weight
+                        [N, K] in int8 or fp8; weight_scale [N, G]; weight_zero_point if asymmetric
+    fp8                 weight [N, K] in float8_e4m3fn, and weight_scale_inv (a factor, despite its
+                        name) per block of rows and columns, or one weight_scale for all
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Chat templates: how a list of messages becomes the one text that a chat model was trained on.
+"""Chat templates: from a list of messages to the text that a chat model was trained on.
 
 A template is a Jinja program that comes with the model, so it is untrusted code and runs in a
-sandbox. What it may use is fixed by custom:
+sandbox. The names that it may use follow transformers:
 https://huggingface.co/docs/transformers/chat_templating
 """
 
@@ -18,8 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for training; as text
-    it is its body."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; it renders
+    as its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -29,7 +29,7 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a model's chat template once; a ValueError says where its syntax is wrong."""
+    """Compile a chat template. Raises ValueError, with the line, if its syntax is wrong."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -40,10 +40,10 @@ def compile_template(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
-            f"the chat template is not valid Jinja (line {error.lineno}): {error.message}."
+            f"the chat template is not valid Jinja (line {error.lineno}): {error.message}"
         ) from error
     except RecursionError as error:
-        raise ValueError(f"the chat template is nested too deeply to be read: {error}.") from error
+        raise ValueError(f"the chat template is nested too deeply: {error}") from error
 
 
 def render_chat(
@@ -52,12 +52,11 @@ def render_chat(
     special: Mapping[str, str],
     add_generation_prompt: bool,
 ) -> str:
-    """Write `messages` as the model saw conversations in training; `special` holds bos_token,
-    eos_token and so on.
+    """Render `messages` as conversations in the training data of the model.
 
-    With `add_generation_prompt` the text ends where the assistant begins to speak. Raises
-    ValueError with the template's own complaint (a role it does not know, roles that do not
-    alternate).
+    `special` maps bos_token, eos_token and so on to their texts. With `add_generation_prompt` the
+    text ends where the assistant's reply begins. Raises ValueError with the template's own message
+    if it rejects the messages (unknown roles, roles that do not alternate).
     """
     try:
         return template.render(
@@ -67,7 +66,7 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             **special,
         )
-    except Exception as error:  # the template is somebody else's program: whatever it raises is about these messages
+    except Exception as error:  # a program of the model, which may raise anything
         raise ValueError(
             f"the model's chat template does not accept these messages: {error}"
         ) from error
@@ -80,7 +79,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter would escape `<`, `>`, `&` and `'` for HTML."""
+    """Return plain JSON: Jinja's own filter escapes `<`, `>`, `&` and `'` for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
