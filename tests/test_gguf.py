@@ -400,21 +400,21 @@ BROKEN = {
     ),
     "cannot be so many entries": (
         b"GGUF" + struct.pack("<IQQ", 3, 0, 2**64 - 1) + DATA,
-        "entries, more than",
+        "its count of metadata entries",
     ),
     "fewer entries than said": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + DATA, "'' is repeated"),
     "key twice": (header(entries=[entry(0, b"1"), entry(0, b"1")]), "'key' is repeated"),
     "string past the end": (
         header(entries=[entry(8, struct.pack("<Q", 2**40))]) + DATA,
-        "runs past the end",
+        "exceeds the file",
     ),
     "string just past the end": (
         header(entries=[entry(8, struct.pack("<Q", 100) + b"short")]),
-        "runs past the end",
+        "exceeds the file",
     ),
     "string of nearly 2^64": (
         header(entries=[entry(8, struct.pack("<Q", 2**64 - 1))]),
-        "runs past the end",
+        "exceeds the file",
     ),
     "not UTF-8": (header(entries=[entry(8, string(b"\xff\xfe"))]), "not UTF-8"),
     "truth value of 2": (header(entries=[entry(7, b"\2")]), "neither 0 nor 1"),
@@ -433,7 +433,7 @@ BROKEN = {
     ),
     "array with an absurd count": (
         header(entries=[entry(9, struct.pack("<IQ", 8, 2**60))]) + DATA,
-        "items in an",
+        "its count of items in an array",
     ),
     "alignment 24": (header(entries=[entry(4, struct.pack("<I", 24), ALIGNMENT)]), "power of two"),
     "alignment 0": (header(entries=[entry(4, struct.pack("<I", 0), ALIGNMENT)]), "power of two"),

@@ -39,7 +39,7 @@ def open_weights(source: ModelSource, config: ModelConfig) -> ModelReader:
 
 
 class RunReader:
-    """The weights of a training run: the fp32 master weights of its newest_checkpoint intact checkpoint.
+    """The weights of a training run: the fp32 master weights of its newest intact checkpoint.
 
     Raises ValueError unless they are the parameters of `config`.
     """

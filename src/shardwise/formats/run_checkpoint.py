@@ -164,10 +164,11 @@ def overlap(start_a: int, size_a: int, start_b: int, size_b: int) -> tuple[int, 
 
 def check_file(path: Path, record: dict[str, object], verify: bool) -> None:
     """Raise DamagedCheckpoint unless a file has the size and checksum in its record."""
-    if path.stat().st_size != record["bytes"]:
-        size = path.stat().st_size
+    size = path.stat().st_size
+    if size != record["bytes"]:
         raise DamagedCheckpoint(
-            f"checkpoint {path.parent} is damaged: {path.name} has {size} bytes, not {record['bytes']}"
+            f"checkpoint {path.parent} is damaged: {path.name} has {size} bytes, "
+            f"not {record['bytes']}"
         )
     if verify and checksum(path) != record["sha256"]:
         raise DamagedCheckpoint(

@@ -93,8 +93,8 @@ def _parse_awq(config: dict[str, Any]) -> FolderQuantization:
     if version != "gemm" or bits != 4 or not has_zeros:
         raise ValueError(
             f"AWQ with {bits} bits in version {version!r}"
-            f"{'' if has_zeros else ' without zero points'} is not supported; 4 bits in version gemm "
-            "with zero points are"
+            f"{'' if has_zeros else ' without zero points'} is not supported; 4 bits in version "
+            "gemm with zero points are"
         )
     return FolderQuantization("awq", _int_scheme(4, _group_size(group), True), "qweight")
 
