@@ -148,7 +148,7 @@ def test_the_table_of_the_docstring(t: int, sp: bool, each: int, head_dim: int, 
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
-def test_the_first_stage_of_a_pipeline_keeps_what_one_rank_would(p: int) -> None:
+def test_the_first_stage_saves_as_much_as_one_rank(p: int) -> None:
     """p micro-batches of L / p layers (section 4.2.3), with 1f1b; later stages one less each, with
     gpipe all do. Besides, what goes to other stages: up for as long, down until the end of the
     step, of all before the last peak."""
@@ -340,7 +340,7 @@ def test_so_does_a_part_of_a_block(ranks: Ranks, short: str) -> None:
     assert ranks.run(world, block_on, cases) == [expected] * world
 
 
-def test_an_all_to_all_keeps_outputs_instead_of_sums(ranks: Ranks) -> None:
+def test_all_to_all_saves_outputs_instead_of_log_sum_exp(ranks: Ranks) -> None:
     """Those of its heads, before they are traded for those of its tokens."""
     cases = [
         Case(short, "gpt2", precision)
@@ -488,7 +488,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("short", PIPELINES)
-def test_a_pipeline_keeps_what_is_planned(ranks: Ranks, short: str) -> None:
+def test_a_pipeline_saves_what_is_planned(ranks: Ranks, short: str) -> None:
     """Of all micro-batches in flight, and of those whose weights' gradients wait for W, on every
     rank, byte for byte: with more blocks on one rank than on another, with q and k norms, and with
     layer norms in bf16."""
@@ -505,7 +505,7 @@ def test_a_pipeline_keeps_what_is_planned(ranks: Ranks, short: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_loss_keeps_two_gradients(dtype: torch.dtype) -> None:
+def test_the_loss_saves_two_gradients(dtype: torch.dtype) -> None:
     """Of its input, which the row of activations has, and of the head's weight, in that of
     logits."""
     config = LLAMA
@@ -524,7 +524,7 @@ def test_the_loss_keeps_two_gradients(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [17, 3000])
-def test_the_row_of_logits_is_what_the_loss_takes(
+def test_the_logits_row_is_the_peak_of_the_loss(
     dtype: torch.dtype, tokens: int, tmp_path: Path
 ) -> None:
     """Besides the gradient of its input; all of 17 rows of 32,000 logits, and one chunk of three or

@@ -89,7 +89,7 @@ def test_the_workload_is_the_one_that_is_compared() -> None:
 
 
 @pytest.mark.parametrize("work", [DATA_WORK, TENSOR_WORK, CONTEXT_WORK, PIPELINE_WORK])
-def test_others_are_told_the_same_work(work: Work) -> None:
+def test_peers_get_the_same_work(work: Work) -> None:
     told = json.loads(bench_train.for_peers(next(stage for stage in STAGES if stage.work == work)))
     assert from_hugging_face(told.pop("shape")) == work.workload.config
     microbatches = told.pop("microbatches")
@@ -106,7 +106,7 @@ def test_others_are_told_the_same_work(work: Work) -> None:
     }
 
 
-def test_every_stage_has_work_that_its_layout_can_do() -> None:
+def test_every_stage_has_work_for_its_layout() -> None:
     for stage in STAGES:
         assert str(Layout.parse(stage.layout)) == stage.layout
         assert Layout.parse(stage.layout).problems(stage.work.workload.config) == []
@@ -267,7 +267,7 @@ def test_under_torchrun_the_layout_must_be_for_its_ranks(monkeypatch: pytest.Mon
 # --------------------------------------------------------------------------------------
 
 
-def test_a_step_is_told_apart() -> None:
+def test_a_step_is_split_into_parts() -> None:
     breakdown = profile_layout(Layout(), TINY)
     seconds = breakdown.seconds
     assert seconds.keys() == {
@@ -660,11 +660,11 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         ("", "no error was printed"),
     ],
 )
-def test_an_error_is_told_by_its_last_line(errors: str, said: str) -> None:
+def test_an_error_is_reported_by_its_last_line(errors: str, said: str) -> None:
     assert bench_train.last_error(errors) == said
 
 
-def test_figures_are_read_from_ours_and_theirs() -> None:
+def test_figures_are_read_from_all_contenders() -> None:
     ours = {
         "rows": [
             {"name": "tokens_per_s", "value": 5.0},

@@ -104,7 +104,7 @@ def cut_off(whole: Path, into: Path, step: int) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["dp1.m2", "dp2", "dp2.z3"])
-def test_straight_and_resumed_are_equal_bit_for_bit(
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     ranks: Ranks, data: Path, tmp_path: Path, layout: str, precision: str
 ) -> None:
     """Six steps at once, or three, an end and three more: the same files and the same numbers."""
@@ -125,7 +125,7 @@ def test_straight_and_resumed_are_equal_bit_for_bit(
         assert path.read_bytes() == (other / path.name).read_bytes(), path.name
 
 
-def test_a_run_that_is_done_stays_as_it_is(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_changed(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     settings = tiny_settings(data, tmp_path / "run")
     trained(ranks, settings)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -165,7 +165,7 @@ def state_on(rank: int, world: int, settings: Settings, config: ModelConfig, ste
         ("dp4.z2.s2", "dp1.z3"),
     ],
 )
-def test_any_layout_goes_on_from_any(
+def test_any_layout_resumes_from_any(
     ranks: Ranks, data: Path, tmp_path: Path, writer: str, layout: str
 ) -> None:
     """What some ranks saved is loaded whole by more or fewer, and what they do next is the same to
@@ -188,7 +188,7 @@ def test_any_layout_goes_on_from_any(
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_checkpoint_is_a_model_to_load(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_as_a_model(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     settings = tiny_settings(data, tmp_path / "run", layout="dp2")
     run = validated_run(settings)
     prepare_folder(run, False, pytest.fail)
@@ -255,7 +255,7 @@ def whole_run(
 
 
 @pytest.mark.parametrize(("damage", "name", "said"), DAMAGES)
-def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
     whole_run: tuple[Path, ModelConfig],
     tmp_path: Path,
     damage: Callable[[Path], Any],
@@ -280,7 +280,7 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(
     assert len(warnings) == 3
 
 
-def test_a_checkpoint_of_another_version_is_named_as_such(
+def test_a_checkpoint_of_another_version_is_named(
     whole_run: tuple[Path, ModelConfig], tmp_path: Path
 ) -> None:
     path = tmp_path / "step-00000006"
@@ -348,7 +348,7 @@ def train_until_killed(rank: int, world: int, settings: Settings, config: ModelC
     train_on(rank, world, Run(settings, Layout.parse(settings.run.layout), config, None), 0)
 
 
-def test_a_kill_while_saving_leaves_the_checkpoint_before(
+def test_a_kill_while_saving_leaves_the_previous_checkpoint(
     ranks: Ranks, data: Path, tmp_path: Path
 ) -> None:
     """All is written but the name; the run then goes on, ends where it would have, and clears what
@@ -524,7 +524,7 @@ def test_the_last_step_is_saved_too(
     ] == left
 
 
-def test_a_damaged_later_checkpoint_does_not_push_out_whole_ones(tmp_path: Path) -> None:
+def test_a_damaged_later_checkpoint_does_not_replace_complete_ones(tmp_path: Path) -> None:
     """The run went on from step 10, since 20 was damaged: what it saves at 15 is kept, and 20 is
     left to be mended."""
     for step in (5, 10, 15, 20):
@@ -589,7 +589,7 @@ def test_safetensors_reads_what_was_streamed(tensors: dict[str, Tensor], slice_b
             assert torch.equal(found[name], tensor.view(DTYPES[tensor.dtype])), name
 
 
-def test_tensors_that_are_not_as_announced_are_not_written(tmp_path: Path) -> None:
+def test_tensors_that_differ_from_their_header_are_not_written(tmp_path: Path) -> None:
     one = torch.zeros(3, 4)
     other = torch.zeros(4, 3)
     for given_ in ([other], [one.T], [one.bfloat16()]):
@@ -603,7 +603,7 @@ def test_tensors_that_are_not_as_announced_are_not_written(tmp_path: Path) -> No
         write_safetensors(tmp_path / "file", shapes_of(mixed), mixed.values())
 
 
-def test_a_file_may_be_read_by_whoever_may_read_new_ones(tmp_path: Path) -> None:
+def test_files_have_the_permissions_of_new_files(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_safetensors(tmp_path / "file", {}, [])
@@ -655,7 +655,7 @@ def save_matrices(size: int, target: Path) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_boxes_are_put_together_from_what_overlaps(whole_run: tuple[Path, ModelConfig]) -> None:
+def test_boxes_are_assembled_from_overlaps(whole_run: tuple[Path, ModelConfig]) -> None:
     """Any rectangle of any parameter, as a layout with tensor parallel cuts it: fused parts, padded
     and uneven ones."""
     folder, config = whole_run
@@ -677,7 +677,7 @@ def test_boxes_are_put_together_from_what_overlaps(whole_run: tuple[Path, ModelC
                     ), (spec.name, box)
 
 
-def test_mesh_is_all_that_saving_asks(tmp_path: Path, data: Path) -> None:
+def test_saving_needs_only_the_mesh(tmp_path: Path, data: Path) -> None:
     """Outside any process group: one rank saves and loads what it holds, exactly."""
     settings = tiny_settings(data, tmp_path / "run")
     config = validated_run(settings).config

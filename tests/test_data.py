@@ -84,7 +84,7 @@ def token_file_of(
 @given(
     st.lists(st.text(max_size=30), min_size=1, max_size=12), st.sampled_from([0.0, 0.1, 0.5, 0.9])
 )
-def test_documents_come_back(texts: list[str], held_out: float) -> None:
+def test_documents_round_trip(texts: list[str], held_out: float) -> None:
     expected = [[*text.encode(), END] for text in texts if text]
     with tempfile.TemporaryDirectory() as name:
         source = write_jsonl(Path(name, "d.jsonl"), texts)
@@ -186,7 +186,7 @@ def test_folder_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_long_documents_are_read_in_pieces(tmp_path: Path, suffix: str) -> None:
+def test_long_documents_are_read_in_chunks(tmp_path: Path, suffix: str) -> None:
     text = (
         "".join(f"{'é' * (number % 90)} {number}\n" for number in range(60_000)) + "€" * 1_200_000
     )
@@ -329,7 +329,7 @@ def test_destination_in_use_is_refused(tmp_path: Path) -> None:
         build(source, source / "data", Bytes())
 
 
-def test_two_builds_at_a_time_are_kept_apart(tmp_path: Path) -> None:
+def test_concurrent_builds_are_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "d.jsonl", ["ab"])
     with staged(tmp_path / "data") as folder:
         (folder / "kept").write_text("")
@@ -368,7 +368,7 @@ build(pathlib.Path({str(source)!r}), pathlib.Path({str(tmp_path / "data")!r}), B
     assert sorted(os.listdir(tmp_path)) == ["d.jsonl", "data"]
 
 
-def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a data set"):
         TokenFile(tmp_path)
     build(write_jsonl(tmp_path / "d.jsonl", ["abc"]), tmp_path / "data", Bytes())
@@ -442,7 +442,7 @@ def test_python_source_files() -> None:
     assert sum(file.stat().st_size for file in files) > 4_000_000
 
 
-def test_standard_library_comes_back(tmp_path: Path) -> None:
+def test_the_standard_library_round_trip(tmp_path: Path) -> None:
     files = [file for file in python_source_files() if file.stat().st_size][:40]
     tokenizer = ByteLevelBPE(files[:10], 600)
     made = build(files, tmp_path / "data", tokenizer)
@@ -500,7 +500,7 @@ def test_order_is_even(num_samples: int) -> None:
         assert all(abs(count - expected) < 5 * expected**0.5 for count in counts.values())
 
 
-def test_order_of_a_trillion_samples_is_one_look_up() -> None:
+def test_order_of_a_trillion_samples_takes_constant_memory() -> None:
     order = Order(10**12 + 39, seed=3)
     drawn = [order[index] for index in range(1000)]
     assert len(set(drawn)) == 1000
@@ -588,7 +588,7 @@ def test_global_batch_that_does_not_divide(tmp_path: Path, global_batch: int, ne
 @pytest.mark.parametrize(
     "data_size, microbatches", [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2), (3, 4), (12, 1), (1, 12)]
 )
-def test_any_cut_reads_what_one_rank_reads(
+def test_any_layout_reads_what_one_rank_reads(
     tmp_path: Path, data_size: int, microbatches: int, separate: bool
 ) -> None:
     token_file = token_file_of(tmp_path, [7, 30, 2, 50, 11, 64])
@@ -610,7 +610,7 @@ def test_any_cut_reads_what_one_rank_reads(
                 assert torch.equal(torch.cat(rows), getattr(expected.microbatches[0], name))
 
 
-def test_batches_go_on_where_the_order_does(tmp_path: Path) -> None:
+def test_batches_continue_in_the_order(tmp_path: Path) -> None:
     """An epoch's samples once each, across steps that do not divide it; and a batch does not depend
     on history."""
     token_file = token_file_of(tmp_path, [50, 23, 29])

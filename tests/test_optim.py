@@ -48,7 +48,7 @@ def test_fused_is_the_definition_and_torch(optimizer: AdamW, decayed: bool) -> N
         torch.testing.assert_close(fused[0], parameter.detach(), rtol=2e-6, atol=2e-6)
 
 
-def test_decay_shrinks_only_what_is_decayed() -> None:
+def test_decay_applies_only_to_decayed_parameters() -> None:
     """With a zero gradient the step is the decay alone: 1 - lr x weight_decay, or nothing at
     all."""
     optimizer = AdamW(weight_decay=0.25)
@@ -91,13 +91,13 @@ def test_cosine_values() -> None:
         assert rate.at(step) == pytest.approx(expected, rel=1e-12)
 
 
-def test_wsd_stays_then_falls_in_a_line() -> None:
+def test_wsd_stays_then_decays_linearly() -> None:
     rate = LearningRate(1.0, 100, 10, "wsd", 0.2, 20)
     values = {9: 1.0, 50: 1.0, 80: 1.0, 85: 0.8, 90: 0.6, 99: 0.24, 100: 0.2, 300: 0.2}
     assert {step: pytest.approx(rate.at(step), rel=1e-12) for step in values} == values
 
 
-def test_constant_stays() -> None:
+def test_constant_stays_at_the_peak() -> None:
     rate = LearningRate(0.3, 100, 10, "constant", 0.2, 20)
     assert {rate.at(step) for step in range(10, 300)} == {0.3}
 

@@ -144,7 +144,7 @@ def test_drawn_layouts_equal_one_rank(ranks: Ranks, trial: Trial) -> None:
     assert told["ok"], told
 
 
-def test_the_same_twice(ranks: Ranks) -> None:
+def test_parity_is_deterministic(ranks: Ranks) -> None:
     trial = Trial(LLAMA, Layout.parse("dp3.z2.m2"), steps=1)
     assert found_by(ranks, trial) == found_by(ranks, trial)
 
@@ -394,7 +394,7 @@ UNLIKE_REPLICAS = ("gather after the last", "replica", "sum", "nan on a rank", "
 
 
 @pytest.mark.parametrize(("spoil", "layout", "step", "parameter", "kind"), FOUND)
-def test_what_is_broken_is_named(
+def test_injected_faults_are_named(
     ranks: Ranks, spoil: str, layout: str, step: int, parameter: str | None, kind: str
 ) -> None:
     told = found_by(ranks, Trial(LLAMA, Layout.parse(layout), steps=step), spoil)
@@ -406,7 +406,7 @@ def test_what_is_broken_is_named(
 
 
 @pytest.mark.parametrize("spoil", ["clip", "decay", "norm"])
-def test_one_step_shows_it_in_the_parameters(ranks: Ranks, spoil: str) -> None:
+def test_one_step_shows_faults_in_the_parameters(ranks: Ranks, spoil: str) -> None:
     """Even the scale of the gradient, to which Adam is nearly blind when its eps is small."""
     told = found_by(ranks, Trial(LLAMA, Layout.parse("dp2"), steps=1), spoil)
     assert told["grad_rel"] < TOLERANCES["grad"] < 10 * TOLERANCES["param"] < told["param_rel"]
@@ -419,7 +419,7 @@ def test_a_replica_one_bit_off_is_all_that_differs(ranks: Ranks) -> None:
         assert told[f"{kind}_rel"] < TOLERANCES[kind]
 
 
-def test_a_gradient_that_is_all_rounding_is_no_difference_but_garbage_is(ranks: Ranks) -> None:
+def test_a_gradient_of_rounding_alone_is_equal_but_garbage_is_not(ranks: Ranks) -> None:
     """Of GPT-2 the bias of keys; where positions turn the keys it has a gradient like any other."""
     gpt2 = Trial(FAMILIES["gpt2"], Layout.parse("dp2"), steps=2)
     assert found_by(ranks, gpt2)["grad_rel"] < 1e-5
@@ -504,7 +504,7 @@ def put_together_on(rank: int, world: int, owned: list[list[range]]) -> tuple[Te
     return parity_module.put_together(mesh, spec, [(box, mine[box.slices]) for box in boxes]), mine
 
 
-def test_of_an_element_on_several_ranks_the_first_counts(ranks: Ranks) -> None:
+def test_the_first_owner_of_an_element_counts(ranks: Ranks) -> None:
     told = ranks.run(3, put_together_on, OWNED)
     first_owner = [1] * 8 + [0] * 16 + [1] * 8
     expected = torch.stack([told[owner][1][row] for row, owner in enumerate(first_owner)])
@@ -565,7 +565,7 @@ def test_digest_is_of_every_bit(values: list[float], at: int, dtype: str) -> Non
     assert digest(torch.zeros(2)) == digest(-torch.zeros(2))
 
 
-def test_a_parity_that_compared_nothing_is_not_equal() -> None:
+def test_a_parity_without_comparisons_is_not_equal() -> None:
     found = Parity()
     assert not found.is_equal
     for kind in ("loss", "grad", "grad_norm", "param"):
@@ -632,14 +632,14 @@ def test_command_starts_its_ranks(model: str) -> None:
     assert "compared step 2 of 2" in done.stderr
 
 
-def test_command_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_a_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", model, "--layout", "m2.dp1"]) == 0
     out = capsys.readouterr().out
     assert out.count("equal") == 6 and "differs" not in out
     assert out.splitlines()[-1] == "tiny: dp1.m2 equals one rank, 3 steps in fp32"
 
 
-def test_command_tells_what_differs(
+def test_command_names_the_first_difference(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scale_keys(monkeypatch)
@@ -658,7 +658,7 @@ def test_command_tells_what_differs(
     }
 
 
-def test_command_gives_its_flags_on(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_passes_its_flags(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Trial] = []
     monkeypatch.setattr(parity_module, "compare", lambda place, trial: seen.append(trial))
     assert (
@@ -703,7 +703,7 @@ def test_command_refuses_what_is_unknown_or_too_large(capsys: pytest.CaptureFixt
     assert "GB in fp32, more than" in capsys.readouterr().err
 
 
-def test_memory_is_that_of_all_ranks_and_one_more() -> None:
+def test_memory_counts_all_ranks_and_one_more() -> None:
     """16 bytes a parameter in fp32, as many times as it is held."""
     params = sum(spec.numel for spec in model_specs(LLAMA))
     plain = Trial(LLAMA, Layout.parse("dp4"))
@@ -716,7 +716,7 @@ def test_memory_is_that_of_all_ranks_and_one_more() -> None:
     assert needed_bytes(Trial(LLAMA, Layout.parse("dp4.z3")), 4) < needed_bytes(plain, 4)
 
 
-def test_check_refuses_a_sequence_too_short_to_cut() -> None:
+def test_check_refuses_a_sequence_too_short_to_shard() -> None:
     with pytest.raises(
         ValueError,
         match="splits a sequence into 64 parts, but the context of the model is 32 tokens",

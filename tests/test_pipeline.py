@@ -136,9 +136,7 @@ LARGE = [  # more of them are drawn in `test_layouts.py`
 
 
 @pytest.mark.parametrize(("short", "model"), SMALL + LARGE)
-def test_a_pipeline_computes_what_one_process_computes(
-    ranks: Ranks, short: str, model: str
-) -> None:
+def test_a_pipeline_equals_one_process(ranks: Ranks, short: str, model: str) -> None:
     check(ranks.run(Layout.parse(short).world_size, steps_on, short, model), model)
 
 
@@ -219,7 +217,7 @@ def in_flight_on(rank: int, world: int, short: str) -> int:
     return most["most"]
 
 
-def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_left(ranks: Ranks) -> None:
+def test_1f1b_holds_as_many_microbatches_as_stages_remain(ranks: Ranks) -> None:
     assert ranks.run(3, in_flight_on, "pp3.1f1b.m6") == [3, 2, 1]
     assert ranks.run(3, in_flight_on, "pp3.gpipe.m6") == [6, 6, 6]
 
@@ -243,7 +241,7 @@ def load_on(rank: int, world: int, short: str, path: Path, again: Path) -> tuple
     return states_of(program, mesh), step_once(program, mesh, 2)[0]
 
 
-def test_a_checkpoint_goes_to_any_layout_and_back_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resharded_and_back_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     state = ranks.run(2, save_on, "pp2.1f1b.m2", tmp_path / "0")[0]
     at = tmp_path / "0"
     losses = []
@@ -323,7 +321,7 @@ SPOILS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_what_is_broken_is_noticed(ranks: Ranks, spoil: str) -> None:
+def test_injected_faults_are_noticed(ranks: Ranks, spoil: str) -> None:
     short = "pp2.zb-h1.m4" if spoil == "weight" else "pp2.1f1b.m4"
     with pytest.raises((AssertionError, RankFailed)):
         check(ranks.run(2, steps_on, short, "llama-tied", spoil), "llama-tied")

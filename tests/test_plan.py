@@ -91,7 +91,7 @@ def test_states_are_the_formula_on_padded_units(
     }
 
 
-def test_a_group_cuts_less_than_all_ranks() -> None:
+def test_a_shard_group_shards_less_than_all_ranks() -> None:
     rows = [
         training_ledgers(TINY, Layout.parse(text))[0].state_bytes
         for text in ("dp8.z3", "dp8.z3.s4", "dp4.z3")
@@ -100,7 +100,7 @@ def test_a_group_cuts_less_than_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 8, 16])
-def test_tensor_parallel_states_follow_the_cut(tp: int) -> None:
+def test_tensor_parallel_states_follow_the_sharding(tp: int) -> None:
     """Llama-3.1-8B: the rank's share by hand, with one kv head on each rank once they are fewer
     than ranks."""
     c = CATALOGUE["llama-3.1-8b"]
@@ -177,7 +177,7 @@ def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
     assert "at least 2 such GPUs with tp2" in str(serve.smallest_change)
 
 
-def test_weights_that_would_fit_are_said_to() -> None:
+def test_weights_that_would_fit_are_reported() -> None:
     train, serve = plan("llama-2-7b", "h100-80gb", 1).modes
     assert "13.5 GB in bf16 (2 bytes each): these alone would fit" in str(train.why_not)
     assert (serve.why_not, serve.smallest_change) == (None, None)
@@ -250,7 +250,7 @@ def test_recompute_is_a_change_too() -> None:
     )
 
 
-def test_what_is_asked_of_training() -> None:
+def test_options_of_training() -> None:
     def rows(**choices: Any) -> dict[str, int]:
         answer = plan("llama-3.1-8b", "h100-80gb", mode="train", **choices).modes[0]
         return answer.candidates[0].ledger[0].rows
@@ -277,7 +277,7 @@ def test_what_is_asked_of_training() -> None:
     assert {each.layout.recompute for each in searched} == {"selective"}
 
 
-def test_training_is_asked_for_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_options_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """300 tokens of Llama-2-7B: 32 blocks and the head, or 32 inputs of 4096 in bf16 and the last
     block again."""
     flags = ("--gpu", "h100-80gb", "--layout", "dp8.z3", "--micro-batch", "3", "--seq", "100")
@@ -298,7 +298,7 @@ def test_training_is_asked_for_on_the_command_line(capsys: pytest.CaptureFixture
     )
 
 
-def test_what_is_recomputed_on_one_gpu_is_said() -> None:
+def test_recompute_on_one_gpu_is_reported() -> None:
     said = {
         "none": "keeps what it computes",
         "selective": "keeps most of it",
@@ -321,7 +321,7 @@ def test_a_shorter_request_is_a_change_too() -> None:
     assert not plan("llama-2-7b", small, 1, mode="serve", seq=2906).fits
 
 
-def test_when_nothing_fits_it_says_so() -> None:
+def test_no_fit_is_reported() -> None:
     tiny = Device("tiny", 10**6, 1e12, 1e11)
     (serve,) = plan("smollm2-135m", tiny, 1, mode="serve").modes
     assert (
@@ -332,7 +332,7 @@ def test_when_nothing_fits_it_says_so() -> None:
     assert str(train.smallest_change).startswith("No number of such GPUs is enough for dp1")
 
 
-def test_candidates_are_sorted_and_can_work() -> None:
+def test_candidates_are_sorted_and_valid() -> None:
     for num_gpus in (1, 2, 3, 6, 8, 64):
         for answer in plan("smollm2-135m", "v100-16gb", num_gpus).modes:
             layouts = [candidate.layout for candidate in answer.candidates]
@@ -355,7 +355,7 @@ def test_candidates_are_sorted_and_can_work() -> None:
     assert short == {"dp16", "dp8.tp2", "dp4.tp4", "dp2.tp8"}
 
 
-def test_a_layout_is_served_as_it_is_trained_where_it_can_be() -> None:
+def test_serving_uses_the_training_layout_where_it_can() -> None:
     both = plan("llama-3.1-8b", "h100-80gb", layout="dp2.tp4").to_json()
     assert both["candidates"][0]["layout"] == both["serve"]["candidates"][0]["layout"] == "dp2.tp4"
     trained = plan("llama-3.1-8b", "h100-80gb", layout="dp2.tp4.z1").to_json()
@@ -399,7 +399,9 @@ def test_a_layout_is_served_as_it_is_trained_where_it_can_be() -> None:
         ),
     ],
 )
-def test_bad_requests_are_refused_in_a_sentence(choices: dict[str, object], said: str) -> None:
+def test_invalid_arguments_are_refused_in_one_sentence(
+    choices: dict[str, object], said: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         plan(**({"model": "llama-2-7b", "gpu": "h100-80gb", "gpus": 1} | choices))  # type: ignore[arg-type]
     assert said in str(caught.value)
@@ -486,7 +488,7 @@ def test_pipeline_stages_have_a_ledger_each(capsys: pytest.CaptureFixture[str]) 
     assert held == [embed + 8 * block, 8 * block, 8 * block, 8 * block + head]
 
 
-def test_the_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-70b", "--gpu", "h100-80gb", "--gpus", "8"]) == 1
     out = capsys.readouterr().out
     for said in (
@@ -517,7 +519,7 @@ def test_the_report_names_stages_and_small_sizes(capsys: pytest.CaptureFixture[s
 
 
 @given(st.integers(0, 10**16))
-def test_sizes_are_said_with_at_least_two_digits(num_bytes: int) -> None:
+def test_sizes_have_at_least_two_digits(num_bytes: int) -> None:
     said = gb(num_bytes)
     assert said.endswith(" GB")
     assert float(said.removesuffix(" GB").replace(",", "")) == pytest.approx(
@@ -534,19 +536,19 @@ def test_words_for_counts() -> None:
     ]
 
 
-def test_every_device_answers() -> None:
+def test_every_device_has_a_plan() -> None:
     for name, device in DEVICES.items():
         answer = plan("llama-3.1-8b", name, 1, mode="serve").modes[0]
         assert answer.fits == (device.memory_bytes >= 2 * 8_030_261_248 + 8192 * 131_072)
 
 
 @pytest.mark.parametrize("mode", ["train", "serve", None])
-def test_more_gpus_than_there_are_is_a_sentence(mode: Mode | None) -> None:
+def test_too_many_gpus_is_one_sentence(mode: Mode | None) -> None:
     with pytest.raises(ValueError, match="number of GPUs must be at most 10000000, not 1000000000"):
         plan("smollm2-135m", "v100-16gb", 10**9, mode=mode)
 
 
-def test_wider_serving_is_sought_among_the_heads_only() -> None:
+def test_serving_searches_tensor_sizes_among_the_heads_only() -> None:
     wider = serving_changes(CATALOGUE["llama-3.1-8b"], Layout(dp=10**7))
     assert [layout.tp for layout in wider] == [2, 4, 8, 16, 32]
     assert {layout.world_size for layout in wider} == {10**7}

@@ -323,7 +323,7 @@ def every_dtype_on(rank: int, world: int, short: str, model: str, *given: Any) -
 
 
 @pytest.mark.parametrize("short", LAYOUTS)
-def test_held_and_sent_are_those_planned(ranks: Ranks, short: str) -> None:
+def test_measured_bytes_equal_the_plan(ranks: Ranks, short: str) -> None:
     """On every rank, in bf16 (gradients in either) and fp32: what is held after each action and
     after a step, the most held at any moment with rows that arrive, and what is sent in a step. No
     difference is left to name."""
@@ -385,7 +385,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("short", PIPELINES)
-def test_every_stage_holds_and_sends_what_is_planned(ranks: Ranks, short: str) -> None:
+def test_every_stage_holds_and_sends_what_was_planned(ranks: Ranks, short: str) -> None:
     """The same of every rank of a pipeline, after every action of its own table."""
     check_stages(ranks, short, "deep")
 
@@ -442,7 +442,7 @@ def trained_layouts(draw: st.DrawFn, most_ranks: int = 4) -> Layout:
     st.integers(400, 9000),
     st.booleans(),
 )
-def test_a_drawn_case(
+def test_a_random_case(
     ranks: Ranks,
     layout: Layout,
     model: str,
@@ -468,7 +468,9 @@ def evaluated_on(rank: int, world: int, short: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("short", "kept"), [("dp2.z1", True), ("dp2.z2", True), ("dp2.z3", False)])
-def test_what_an_evaluation_gathered_a_step_need_not(ranks: Ranks, short: str, kept: bool) -> None:
+def test_a_step_does_not_gather_again_after_an_evaluation(
+    ranks: Ranks, short: str, kept: bool
+) -> None:
     """The one difference between steps: stages 1 and 2 have whole weights already."""
     whole = 4 * sum(
         Layout.parse(short).padded(size) for size in unit_sizes(MODELS["llama"], Layout()).values()
@@ -632,7 +634,7 @@ def test_tensor_and_context_parallel_send_what_is_planned(ranks: Ranks, short: s
 
 
 @pytest.mark.parametrize("short", ["cp2.a2a", "cp2.a2a.rc-full.m2", "tp2.cp2.a2a.sp.z2"])
-def test_trading_tokens_for_heads_sends_what_is_planned(ranks: Ranks, short: str) -> None:
+def test_all_to_all_sends_what_is_planned(ranks: Ranks, short: str) -> None:
     cases = [Case(short, "gpt2"), Case(short, "gpt2", "bf16")]
     plans = [planned_bytes(case) for case in cases]
     for mine in ranks.run(Layout.parse(short).world_size, sent_on, cases):
@@ -720,7 +722,7 @@ def cut_cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=5)
 @given(cut_cases())
-def test_a_drawn_model_sends_what_is_planned(ranks: Ranks, case: Case) -> None:
+def test_a_random_model_sends_what_is_planned(ranks: Ranks, case: Case) -> None:
     plan = planned_bytes(case)
     for (sent,) in ranks.run(Layout.parse(case.layout).world_size, sent_on, [case]):
         assert {axis: sent[axis] for axis in plan} == plan
@@ -761,7 +763,7 @@ def test_a_layer_sends_what_is_published(t: int, b: int) -> None:
     )
 
 
-def test_the_busiest_stage_is_told() -> None:
+def test_the_busiest_stage_is_reported() -> None:
     config = CATALOGUE["llama-2-7b"]
 
     def sent(short: str) -> int:
@@ -817,7 +819,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
 
 
 @given(models(), trained_layouts(9), st.integers(1, 7), st.sampled_from(DTYPE_CHOICES))
-def test_two_micro_batches_tell_of_all(
+def test_two_microbatches_represent_all(
     config: ModelConfig,
     layout: Layout,
     microbatches: int,
@@ -833,7 +835,9 @@ def test_two_micro_batches_tell_of_all(
 
 
 @given(trained_layouts(9), models(), st.integers(1, 400))
-def test_a_few_buckets_tell_of_all(layout: Layout, config: ModelConfig, bucket_bytes: int) -> None:
+def test_a_few_buckets_represent_all(
+    layout: Layout, config: ModelConfig, bucket_bytes: int
+) -> None:
     """Equal buckets beyond those under way are left out: the most that arrives in bf16 is still
     that of two in turn, with a copy of what is sent where a unit is several."""
     table = step_table(config, layout, 0, layout.microbatches)
@@ -895,7 +899,7 @@ def test_zero_volumes(model: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 2, 5, 1024])
-def test_micro_batches_multiply_what_stages_2_and_3_send(m: int) -> None:
+def test_microbatches_multiply_the_traffic_of_stages_2_and_3(m: int) -> None:
     """One sum a step with plain data parallel and stage 1; stage 2 sums every micro-batch, (m +
     1)P, stage 3 gathers in every micro-batch too."""
     config = CATALOGUE["llama-3.1-8b"]
@@ -916,7 +920,7 @@ def test_hybrid_sharding_sends_within_groups_and_once_across() -> None:
         assert elements_sent(config, f"dp8.z3.s4.m{m}") == within + params // 4
 
 
-def test_what_is_gathered_for_a_while() -> None:
+def test_temporarily_gathered_weights() -> None:
     """Llama-3.1-8B at stage 3, by hand: when the head's gradient is summed, its weights and those
     of the last block, which come early, the gradient, and two buckets of 64 MiB, each as it arrives
     and as it is sent."""
@@ -934,7 +938,7 @@ def test_what_is_gathered_for_a_while() -> None:
         assert training_ledgers(config, Layout.parse(short))[0].rows["buffers"] == buffers
 
 
-def test_what_no_micro_batch_or_no_table_tells_is_named_not_guessed() -> None:
+def test_unknown_traffic_is_none() -> None:
     """Without a micro-batch what tensor and context parallel send; what pipeline stages do in any
     case."""
     config = CATALOGUE["llama-3.1-8b"]
@@ -953,7 +957,7 @@ def test_what_no_micro_batch_or_no_table_tells_is_named_not_guessed() -> None:
     assert half == pytest.approx(whole / 2, rel=1e-4)  # norms are not cut
 
 
-def test_what_is_counted_does_not_grow_with_micro_batches() -> None:
+def test_counting_does_not_grow_with_microbatches() -> None:
     """A plan of 1,024 of them runs through tables of two at most, and counts all."""
     config = CATALOGUE["llama-3.1-8b"]
     short = "dp8.z3.m1024"

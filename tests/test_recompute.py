@@ -167,7 +167,7 @@ def run_on(
         ("dp2.tp2.fsdp.sp.m2", ["gpt2"]),
     ],
 )
-def test_not_a_bit_changes(ranks: Ranks, short: str, models: list[str]) -> None:
+def test_recompute_is_bit_identical(ranks: Ranks, short: str, models: list[str]) -> None:
     """Losses, norms, every gradient, weights and moments after two steps, and the evaluation: the
     same operations run on the same values, in fp32 and bf16, and only when is another."""
     layout = Layout.parse(short)
@@ -225,7 +225,7 @@ def flops(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3"])
-def test_selective_repeats_no_product(model: str) -> None:
+def test_selective_repeats_no_matmul(model: str) -> None:
     """Products are all but the whole work. Full recompute repeats those of the blocks' forward: in
     an evaluation they are all but the head's."""
     config = MODELS[model]
@@ -248,7 +248,7 @@ def test_selective_repeats_no_product(model: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 2), ("full", 2)])
-def test_norms_and_activations_are_made_again(
+def test_norms_and_activations_are_recomputed(
     monkeypatch: pytest.MonkeyPatch, mode: Recompute, times: int
 ) -> None:
     made = Counter[str]()
@@ -353,7 +353,7 @@ def block_bytes(config: ModelConfig, layout: Layout) -> int:
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3", "biased"])
 @pytest.mark.parametrize("mode", MODES)
-def test_bytes_kept_of_a_block(mode: Recompute, model: str) -> None:
+def test_bytes_saved_by_a_block(mode: Recompute, model: str) -> None:
     """Exactly, in real tensors."""
     layout = Layout(microbatches=2, recompute=mode)
     config = MODELS[model]
@@ -361,7 +361,7 @@ def test_bytes_kept_of_a_block(mode: Recompute, model: str) -> None:
 
 
 @pytest.mark.parametrize("short", ["cp2.a2a", "dp2.z3", "tp2.cp2.sp"])
-def test_bytes_kept_of_a_cut_block(ranks: Ranks, short: str) -> None:
+def test_bytes_saved_by_a_sharded_block(ranks: Ranks, short: str) -> None:
     for mode in MODES:
         layout = replace(Layout.parse(short), recompute=mode)
         config = replace(LLAMA, num_kv_heads=4)
@@ -449,7 +449,7 @@ def forward_bytes(layout: Layout, config: ModelConfig) -> dict[str, int]:
 @pytest.mark.parametrize(
     "short", ["tp2", "cp2.a2a.m2", "dp2.z3.keep.m2", "tp2.cp2.sp.m3", "dp2.fsdp"]
 )
-def test_bytes_sent_again(ranks: Ranks, short: str) -> None:
+def test_traffic_of_recompute(ranks: Ranks, short: str) -> None:
     """Exactly: full recompute sends the forward of the blocks once more; selective, under sequence
     parallel, gathers the two inputs of every block again, and else nothing. No weights are gathered
     again, since a backward reads them anyway. An evaluation sends what it did."""

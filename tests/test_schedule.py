@@ -130,9 +130,7 @@ WRITTEN_OUT = [
         for short, pieces, overlap, _ in WRITTEN_OUT
     ],
 )
-def test_whole_tables_written_out(
-    short: str, pieces: tuple[Piece, ...], overlap: bool, expected: str
-) -> None:
+def test_whole_tables(short: str, pieces: tuple[Piece, ...], overlap: bool, expected: str) -> None:
     """In stage 3 the head stays from its forward to its backward, since nothing comes between; a
     block only with `keep`. The backward of the embedding reads nothing, so nothing is gathered for
     it."""
@@ -155,7 +153,7 @@ def test_actions_as_strings() -> None:
 
 
 @given(models(), layouts(), st.booleans())
-def test_every_piece_goes_up_and_down_once_a_microbatch(
+def test_every_piece_runs_once_up_and_down_per_microbatch(
     config: ModelConfig, layout: Layout, overlap: bool
 ) -> None:
     up = [piece.name for piece in model_pieces(config)]
@@ -171,7 +169,7 @@ def test_every_piece_goes_up_and_down_once_a_microbatch(
 
 
 @given(models(), layouts(), st.booleans())
-def test_each_unit_is_summed_right_after_its_last_gradient(
+def test_each_unit_is_reduced_right_after_its_last_gradient(
     config: ModelConfig, layout: Layout, overlap: bool
 ) -> None:
     """Once a step where gradients are whole, once a micro-batch where they are cut: in the order of
@@ -199,7 +197,7 @@ def test_each_unit_is_summed_right_after_its_last_gradient(
 
 
 @given(models(), layouts(), st.booleans())
-def test_a_tied_embedding_is_summed_at_the_very_end(
+def test_a_tied_embedding_is_reduced_last(
     config: ModelConfig, layout: Layout, overlap: bool
 ) -> None:
     table = table_of(replace(config, tied=True), layout, overlap)
@@ -239,7 +237,7 @@ def lifetimes(
     layouts("dp2.z1", "dp2.z2", "dp2.z3", "dp2.z3.keep", "dp4.z3.s2", "dp1.z1"),
     st.booleans(),
 )
-def test_weights_are_whole_for_every_use_and_no_longer(
+def test_weights_are_gathered_for_every_use_and_no_longer(
     config: ModelConfig, layout: Layout, overlap: bool
 ) -> None:
     """A FREE follows the last use at once; a GATHER comes right before the first, with overlap just
@@ -287,7 +285,7 @@ def test_stage_3_gathers_again_unless_the_next_action_shares(
 
 
 @given(models(), layouts("dp2.z3.keep", "dp4.z3.s2.keep"), st.booleans())
-def test_keep_gathers_a_unit_once_a_microbatch(
+def test_keep_gathers_a_unit_once_per_microbatch(
     config: ModelConfig, layout: Layout, overlap: bool
 ) -> None:
     """At most: what a micro-batch uses last and the next first stays."""
@@ -301,7 +299,7 @@ def test_keep_gathers_a_unit_once_a_microbatch(
 
 
 @given(models(), layouts("dp2.z1", "dp2.z2"), st.booleans())
-def test_stages_1_and_2_gather_each_unit_once_a_step(
+def test_stages_1_and_2_gather_each_unit_once_per_step(
     config: ModelConfig, layout: Layout, overlap: bool
 ) -> None:
     gathered = [
@@ -311,7 +309,7 @@ def test_stages_1_and_2_gather_each_unit_once_a_step(
 
 
 @given(models(), st.integers(1, 4), st.booleans())
-def test_nothing_is_gathered_where_nothing_is_cut(
+def test_nothing_is_gathered_without_sharding(
     config: ModelConfig, microbatches: int, overlap: bool
 ) -> None:
     table = table_of(config, Layout(dp=2, microbatches=microbatches), overlap)
@@ -348,6 +346,6 @@ def test_pieces_name_all_the_weights_they_read(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("module", ["shardwise.parallel.pipeline.actions"])
-def test_tables_need_no_torch(module: str) -> None:
+def test_tables_import_no_torch(module: str) -> None:
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

@@ -79,7 +79,7 @@ WRITTEN_OUT: list[tuple[Schedule, int, int, int, list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v", "lines"), WRITTEN_OUT)
-def test_whole_tables_written_out(name: Schedule, p: int, m: int, v: int, lines: list[str]) -> None:
+def test_whole_tables(name: Schedule, p: int, m: int, v: int, lines: list[str]) -> None:
     table = pipeline_table(name, p, m, v)
     assert [line(table, rank) for rank in range(p)] == lines
     assert table.placement == tuple(stage % p for stage in range(p * v))
@@ -98,7 +98,7 @@ def torch_schedules() -> Any:
 @pytest.mark.parametrize(
     ("p", "v", "rounds"), [(2, 2, 2), (4, 2, 2), (4, 3, 3), (8, 3, 3), (3, 4, 1)]
 )
-def test_interleaved_is_in_megatrons_order_as_pytorch_has_it(p: int, v: int, rounds: int) -> None:
+def test_interleaved_has_the_order_of_megatron_and_pytorch(p: int, v: int, rounds: int) -> None:
     """PyTorch builds it step by step, with idle steps that are left out here."""
     schedules = torch_schedules()
     table = pipeline_table("interleaved", p, rounds * p, v)
@@ -120,7 +120,7 @@ def test_interleaved_is_in_megatrons_order_as_pytorch_has_it(p: int, v: int, rou
 
 @settings(max_examples=50)
 @given(st.integers(1, 8), st.integers(1, 36))
-def test_what_the_fixed_schedules_keep(p: int, m: int) -> None:
+def test_memory_of_the_fixed_schedules(p: int, m: int) -> None:
     """Formulas of SC21 (Narayanan et al. 2021) for GPipe and 1F1B, of Korthikanti et al. 2022 for
     the first rank of an interleaved one, and table 2 of Qi et al. 2023 with its worker i - 1 here,
     where there are micro-batches enough."""
@@ -158,7 +158,7 @@ def test_every_schedule_can_run(table: Table) -> None:
 
 @settings(max_examples=80)
 @given(st.integers(1, 7), st.integers(1, 20), costs, st.floats(0.15, 3), st.floats(0, 1))
-def test_a_search_stays_within_its_memory_and_is_never_longer_than_what_fits(
+def test_a_search_respects_its_memory_limit_and_beats_schedules_that_fit(
     p: int, m: int, costs: Costs, limit: float, mem_w: float
 ) -> None:
     """That of zb-h1 and zb-h2 is counted here by table 2 of their paper, at the peak of the fullest
@@ -179,7 +179,7 @@ def test_a_search_stays_within_its_memory_and_is_never_longer_than_what_fits(
 
 @settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 12), costs, st.floats(1, 3), st.sampled_from(POLICIES))
-def test_the_clock_of_a_search_is_never_fast(
+def test_the_clock_of_a_search_never_underestimates(
     p: int, m: int, costs: Costs, limit: float, policy: Any
 ) -> None:
     """What it says of a table's longest span, a replay of that table does not exceed."""
@@ -196,7 +196,7 @@ def test_the_clock_of_a_search_is_never_fast(
     assert table_span(table, costs) <= said * (1 + 1e-9)
 
 
-def test_more_memory_is_less_bubble() -> None:
+def test_more_memory_reduces_the_bubble() -> None:
     case = Costs(15, 14, 9, 0.8)
     spans = [
         table_span(pipeline_table("zb-auto", 8, 40, 1, case, Memory(x)), case)
@@ -205,7 +205,7 @@ def test_more_memory_is_less_bubble() -> None:
     assert spans == sorted(spans, reverse=True) and len({round(span, 6) for span in spans}) == 4
 
 
-def test_without_a_limit_a_search_keeps_what_1f1b_does() -> None:
+def test_the_default_limit_of_a_search_is_that_of_1f1b() -> None:
     assert pipeline_table("zb-auto", 4, 8) == pipeline_table("zb-auto", 4, 8, memory=Memory(1))
 
 
@@ -225,7 +225,7 @@ def test_without_a_limit_a_search_keeps_what_1f1b_does() -> None:
         ("dualpipe", 4, 8, 1, "unknown schedule 'dualpipe'; known are gpipe, 1f1b, interleaved"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(name: Any, p: int, m: int, v: int, said: str) -> None:
+def test_invalid_sizes_are_refused(name: Any, p: int, m: int, v: int, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         pipeline_table(name, p, m, v)
 
@@ -248,7 +248,7 @@ def test_sizes_that_cannot_work_are_refused(name: Any, p: int, m: int, v: int, s
         (lambda: pipeline_table("zb-auto", 3, 8, memory=Memory(0.333)), "so 0.334 works"),
     ],
 )
-def test_times_and_memory_that_cannot_be_are_refused(make: Any, said: str) -> None:
+def test_invalid_times_and_limits_are_refused(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         make()
 
@@ -289,7 +289,7 @@ def runs(table: Table) -> bool:
 
 @settings(max_examples=150)
 @given(tables(most=4), st.data())
-def test_what_the_proof_says_of_a_swap_is_what_happens(table: Table, data: st.DataObject) -> None:
+def test_a_swap_is_valid_exactly_when_it_runs(table: Table, data: st.DataObject) -> None:
     """Two actions of a rank change places, which may or may not leave an order that runs."""
     rank = data.draw(st.integers(0, len(table.ranks) - 1))
     actions = list(table.ranks[rank])
@@ -307,7 +307,7 @@ def test_what_the_proof_says_of_a_swap_is_what_happens(table: Table, data: st.Da
 
 @settings(max_examples=60)
 @given(tables(most=4), st.randoms(use_true_random=False))
-def test_an_action_that_is_missing_is_refused(table: Table, chance: random.Random) -> None:
+def test_a_missing_action_is_refused(table: Table, chance: random.Random) -> None:
     rank = chance.randrange(len(table.ranks))
     at = chance.randrange(len(table.ranks[rank]))
     dropped = table.ranks[rank][at]
@@ -317,7 +317,7 @@ def test_an_action_that_is_missing_is_refused(table: Table, chance: random.Rando
 
 @settings(max_examples=60)
 @given(tables(most=4), st.randoms(use_true_random=False))
-def test_an_action_that_is_there_twice_is_refused(table: Table, chance: random.Random) -> None:
+def test_a_repeated_action_is_refused(table: Table, chance: random.Random) -> None:
     rank = chance.randrange(len(table.ranks))
     at = chance.randrange(len(table.ranks[rank]))
     to = chance.randrange(len(table.ranks[rank]) + 1)
@@ -369,7 +369,7 @@ def test_an_action_on_another_rank_is_refused(table: Table, chance: random.Rando
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(text: str, said: str | None) -> None:
+def test_errors_are_one_sentence(text: str, said: str | None) -> None:
     table = of(text)
     if said is None:
         validate(table)
@@ -399,13 +399,13 @@ def test_what_is_wrong_is_said_in_a_sentence(text: str, said: str | None) -> Non
         ),
     ],
 )
-def test_what_is_no_part_of_a_schedule_is_refused(action: Action, said: str) -> None:
+def test_invalid_actions_are_refused(action: Action, said: str) -> None:
     table = of("0F0 0B0\n1F0 1B0")
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         validate(edited(table, 0, [table.ranks[0][0], action, table.ranks[0][1]]))
 
 
-def test_a_table_over_its_memory_is_refused() -> None:
+def test_a_table_over_its_memory_limit_is_refused() -> None:
     """1F1B on 4 stages holds 4 forwards on its first rank, interleaved with 2 chunks 11 chunks,
     which are 5.5."""
     for name, v, most, limit, said in (
@@ -431,7 +431,7 @@ def test_a_table_over_its_memory_is_refused() -> None:
             validate(table, Memory(limit / 4))
 
 
-def test_between_i_and_w_a_part_is_held() -> None:
+def test_a_share_is_held_from_i_to_w() -> None:
     """Rank 1 puts one W off: with an I that keeps a quarter it holds 3.25 at most of the 4 that
     rank 0 does, with one that keeps all the same 4."""
     table = Table(((), pipeline_table("zb-h1", 4, 8).ranks[1]), (0, 1), 8)
@@ -445,16 +445,14 @@ def test_between_i_and_w_a_part_is_held() -> None:
 
 @settings(max_examples=60)
 @given(table=tables())
-def test_a_table_comes_back_from_its_file(
-    table: Table, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_csv_round_trip(table: Table, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "table.csv"
     path.write_text(csv_text(table))
     assert read_csv(path) == table
 
 
 @given(tables(most=4))
-def test_a_column_is_a_step(table: Table) -> None:
+def test_csv_columns_are_steps(table: Table) -> None:
     """What a rank does in a step it can do with what others had done by the step before: what
     PyTorch's lockstep executor relies on. Checked with the reference above, on the table cut off at
     each column."""
@@ -477,7 +475,7 @@ def test_a_column_is_a_step(table: Table) -> None:
     assert all(row[-1] for row in rows), "no step is written after the last action"
 
 
-def test_pytorch_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
+def test_csv_is_compatible_with_pytorch(tmp_path: Path) -> None:
     """With the parser of PyTorch's own `_load_csv`, its check of a whole schedule, and what its
     `_dump_csv` writes."""
     import csv
@@ -499,7 +497,7 @@ def test_pytorch_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -
         assert read_csv(tmp_path / "theirs.csv") == table
 
 
-def test_a_b_with_a_w_beside_it_is_an_i(tmp_path: Path) -> None:
+def test_a_b_with_a_w_is_read_as_an_i(tmp_path: Path) -> None:
     """As PyTorch wrote zero-bubble schedules before it had I, and as papers do; other Bs stay."""
     path = tmp_path / "zb1p.csv"
     path.write_text("0F0,0F1,,2F0,2B0,2W0,2F1,2B1,2W1,0B0,0W0,0B1,0W1\n,1F0,1F1,,,,1B0,,,1B1\n")
@@ -550,20 +548,20 @@ def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
         ("9999999F0,9999999B0", "has stage 9999999 but no stage 0; number stages from 0"),
     ],
 )
-def test_files_that_are_no_schedule_are_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_csv_files_are_refused(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{re.escape(said)}"):
         read_csv(path)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_binary_csv_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes.csv").write_bytes(bytes(range(256)))
     with pytest.raises(ValueError, match="is not an action"):
         read_csv(tmp_path / "bytes.csv")
 
 
-def test_a_file_with_gaps_is_refused_by_the_proof(tmp_path: Path) -> None:
+def test_an_incomplete_csv_file_is_refused(tmp_path: Path) -> None:
     """A micro-batch of a high number leaves those below it out; a stage on two ranks is on the
     wrong one."""
     (tmp_path / "gap.csv").write_text("0F9999999,0B9999999")
@@ -576,7 +574,7 @@ def test_a_file_with_gaps_is_refused_by_the_proof(tmp_path: Path) -> None:
         validate(read_csv(tmp_path / "two.csv"))
 
 
-def test_actions_of_a_search_come_in_order() -> None:
+def test_a_search_numbers_actions_in_order() -> None:
     """Each kind takes the micro-batches in turn, so that every stage agrees on which is the next to
     come."""
     table = pipeline_table("zb-auto", 6, 12, 1, Costs(1, 1.2, 0.7, 0.1), Memory(1.4))

@@ -119,7 +119,7 @@ def test_an_override_wins_over_the_file_and_a_later_over_an_earlier(tmp_path: Pa
         ("[run]\nsteps = 1\nsteps = 2", "c.toml is not valid TOML: "),
     ],
 )
-def test_a_mistake_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_errors_name_the_setting(tmp_path: Path, text: str, said: str) -> None:
     message = refusal(tmp_path, text)
     assert said in message
     assert "\n" not in message
@@ -137,11 +137,11 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, said: str) -> None:
         ("run.steps.x=1", "run.steps.x is not a setting; did you mean run.steps?"),
     ],
 )
-def test_a_mistaken_override_is_named(tmp_path: Path, override: str, said: str) -> None:
+def test_errors_name_the_override(tmp_path: Path, override: str, said: str) -> None:
     assert said in refusal(tmp_path, "", override)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`shardwise config > .*` writes one"):
         read_settings(tmp_path / "none.toml")
     with pytest.raises(ValueError, match="is a folder, not a TOML file"):
@@ -172,7 +172,7 @@ def values_of(section: str) -> st.SearchStrategy[Any]:
 
 
 @given(st.builds(Settings, **{name: values_of(name) for name in SECTIONS}), st.booleans())
-def test_what_is_written_is_read_back(settings: Settings, explained: bool) -> None:
+def test_settings_round_trip(settings: Settings, explained: bool) -> None:
     """So a run goes on with the settings it began with, whatever its folder is called."""
     raw = tomllib.loads(to_toml(settings, explained))
     assert raw == {name: vars(getattr(settings, name)) for name in SECTIONS}
@@ -212,7 +212,7 @@ def test_sizes_change_the_shape() -> None:
         ({"num_layers": -1}, "num_layers must be a whole number of at least 1, not -1"),
     ],
 )
-def test_sizes_that_make_no_model(sizes: dict[str, Any], said: str) -> None:
+def test_sizes_that_do_not_make_a_model(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         resized(LLAMA, replace(SECTIONS["model"], **sizes), 256, 24, is_count=True)
 

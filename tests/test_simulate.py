@@ -109,7 +109,7 @@ SIMULATED: list[tuple[int, int, Costs, int, list[float], int]] = [
 
 
 @pytest.mark.parametrize(("p", "m", "costs", "v", "bubbles", "peak"), SIMULATED)
-def test_bubbles_that_another_simulation_found(
+def test_bubbles_of_another_simulator(
     p: int, m: int, costs: Costs, v: int, bubbles: list[float], peak: int
 ) -> None:
     """That of GPipe with transfers was taken there from the closed form without them."""
@@ -248,7 +248,7 @@ def starts_by_relaxation(
 
 @settings(max_examples=40)
 @given(st.data())
-def test_starts_are_those_of_a_reference(data: st.DataObject) -> None:
+def test_start_times_match_a_reference(data: st.DataObject) -> None:
     """With a time of its own for every action, as a planner has for stages that differ."""
     p = data.draw(st.integers(1, 4))
     m = data.draw(st.integers(1, 3))
@@ -270,7 +270,7 @@ def test_starts_are_those_of_a_reference(data: st.DataObject) -> None:
     assert (found.span, found.makespan) == (max(spans), max(ends[-1] for ends in found.ends))
 
 
-def test_a_transfer_is_between_ranks_alone() -> None:
+def test_transfers_take_time_only_between_ranks() -> None:
     """A V of four stages on two ranks: 0 to 1 and 2 to 3 cross over, 1 to 2 does not, and as little
     on the way back."""
     first = [Action("F", 0), Action("F", 3), Action("B", 3), Action("B", 0)]
@@ -281,12 +281,12 @@ def test_a_transfer_is_between_ranks_alone() -> None:
     assert (found.makespan, found.span, found.work, found.peak_in_flight) == (48, 48, 4, (2, 2))
 
 
-def test_times_of_nothing_are_no_bubble() -> None:
+def test_zero_times_have_no_bubble() -> None:
     found = simulate(pipeline_table("1f1b", 2, 2), lambda action: 0.0)
     assert (found.bubble_fraction, found.bubble_over_ideal, found.idle_fraction) == (0, 0, 0)
 
 
-def test_a_table_that_hangs_is_refused() -> None:
+def test_a_deadlock_is_refused() -> None:
     waiting = (
         (Action("F", 0), Action("B", 0), Action("F", 0, 1)),
         (Action("F", 1, 1), Action("F", 1)),

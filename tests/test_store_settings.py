@@ -65,7 +65,9 @@ def run_on(rank: int, world: int, settings: Settings) -> Outcome:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_they_change_no_number(ranks: Ranks, data: Path, tmp_path: Path, precision: str) -> None:
+def test_store_settings_change_no_number(
+    ranks: Ranks, data: Path, tmp_path: Path, precision: str
+) -> None:
     """Two ranks end bit for bit where they do without, whichever stage, evaluations and a
     checkpoint in between."""
     ends = []
@@ -102,13 +104,13 @@ def test_they_change_no_number(ranks: Ranks, data: Path, tmp_path: Path, precisi
 @pytest.mark.parametrize(
     ("key", "value"), [("overlap", False), ("bucket_bytes", 4096), ("offload", "file")]
 )
-def test_fsdp_decides_for_itself(data: Path, tmp_path: Path, key: str, value: object) -> None:
+def test_fsdp_refuses_store_settings(data: Path, tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"run\.{key} does not apply to fsdp.*dp2\.z3"):
         validated_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp", **{key: value}))
     validated_run(tiny_settings(data, tmp_path / "run", layout="dp2.fsdp"))
 
 
-def test_no_room_for_the_file_is_a_sentence(
+def test_a_full_disk_for_offload_is_one_sentence(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked before any rank starts, for all ranks of this machine together."""

@@ -98,7 +98,7 @@ def as_events(timeline: Timeline, layout: Layout) -> Iterator[Event]:
     st.floats(0.1, 4),
     st.randoms(use_true_random=False),
 )
-def test_a_trace_is_read_as_the_clock_had_it(
+def test_a_trace_round_trip(
     name: Any, p: int, k: int, dp: int, tp: int, tf: float, tb: float, random: Any
 ) -> None:
     """Whatever else there is between, in whatever order the file has it, and on ranks of other
@@ -126,7 +126,7 @@ def test_a_trace_is_read_as_the_clock_had_it(
     assert predicted.makespan == pytest.approx(timeline.makespan, rel=1e-6)
 
 
-def test_what_varies_is_predicted_by_its_mean() -> None:
+def test_varying_times_are_simulated_by_their_mean() -> None:
     """Of the same kind and stage: forwards of 1 and 3 count 2 each; the stage beside it has times
     of its own."""
     forwards = (Action("F", 0, 0), Action("F", 0, 1)), (Action("F", 1, 0), Action("F", 1, 1))
@@ -144,7 +144,7 @@ def test_what_varies_is_predicted_by_its_mean() -> None:
 @pytest.mark.parametrize(
     "short", ["pp2.zb-h1.m4", "pp2.interleaved.v2.m2", "dp2.pp2.z3.1f1b.m2.rc-full", "dp2.z1"]
 )
-def test_a_run_writes_down_what_every_rank_did(
+def test_a_run_writes_the_trace_of_every_rank(
     ranks: Ranks, data: Path, tmp_path: Path, short: str
 ) -> None:
     """Each action of its table once and in order, one after another; what is waited for inside of
@@ -222,7 +222,7 @@ def test_the_command_shows_a_run(
     assert "measured" in out and "simulated with the same times" in out and traced.summary in out
 
 
-def test_a_step_that_is_not_asked_for_or_cannot_be_written_is_no_reason_to_stop(
+def test_training_continues_without_a_trace(
     ranks: Ranks, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = trained(ranks, data, tmp_path / "none", "pp2.1f1b.m4", trace_step=0)
@@ -245,9 +245,7 @@ def train_on_disks_of_their_own(rank: int, world: int, settings: Settings) -> No
         train_on(rank, world, settings)
 
 
-def test_ranks_that_see_not_each_others_disks_train_all_the_same(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
+def test_ranks_without_a_shared_disk_train(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     """The first rank has the actions of its own stage, of which no picture can be made."""
     ranks.run(
         2,
@@ -270,7 +268,7 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"traceEvents": [], "otherData": {"layout": "pp2", "step": 1}}']
 )
-def test_a_file_that_is_no_trace_is_told_so(
+def test_a_file_that_is_not_a_trace_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -297,7 +295,7 @@ OWN = {  # by the layout whose sizes it has
 
 
 @pytest.mark.parametrize("short", OWN)
-def test_a_run_takes_a_schedule_of_ones_own(
+def test_a_run_takes_a_custom_schedule(
     ranks: Ranks, data: Path, tmp_path: Path, short: str
 ) -> None:
     """Which is executed, and computes what the layout's does: to the last bit but where Ws come in
@@ -335,7 +333,7 @@ def test_a_run_takes_a_schedule_of_ones_own(
         ("dp1", "0F0,0B0\n1F0,1B0\n", "has 2 ranks, but layout dp1 1"),
     ],
 )
-def test_a_schedule_that_does_not_suit_is_refused(
+def test_a_custom_schedule_of_other_sizes_is_refused(
     data: Path, tmp_path: Path, short: str, text: str, said: str
 ) -> None:
     path = write(tmp_path / "own.csv", text)

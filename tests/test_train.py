@@ -200,7 +200,7 @@ def straight(
     yield folder / "run", out, err
 
 
-def test_two_ranks_train_and_tell(straight: tuple[Path, str, str]) -> None:
+def test_two_ranks_train_and_report(straight: tuple[Path, str, str]) -> None:
     run, out, err = straight
     answer = json.loads(out)
     assert answer | {"loss": 0, "held_out_loss": 0} == {
@@ -239,7 +239,7 @@ def test_two_ranks_train_and_tell(straight: tuple[Path, str, str]) -> None:
     assert steps[0]["lr"] == pytest.approx(0.005) and steps[1]["lr"] == pytest.approx(0.01)
 
 
-def test_stopped_by_a_signal_it_goes_on_to_the_same_end(
+def test_a_stopped_run_resumes_to_the_same_end(
     straight: tuple[Path, str, str], data: Path, tmp_path: Path
 ) -> None:
     """SIGTERM to the launcher alone, then Ctrl-C in the terminal: each saves and stops; the third
@@ -275,7 +275,7 @@ def test_stopped_by_a_signal_it_goes_on_to_the_same_end(
     assert last_state(run) == last_state(straight[0])
 
 
-def test_under_torchrun_it_joins_and_computes_the_same(
+def test_torchrun_joins_and_computes_the_same(
     straight: tuple[Path, str, str], data: Path, tmp_path: Path
 ) -> None:
     path = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0)
@@ -299,7 +299,7 @@ def test_under_torchrun_it_joins_and_computes_the_same(
     assert last_state(run) == last_state(straight[0])
 
 
-def test_a_killed_rank_is_named_and_the_run_can_go_on(
+def test_a_killed_rank_is_named_and_the_run_can_resume(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It dies before the first checkpoint, so what goes on starts anew, here on one rank."""
@@ -324,7 +324,7 @@ def test_a_killed_rank_is_named_and_the_run_can_go_on(
     assert [row["step"] for row in rows_of(run)] == [1, 2, 3]
 
 
-def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(data: Path, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(data: Path, tmp_path: Path) -> None:
     """One rank sleeps and the other waits for it: the first Ctrl-C cannot save, the second ends all
     at once."""
     path = config_file(tmp_path, data, layout="dp2", steps=100_000, save_every=0, eval_every=0)
@@ -394,7 +394,7 @@ def train_on(rank: int, world: int, settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("layout", "kept"), [("dp2.z1", True), ("dp2.z2.m2", True), ("dp2.z3", False)]
 )
-def test_a_row_says_what_its_step_or_its_evaluation_sent(
+def test_a_metrics_row_has_the_bytes_of_its_step_or_evaluation(
     ranks: Ranks, data: Path, tmp_path: Path, layout: str, kept: bool
 ) -> None:
     """Neither counts what a checkpoint sends. The weights that an evaluation gathers stay whole in
@@ -473,7 +473,7 @@ def told_to_stop_at(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_one_rank_stops_after_the_step_and_goes_on(
+def test_one_rank_stops_after_the_step_and_resumes(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -514,7 +514,7 @@ def test_a_second_ctrl_c_interrupts_one_rank_at_once(
     assert [row["step"] for row in rows_of(tmp_path / "run") if "loss" in row] == [1, 2]
 
 
-def test_a_run_that_diverges_says_so(
+def test_a_diverging_run_is_reported(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config_file(tmp_path, data, lr=1e30, warmup_steps=0, save_every=1)
@@ -534,9 +534,7 @@ def test_a_run_that_diverges_says_so(
     assert "shardwise: optimizer.lr changed from 1e+30 to 0.001" in capsys.readouterr().err
 
 
-def test_weights_that_are_given(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_given_weights(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run goes on from another's weights: it begins with the loss that the other ended with."""
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
@@ -552,7 +550,7 @@ def test_weights_that_are_given(
     )
 
 
-def test_a_run_is_resumed_as_it_was_begun(
+def test_fixed_settings_cannot_change_on_resume(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What may not change is refused; a run that has had its steps stays as it is; its folder says
@@ -573,7 +571,7 @@ def test_a_run_is_resumed_as_it_was_begun(
     assert (run / "config.toml").read_text() == kept
 
 
-def test_a_run_goes_on_with_the_data_it_was_begun_with(
+def test_the_data_set_cannot_change_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = build_data(tmp_path)
@@ -618,7 +616,7 @@ def test_one_process_trains_in_a_folder_at_a_time(
         (["data.global_batch=1000000000000"], "sequences exceeds the memory"),
     ],
 )
-def test_what_could_not_be_read_back_or_run_is_refused(
+def test_models_that_cannot_be_stored_or_run_are_refused(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: list[str], said: str
 ) -> None:
     flags = [word for size in sizes for word in ("--set", size)]
@@ -635,7 +633,7 @@ def test_a_window_on_every_layer_stays_on_every_layer() -> None:
     ).windowed_layers == frozenset(range(3))
 
 
-def test_a_rank_in_the_environment_alone_is_no_torchrun(
+def test_a_rank_variable_alone_is_not_torchrun(
     data: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     path = config_file(tmp_path, data)
@@ -699,7 +697,7 @@ def test_a_run_is_converted_whole(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tensorboard_gets_what_metrics_get(data: Path, tmp_path: Path, precision: str) -> None:
+def test_tensorboard_gets_all_metrics(data: Path, tmp_path: Path, precision: str) -> None:
     assert (
         main(["train", str(config_file(tmp_path, data, tensorboard=True, precision=precision))])
         == 0
@@ -751,7 +749,7 @@ def files_under(folder: Path) -> dict[Path, bytes]:
         (["--again"], "train does not take --again"),
     ],
 )
-def test_a_run_that_cannot_be_is_one_sentence_and_leaves_nothing(
+def test_an_invalid_run_is_one_sentence_and_leaves_nothing(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     path = config_file(tmp_path, data)
@@ -785,7 +783,7 @@ def test_data_that_is_damaged_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_with_a_run_or_something_else_is_left_alone(
+def test_a_folder_in_use_is_left_alone(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config_file(tmp_path, data)
