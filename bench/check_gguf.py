@@ -1,12 +1,12 @@
-"""Whether llama.cpp computes what we do from the GGUF files that `shardwise convert --quant
-gguf:...` writes.
+"""Check that llama.cpp and Shardwise compute the same from the GGUF files that `shardwise convert
+--quant gguf:...` writes.
 
-    python3 -m venv .peers/llama && .peers/llama/bin/pip install llama-cpp-python     # compiles for minutes
+    python3 -m venv .peers/llama && .peers/llama/bin/pip install llama-cpp-python  # minutes
     .venv/bin/python bench/check_gguf.py FILE.gguf ... --python .peers/llama/bin/python
 
-Both tokenize the same text and say what they expect after each token. llama.cpp rounds activations
-to 8 bits for its products, so distributions agree to a small KL divergence, not to the last bit.
-Ends with 1 where they do not.
+Both tokenize the same text and predict each next token. llama.cpp rounds activations to 8 bits for
+its products, so distributions agree to a small KL divergence, not bit for bit. Exit 1 if they
+differ.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TEXT = (
-    "The water of the sea is salt because rivers carry minerals from the land into it, and only the water leaves. "
+    "The water of the sea is salt because rivers carry minerals from the land into it, and only "
+    "the water leaves. "
     "In 1715 Edmond Halley proposed to measure the sea's age by it: 3 times 5 is 15, isn't it?\n"
 )
 MOST_KL = 0.02
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--python",
         required=True,
         metavar="PYTHON",
-        help="that of an environment with llama-cpp-python",
+        help="Python of an environment with llama-cpp-python",
     )
     args = parser.parse_args(argv)
     return max(compare(Path(file), args.python) for file in args.files)
@@ -64,7 +65,7 @@ def compare(file: Path, python: str) -> int:
 
 
 def as_llama_cpp(file: str) -> None:
-    """In the other environment: tokens of the text, and logits after each, as JSON."""
+    """Print tokens of the text and logits after each as JSON; runs in the other environment."""
     from llama_cpp import Llama
 
     llama = Llama(file, n_ctx=512, n_threads=1, logits_all=True, verbose=False)

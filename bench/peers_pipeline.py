@@ -125,10 +125,10 @@ class Pipeline:
             master.grad = weight.grad.float()
             weight.grad = None
         squared = get_total_norm(list(self.counted_grads())) ** 2
-        told = torch.stack([sum(losses, torch.zeros(())).detach(), squared])
-        dist.all_reduce(told)
-        loss = told[0]
-        norm = told[1].sqrt()
+        sums = torch.stack([sum(losses, torch.zeros(())).detach(), squared])
+        dist.all_reduce(sums)
+        loss = sums[0]
+        norm = sums[1].sqrt()
         clip_grads_with_norm_(self.masters, self.max_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

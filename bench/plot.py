@@ -1,5 +1,4 @@
-"""Bars as SVG, drawn in plain Python: readable in light and dark pages, wherever the picture is
-shown."""
+"""Bar charts as SVG, drawn in plain Python, for light and dark pages."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,8 @@ LEFT = 80
 RIGHT = 20
 TOP = 54
 BOTTOM = 46
-BAR_ROOM = 50
-"""The least width of a bar with its words."""
+BAR_SLOT = 50
+"""The least width of a bar with its label."""
 FLOOR = PANEL_HEIGHT - BOTTOM
 SPAN = PANEL_HEIGHT - BOTTOM - TOP
 STYLE = """
@@ -31,7 +30,7 @@ MOST_SERIES = 3
 
 @dataclass(frozen=True)
 class Bar:
-    """`name` is written under the bar, `series` decides its colour."""
+    """One bar: `name` is its label, `series` decides its colour."""
 
     name: str
     series: str
@@ -40,8 +39,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """`unit` and `across` label its axes; `groups` are the bars that stand together, by what is
-    written under them."""
+    """One chart: `unit` and `across` label its axes; `groups` are bars by the label of their
+    group."""
 
     title: str
     unit: str
@@ -50,7 +49,7 @@ class Panel:
 
     @property
     def slots(self) -> int:
-        """Its bars, and one more of room around each group."""
+        """Its bars, and the width of one more around each group."""
         return sum(len(group) + 1 for group in self.groups.values())
 
     @property
@@ -61,13 +60,14 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], series: Sequence[str]) -> str:
-    """The SVG of the panels in rows, small ones side by side, with a legend of at most three
+    """Return an SVG of the panels in rows, small ones side by side, with a legend of up to three
     series."""
     assert len(series) <= MOST_SERIES
-    rows = rows_of(panels)
+    rows = arrange(panels)
     height = LEGEND_HEIGHT + len(rows) * PANEL_HEIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}">',
         f"<style>{STYLE}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{height}" rx="6"/>',
         *legend(series),
@@ -84,12 +84,12 @@ def draw(panels: Sequence[Panel], series: Sequence[str]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def rows_of(panels: Sequence[Panel]) -> list[list[Panel]]:
-    """In order, as many in a row as have the width that they need."""
+def arrange(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Return the panels in rows, in order, as many per row as fit."""
     rows: list[list[Panel]] = []
     left = 0
     for panel in panels:
-        needed = LEFT + panel.slots * BAR_ROOM + RIGHT
+        needed = LEFT + panel.slots * BAR_SLOT + RIGHT
         if needed > left:
             rows.append([])
             left = WIDTH
@@ -105,53 +105,55 @@ def legend(series: Sequence[str]) -> list[str]:
         parts.append(
             f'<rect x="{x}" y="14" width="12" height="12" class="bar{series.index(name)}"/>'
         )
-        parts.append(words(x + 18, 24, name, "start"))
+        parts.append(text_at(x + 18, 24, name, "start"))
         x += 40 + 8 * len(name)
     return parts
 
 
 def axes(panel: Panel, width: float) -> list[str]:
     parts = [
-        words(LEFT, 24, panel.title, "start", "title"),
-        f'<g transform="translate(16 {FLOOR - SPAN / 2}) rotate(-90)">{words(0, 0, panel.unit)}</g>',
-        words(LEFT - 8, FLOOR + 34, panel.across, "end"),
+        text_at(LEFT, 24, panel.title, "start", "title"),
+        f'<g transform="translate(16 {FLOOR - SPAN / 2}) rotate(-90)">'
+        f"{text_at(0, 0, panel.unit)}</g>",
+        text_at(LEFT - 8, FLOOR + 34, panel.across, "end"),
     ]
     for tick in panel.ticks:
         y = FLOOR - SPAN * tick / panel.ticks[-1]
         parts.append(
             f'<line class="line" x1="{LEFT}" x2="{width - RIGHT:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        parts.append(words(LEFT - 8, y + 4, f"{tick:,.10g}", "end"))
+        parts.append(text_at(LEFT - 8, y + 4, f"{tick:,.10g}", "end"))
     return parts
 
 
 def bars(panel: Panel, series: Sequence[str], width: float) -> list[str]:
-    """Groups side by side, with the room of one bar between them."""
-    room = (width - LEFT - RIGHT) / max(1, panel.slots)
-    x = LEFT + room / 2
+    """Return the groups side by side, with the width of one bar between them."""
+    slot = (width - LEFT - RIGHT) / max(1, panel.slots)
+    x = LEFT + slot / 2
     parts = []
-    for label, group in panel.groups.items():
-        parts.append(words(x + room * len(group) / 2, FLOOR + 34, label, kind="title"))
+    for group_name, group in panel.groups.items():
+        parts.append(text_at(x + slot * len(group) / 2, FLOOR + 34, group_name, kind="title"))
         for bar in group:
             height = SPAN * bar.value / panel.ticks[-1]
-            parts += one_bar(bar, x, room, height, f"bar{series.index(bar.series)}")
-            x += room
-        x += room
+            parts += one_bar(bar, x, slot, height, f"bar{series.index(bar.series)}")
+            x += slot
+        x += slot
     return parts
 
 
-def one_bar(bar: Bar, x: float, room: float, height: float, kind: str) -> list[str]:
-    middle = x + room / 2
-    width = room * 0.8
+def one_bar(bar: Bar, x: float, slot: float, height: float, kind: str) -> list[str]:
+    middle = x + slot / 2
+    width = slot * 0.8
     return [
-        f'<rect x="{middle - width / 2:.1f}" y="{FLOOR - height:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'class="{kind}"><title>{escape(bar.series)}, {escape(bar.name)}: {bar.value:,.0f}</title></rect>',
-        words(middle, FLOOR - height - 5, f"{bar.value:,.0f}"),
-        words(middle, FLOOR + 15, bar.name, kind="small"),
+        f'<rect x="{middle - width / 2:.1f}" y="{FLOOR - height:.1f}" width="{width:.1f}" '
+        f'height="{height:.1f}" class="{kind}"><title>{escape(bar.series)}, {escape(bar.name)}: '
+        f"{bar.value:,.0f}</title></rect>",
+        text_at(middle, FLOOR - height - 5, f"{bar.value:,.0f}"),
+        text_at(middle, FLOOR + 15, bar.name, kind="small"),
     ]
 
 
-def words(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
+def text_at(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
     )

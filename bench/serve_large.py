@@ -1,9 +1,9 @@
-"""Ours and llama.cpp on a model of a billion random weights, in bf16, 8 and 4 bits: whether the
-gain of bench/serve_rows.py is one of small models. Part of `make bench-serve`.
+"""Shardwise and llama.cpp on a model of a billion random weights, in bf16, 8 and 4 bits, to see
+whether the ratios of bench/serve_rows.py hold for larger models. Part of `make bench-serve`.
 
 The shape is that of Llama 3.2 1B with SmolLM2's vocabulary. Both read the same GGUF files of 8 and
-4 bits; in bf16 ours reads the folder that they are made of, and llama.cpp the numbers of the file
-of 8 bits. Each figure is taken once, in turns: a round takes about ten minutes.
+4 bits. In bf16, Shardwise reads the folder that they were made from, and llama.cpp a file made from
+the one of 8 bits. Each figure is measured once, in turns: a round takes about ten minutes.
 
     python bench/serve_large.py [--rounds 1] [--peers-env DIR] [--results DIR] [--json]
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serve import read_arguments, run, tell, turns_parser, write_results
+from serve import make_parser, print_report, read_arguments, run, write_results
 from serve_rows import (
     LLAMA_CPP,
     OURS,
@@ -26,7 +26,7 @@ from serve_rows import (
     measure_limits,
     with_peers,
 )
-from train import machine, make_peers_environment, say
+from train import log, machine, make_peers_environment
 
 from shardwise.formats.catalogue import llama
 from shardwise.formats.huggingface.write_folder import write_folder
@@ -43,7 +43,7 @@ ROWS = ("prefill_512", "decode_1", "decode_8", "decode_32")
 
 @dataclass(frozen=True)
 class Kind:
-    """The same weights for both: a folder or file for ours, and a file for llama.cpp."""
+    """The same weights for both: a folder or file for Shardwise, and a file for llama.cpp."""
 
     ours: Path
     quant: str | None
@@ -52,7 +52,7 @@ class Kind:
 
 @dataclass
 class Report:
-    """Tokens/s of each turn, by kind, row and contender; what the machine allows, by kind."""
+    """Tokens/s of each turn, by kind, row and contender; limits of the machine, by kind."""
 
     about: dict[str, str | int]
     limits: dict[str, Limits]
@@ -95,7 +95,7 @@ class Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = turns_parser(__doc__, "whose vocabulary the random model has, a .gguf file")
+    parser = make_parser(__doc__, ".gguf file whose vocabulary the random model gets")
     parser.set_defaults(rounds=1)
     args = read_arguments(parser, argv, of_gguf=True)
     python = with_peers(make_peers_environment(args.peers_env))
@@ -110,16 +110,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
     write_results(report, args.results, "serve_large")
-    tell(report, args.json)
+    print_report(report, args.json)
     return 0
 
 
 def make_files(vocabulary: Path, folder: Path, python: Path) -> dict[str, Kind]:
-    """The random model as a folder in bf16, and what is made of it."""
+    """Write the random model as a folder in bf16, and quantized."""
     plain = folder / "bf16"
     specs = model_specs(SHAPE)
     layout = Layout()
-    say(f"drawing {sum(spec.numel for spec in specs if spec.tied_to is None):,} weights")
+    log(f"drawing {sum(spec.numel for spec in specs if spec.tied_to is None):,} weights")
     tensors = (
         (spec.name, init_weights(spec, layout, layout.coord(0), 0, torch.bfloat16))
         for spec in specs
@@ -128,7 +128,7 @@ def make_files(vocabulary: Path, folder: Path, python: Path) -> dict[str, Kind]:
     write_folder(plain, SHAPE, specs, tensors, torch.bfloat16, load_tokenizer(vocabulary))
     files = {}
     for kind in ("q8_0", "q4_0"):
-        say(f"writing them as {kind}")
+        log(f"writing them as {kind}")
         files[kind] = folder / f"{kind}.gguf"
         run(
             [
@@ -158,16 +158,16 @@ def take_turns(report: Report, kinds: dict[str, Kind], python: Path, rounds: int
         for name, kind in kinds.items():
             settings = EngineSettings(kind.ours, Layout(), "bf16", quant=kind.quant)
             measured = measure_speed(settings, lambda share: None, tries=1, whole_requests=False)
-            told = {
+            result = {
                 OURS: {row.name: row.value for row in measured},
                 LLAMA_CPP: run([*llama_cpp(python), "speed", str(kind.theirs), threads, "1"]),
             }
-            for contender, rates in told.items():
+            for contender, rates in result.items():
                 for row in ROWS:
                     of_row = report.runs.setdefault(name, {}).setdefault(row, {})
                     of_row.setdefault(contender, []).append(float(rates[row]))
                 said = ", ".join(f"{row} {rates[row]:,.1f}" for row in ROWS)
-                say(f"round {turn + 1} of {rounds}, {name}, {contender}: {said}")
+                log(f"round {turn + 1} of {rounds}, {name}, {contender}: {said}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What llama.cpp does with a GGUF file: prints the rows of `shardwise bench serve MODEL --json` as
-a line of JSON, or the perplexity of a text.
+"""llama.cpp on a GGUF file: prints the rows of `shardwise bench serve MODEL --json` as a line of
+JSON, or the perplexity of a text.
 
     python bench/serve_llama_cpp.py speed FILE.gguf THREADS [TRIES]
     python bench/serve_llama_cpp.py perplexity FILE.gguf THREADS TOKENS.json CONTEXT
-    python bench/serve_llama_cpp.py requantize FILE.gguf FOLDER [KIND ...]    # Q4_0 and Q8_0, which it likes better
+    python bench/serve_llama_cpp.py requantize FILE.gguf FOLDER [KIND ...]
 
 Runs in an environment of its own with llama-cpp-python and gguf, without Shardwise.
 """
@@ -22,7 +22,7 @@ FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "BF16": 32}
 
 
 class Model:
-    """A context for many sequences, through the C interface: its Python objects know one
+    """A context for many sequences, through the C interface: the Python one has a single
     sequence."""
 
     def __init__(self, path: str, threads: int) -> None:
@@ -46,8 +46,8 @@ class Model:
         self.vocab_size = self.c.llama_vocab_n_tokens(self.c.llama_model_get_vocab(model))
 
     def run(self, tokens: list[tuple[int, int, int]], every: bool = False) -> None:
-        """(token, sequence, position) of each; logits of the last of each sequence, or of every
-        token."""
+        """Decode (token, sequence, position) triples, with logits of the last token of each
+        sequence, or of every token."""
         last = {sequence: number for number, (_, sequence, _) in enumerate(tokens)}
         batch = self.c.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
@@ -75,20 +75,20 @@ def speed(path: str, threads: int, tries: int = TRIES) -> dict[str, float]:
 
     def prefill_s() -> float:
         model.clear()
-        began = time.perf_counter()
+        start = time.perf_counter()
         prompt(LONG_PROMPT_TOKENS, 0)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def decode_s(size: int) -> float:
         model.clear()
         for sequence in range(size):
             prompt(PROMPT_TOKENS, sequence)
-        began = time.perf_counter()
+        start = time.perf_counter()
         for step in range(STEPS):
             model.run(
                 [(step + sequence, sequence, PROMPT_TOKENS + step) for sequence in range(size)]
             )
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     rows = {
         f"prefill_{LONG_PROMPT_TOKENS}": LONG_PROMPT_TOKENS / min(prefill_s() for _ in range(tries))
@@ -99,8 +99,7 @@ def speed(path: str, threads: int, tries: int = TRIES) -> dict[str, float]:
 
 
 def perplexity(path: str, threads: int, tokens: list[int], context: int) -> dict[str, float]:
-    """Windows that do not overlap; the first token of each is scored after the last of the one
-    before."""
+    """Score windows without overlap; the first token of each follows the last of the one before."""
     import numpy as np
 
     model = Model(path, threads)
@@ -122,8 +121,8 @@ def perplexity(path: str, threads: int, tokens: list[int], context: int) -> dict
 
 
 def requantize(path: str, folder: Path, kinds: list[str]) -> dict[str, str]:
-    """Its plain weights in other kinds: as llama.cpp's own tool does, Q4_0 with the embedding in
-    Q8_0."""
+    """Quantize the dequantized weights to other formats; as in llama.cpp's own tool, Q4_0 has its
+    embedding in Q8_0."""
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 
     source = GGUFReader(path)
@@ -160,9 +159,9 @@ def requantize(path: str, folder: Path, kinds: list[str]) -> dict[str, str]:
 if __name__ == "__main__":
     what, path, *rest = sys.argv[1:]
     if what == "speed":
-        told: object = speed(path, *map(int, rest))
+        result: object = speed(path, *map(int, rest))
     elif what == "perplexity":
-        told = perplexity(path, int(rest[0]), json.loads(Path(rest[1]).read_text()), int(rest[2]))
+        result = perplexity(path, int(rest[0]), json.loads(Path(rest[1]).read_text()), int(rest[2]))
     else:
-        told = requantize(path, Path(rest[0]), rest[1:])
-    print(json.dumps(told))
+        result = requantize(path, Path(rest[0]), rest[1:])
+    print(json.dumps(result))

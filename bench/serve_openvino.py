@@ -1,6 +1,6 @@
-"""What OpenVINO GenAI does with a GGUF file: prints the rows `generate_N` of `shardwise bench serve
-MODEL --json` as a line of JSON: N requests begun together in its continuous batching, the same
-prompts and lengths.
+"""OpenVINO GenAI on a GGUF file: prints the rows `generate_N` of `shardwise bench serve MODEL
+--json` as a line of JSON: N requests that start together, with continuous batching, and
+the same prompts and lengths.
 
     python bench/serve_openvino.py FILE.gguf THREADS
 
@@ -16,7 +16,7 @@ import openvino
 import openvino_genai
 
 PROMPT_TOKENS = 128
-ANSWER_TOKENS = 128
+OUTPUT_TOKENS = 128
 TRIES = 3
 SIZES = (1, 8, 32)
 COMMON_IDS = 49152
@@ -31,9 +31,9 @@ def speed(path: str, threads: int) -> dict[str, float]:
     scheduler.enable_prefix_caching = False
     settings = {"INFERENCE_NUM_THREADS": threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", settings, {})
-    answer = openvino_genai.GenerationConfig()
-    answer.max_new_tokens = answer.min_new_tokens = ANSWER_TOKENS
-    answer.ignore_eos = True
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = config.min_new_tokens = OUTPUT_TOKENS
+    config.ignore_eos = True
 
     def generate_s(size: int) -> float:
         prompts = [
@@ -44,15 +44,15 @@ def speed(path: str, threads: int) -> dict[str, float]:
             )
             for number in range(size)
         ]
-        began = time.perf_counter()
-        made = pipeline.generate(prompts, [answer] * size)
-        seconds = time.perf_counter() - began
-        if any(len(each.m_generation_ids[0]) != ANSWER_TOKENS for each in made):
-            sys.exit("an answer has not the length that was asked for")
+        start = time.perf_counter()
+        outputs = pipeline.generate(prompts, [config] * size)
+        seconds = time.perf_counter() - start
+        if any(len(each.m_generation_ids[0]) != OUTPUT_TOKENS for each in outputs):
+            sys.exit("a completion does not have the requested length")
         return seconds
 
     return {
-        f"generate_{size}": size * ANSWER_TOKENS / min(generate_s(size) for _ in range(TRIES))
+        f"generate_{size}": size * OUTPUT_TOKENS / min(generate_s(size) for _ in range(TRIES))
         for size in SIZES
     }
 

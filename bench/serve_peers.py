@@ -1,11 +1,11 @@
-"""Transformers' `generate` on what `shardwise bench serve` asks: prints output tokens/s as a line
-of JSON.
+"""The `generate` of transformers on the requests of `shardwise bench serve`: prints output tokens/s
+as a line of JSON.
 
     python bench/serve_peers.py FOLDER SEQUENCES PROMPT_TOKENS NEW_TOKENS REPEATS
 
 Runs in an environment of its own with torch and transformers, without Shardwise. SEQUENCES prompts
-of the same length are one batch (padding on the left would have nothing to do), greedy, and run to
-their full length. The cache that grows and the one of fixed size take turns; the faster counts.
+of the same length are one batch, which needs no padding, greedy, and run to their full length. The
+dynamic and the static cache take turns; the faster counts.
 """
 
 import json

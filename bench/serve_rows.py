@@ -1,13 +1,14 @@
-"""Ours against llama.cpp's prefill and decode and OpenVINO GenAI's whole requests on the same GGUF
-file, all in one run: part of `make bench-serve`.
+"""Shardwise against llama.cpp (prefill, decode) and OpenVINO GenAI (whole requests) on the same
+GGUF file, in one run. Part of `make bench-serve`.
 
-Contenders take turns, the best of each counts, and only ratios do. Ours keeps the file as it is
-stored; the others have it as it comes and in the kinds that they like better. Beside each row
-stands what the machine allows: the weights read once a step at the rate at which memory is read
-here, and the operations at twice the rate of a large product in bf16, since instructions for 8 bits
+Contenders take turns, the best run of each counts, and only ratios are compared. Shardwise serves
+the file as stored; the others also serve it requantized to the formats that they are fastest with.
+The limit of the machine is next to each row: the weights read once per step at the measured memory
+bandwidth, and the operations at twice the rate of a large bf16 product, because 8-bit instructions
 do twice as many.
 
-    python bench/serve_rows.py [--rounds 3] [--model FILE.gguf] [--peers-env DIR] [--results DIR] [--json]
+    python bench/serve_rows.py [--rounds 3] [--model FILE.gguf] [--peers-env DIR] [--results DIR]
+        [--json]
 """
 
 import os
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 from plot import Bar, Panel, draw
 from profile_decode import stream_bytes_per_s
-from serve import read_arguments, run, tell, turns_parser, write_results
-from train import HERE, imports, machine, make_peers_environment, say
+from serve import make_parser, print_report, read_arguments, run, write_results
+from train import HERE, imports, log, machine, make_peers_environment
 
 from shardwise.formats.model_source import read_config
 from shardwise.formats.storage_formats import quantized_formats
@@ -49,8 +50,8 @@ PRODUCT_TRIES = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine was measured to do, and what the model asks of it: bytes of weights,
-    operations of the blocks for a token, and of the head."""
+    """Measured rates of the machine, and the work of the model: bytes of weights, and operations
+    per token of the blocks and of the head."""
 
     read_bytes_per_s: float
     operations_per_s: float
@@ -59,8 +60,8 @@ class Limits:
     head_operations: int
 
     def tokens_per_s(self, name: str) -> float:
-        """Of a row, `KIND_NUMBER`: the tokens of a prompt, which has logits after its last; or the
-        sequences of a step, or of whole requests begun together."""
+        """Return the limit of a row `KIND_NUMBER`: prefill by tokens of the prompt, decode by
+        sequences per step, generate by requests that start together."""
         kind, number = name.split("_")
         num = int(number)
         if kind == "prefill":
@@ -73,7 +74,7 @@ class Limits:
         return num * ANSWER_TOKENS / whole_s
 
     def step_s(self, num_tokens: int, num_logits: int) -> float:
-        """A step reads the weights once."""
+        """Return the shortest time of a step, which reads the weights once."""
         operations = num_tokens * self.block_operations + num_logits * self.head_operations
         return max(self.weight_bytes / self.read_bytes_per_s, operations / self.operations_per_s)
 
@@ -151,8 +152,8 @@ class Report:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit 0 when all has run, whether or not the bars are met, else 1."""
-    args = read_arguments(turns_parser(__doc__, "a .gguf file"), argv, of_gguf=True)
+    """Exit 0 if everything ran, whether or not the bars are met, else 1."""
+    args = read_arguments(make_parser(__doc__, "a .gguf file"), argv, of_gguf=True)
     python = with_peers(make_peers_environment(args.peers_env))
     args.steps = 24
     report = Report(machine(python, args, THEIR_PACKAGES), measure_limits(args.model))
@@ -167,14 +168,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     write_results(report, args.results, "serve_rows")
     (args.results / "serve_rows.svg").write_text(report.to_svg(), encoding="utf-8")
-    tell(report, args.json)
+    print_report(report, args.json)
     return 0
 
 
 def with_peers(python: Path) -> Path:
-    """The environment with llama.cpp, compiled for this very processor, and OpenVINO."""
+    """Install llama.cpp, compiled for this processor, and OpenVINO into the environment."""
     if not imports(python, "llama_cpp, gguf, openvino_genai"):
-        say("installing OpenVINO and compiling llama.cpp, about five minutes")
+        log("installing OpenVINO and compiling llama.cpp, about five minutes")
         install = [
             str(python),
             "-m",
@@ -197,7 +198,7 @@ def llama_cpp(python: Path) -> list[str]:
 def take_turns(
     report: Report, model: Path, python: Path, files: dict[str, str], rounds: int
 ) -> None:
-    """Commands that print the rows that they have."""
+    """Run all contenders once per round; each prints the rows that it has."""
     threads = str(torch.get_num_threads())
     ours = [
         sys.executable,
@@ -219,18 +220,18 @@ def take_turns(
         for kind, file in files.items()
     }
     for turn in range(rounds):
-        told = {OURS: {row["name"]: row["value"] for row in run(ours)["rows"]}}
-        told |= {contender: run(command) for contender, command in theirs.items()}
-        for contender, rates in told.items():
+        result = {OURS: {row["name"]: row["value"] for row in run(ours)["rows"]}}
+        result |= {contender: run(command) for contender, command in theirs.items()}
+        for contender, rates in result.items():
             mine = {row: float(rates[row]) for row in BARS if row in rates}
             for row, rate in mine.items():
                 report.runs[row].setdefault(contender, []).append(rate)
             said = ", ".join(f"{row} {rate:,.0f}" for row, rate in mine.items())
-            say(f"round {turn + 1} of {rounds}, {contender}: {said}")
+            log(f"round {turn + 1} of {rounds}, {contender}: {said}")
 
 
 def measure_limits(model: Path, quant: str | None = "as-stored") -> Limits:
-    """Plain numbers, without `quant`, are multiplied at the rate of a product in bf16."""
+    """Measure the machine; without `quant`, operations run at the rate of a bf16 product."""
     config = read_config(model)
     one = Layout()
     formats = quantized_formats(model, config, one, quant) if quant else {}
@@ -246,13 +247,13 @@ def measure_limits(model: Path, quant: str | None = "as-stored") -> Limits:
 
 
 def product_flops() -> float:
-    """Of a large product in bf16, a second."""
+    """Return the FLOP/s of a large bf16 product."""
     x = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.bfloat16)
     best_s = float("inf")
     for _ in range(PRODUCT_TRIES):
-        began = time.perf_counter()
+        start = time.perf_counter()
         _ = x @ x
-        best_s = min(best_s, time.perf_counter() - began)
+        best_s = min(best_s, time.perf_counter() - start)
     return 2 * PRODUCT_SIZE**3 / best_s
 
 

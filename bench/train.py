@@ -1,12 +1,11 @@
-"""Ours and what a user would pick instead, on the same training steps, all in one run: `make
-bench-train`.
+"""Training steps of Shardwise and of the alternatives a user has, in one run: `make bench-train`.
 
-Machines differ and drift, so the contenders take turns and only ratios count. Each runs in an
-environment of its own: ours in the one this script runs in, the others in `.peers/`, which is made
-on the first run (a few GB, minutes).
+Machines differ and drift, so the contenders take turns and only ratios count. Shardwise runs in the
+environment of this script, the others in `.peers/`, which is created on the first run (a few GB,
+minutes).
 
     python bench/train.py [--rounds 3] [--steps 5] [--stage z1 ...] [--peers-env DIR] [--json]
-    python bench/train.py --profile [--layout dp2.z1 ...] [--json]     # where the time of one of our steps goes
+    python bench/train.py --profile [--layout dp2.z1 ...] [--json]   # time of a step by part
 """
 
 import argparse
@@ -52,7 +51,7 @@ ERROR = re.compile(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit 0 when all of ours ran, whether or not the bars are met, else 1."""
+    """Exit 0 if all layouts of Shardwise ran, whether or not the bars are met, else 1."""
     args = read_arguments(argv)
     if args.profile:
         return profile(args.layout or ["dp2.z1", "dp2.z3"], args.json)
@@ -76,47 +75,58 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--rounds", type=int, default=3, help="turns of each contender (default: 3)"
     )
     parser.add_argument(
-        "--steps", type=int, default=5, help="timed in each turn, after 2 of warm-up (default: 5)"
+        "--steps", type=int, default=5, help="timed steps per turn, after 2 of warm-up (default: 5)"
     )
     parser.add_argument(
-        "--stage", action="append", choices=[stage.name for stage in STAGES], help="only this one"
+        "--stage",
+        action="append",
+        choices=[stage.name for stage in STAGES],
+        help="run only this stage; repeatable",
     )
     parser.add_argument(
-        "--peers-env", type=Path, default=PEERS_ENV, metavar="DIR", help="made if need be (.peers)"
+        "--peers-env",
+        type=Path,
+        default=PEERS_ENV,
+        metavar="DIR",
+        help="environment of the others, created if missing (default: .peers)",
     )
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="DIR", help="to write (bench/results)"
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="folder to write to (default: bench/results)",
     )
+    parser.add_argument("--profile", action="store_true", help="profile steps of Shardwise instead")
     parser.add_argument(
-        "--profile", action="store_true", help="say where the time of one of our steps goes"
-    )
-    parser.add_argument(
-        "--layout", action="append", metavar="L", help="to profile (default: dp2.z1 and dp2.z3)"
+        "--layout",
+        action="append",
+        metavar="L",
+        help="layout to profile; repeatable (default: dp2.z1 and dp2.z3)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser.parse_args(argv)
 
 
 def make_peers_environment(folder: Path) -> Path:
-    """The Python of the peers' environment; its packages are installed where they are missing."""
+    """Return the Python of the peers' environment, after installing what is missing in it."""
     python = folder / "bin" / "python"
     if python.exists() and imports(python, "transformers, accelerate, deepspeed"):
         return python
-    say(f"setting up the peers' environment in {folder}, minutes the first time")
+    log(f"setting up the peers' environment in {folder}, minutes the first time")
     install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     torch_version = version("torch").split("+")[0]
     try:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for packages in (
-            (f"torch=={torch_version}", *PEER_PACKAGES[:2]),
-            PEER_PACKAGES[2:],
-        ):  # deepspeed needs torch
+        # Building deepspeed needs torch.
+        for packages in ((f"torch=={torch_version}", *PEER_PACKAGES[:2]), PEER_PACKAGES[2:]):
             subprocess.run(
                 [*install, *packages], check=True, env=PEERS_ENVIRONMENT, stdout=sys.stderr
             )
     except subprocess.CalledProcessError as error:
         sys.exit(
-            f"the peers' environment could not be made: `{shlex.join(error.cmd)}` exited with {error.returncode}"
+            f"cannot create the peers' environment: `{shlex.join(error.cmd)}` exited with "
+            f"{error.returncode}"
         )
     return python
 
@@ -129,12 +139,14 @@ def imports(python: Path, modules: str) -> bool:
 def take_turns(
     stages: Sequence[Stage], rounds: int, steps: int, python: Path
 ) -> tuple[dict[str, list[Figures]], dict[str, str]]:
-    """Every contender once a round, back and forth, so that drift hits all alike. One that fails is
-    left out from then on, and the reason is kept."""
+    """Run every contender once per round, in alternating order, so that drift affects all alike.
+
+    Returns the runs, and the error of each contender that failed, which is not run again.
+    """
     contenders = {each.key: (each, stage) for stage in stages for each in stage.contenders}
     runs: dict[str, list[Figures]] = {}
     failed: dict[str, str] = {}
-    began = time.monotonic()
+    start = time.monotonic()
     total = rounds * len(contenders)
     for turn in range(rounds):
         for at, (key, (contender, stage)) in enumerate(
@@ -143,49 +155,42 @@ def take_turns(
             if key in failed:
                 continue
             done = turn * len(contenders) + at
-            left_min = math.ceil((time.monotonic() - began) / max(1, done) * (total - done) / 60)
+            left_min = math.ceil((time.monotonic() - start) / max(1, done) * (total - done) / 60)
             left = f", about {left_min} min left" if done else ""
-            say(f"run {done + 1} of {total}, {full_name(contender)}{left}")
+            log(f"run {done + 1} of {total}, {full_name(contender)}{left}")
             outcome = run(contender, stage, steps, python)
             if isinstance(outcome, str):
                 failed[key] = outcome
-                say(f"  failed: {outcome}")
+                log(f"  failed: {outcome}")
             else:
                 runs.setdefault(key, []).append(outcome)
-                say(f"  {outcome.tokens_per_s:,.0f} tokens/s, {outcome.peak_resident_mb:,.0f} MiB")
+                log(f"  {outcome.tokens_per_s:,.0f} tokens/s, {outcome.peak_resident_mb:,.0f} MiB")
     return runs, failed
 
 
 def run(contender: Contender, stage: Stage, steps: int, python: Path) -> Figures | str:
-    """One run of one contender: its figures, or the last line of its error."""
+    """Run one contender once; return its figures, or the last line of its error."""
     if contender.maker == SHARDWISE:
         command = [sys.executable, "-m", "shardwise", "bench", "train", *stage.work.words, "--json"]
         command += ["--layout", contender.key, "--steps", str(steps)]
     else:
-        command = [
-            str(python),
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-        ]
+        command = [str(python), "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2"]
         command += [str(HERE / "train_peers.py"), contender.key, for_peers(stage), str(steps)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, errors = process.communicate(timeout=RUN_LIMIT_S)
     except subprocess.TimeoutExpired:
-        end(process)
+        end_process(process)
         return f"not done after {RUN_LIMIT_S} s"
     except KeyboardInterrupt:
-        end(process)
+        end_process(process)
         raise
     return read_figures(out) if process.returncode == 0 else last_error(errors)
 
 
 def for_peers(stage: Stage) -> str:
-    """The same work, and the same pipeline if it is one, as JSON, which needs none of our code to
-    read."""
+    """Return the stage's work, and its pipeline if it has one, as JSON."""
     from shardwise.formats.huggingface.hf_config import to_hugging_face
     from shardwise.layout import Layout
     from shardwise.measure.train_step import LR, MAX_NORM, WARMUP_STEPS
@@ -193,7 +198,7 @@ def for_peers(stage: Stage) -> str:
 
     workload = stage.work.workload
     layout = Layout.parse(stage.layout)
-    told = {
+    result = {
         "shape": to_hugging_face(workload.config),
         "sequences": workload.sequences,
         "length": workload.length,
@@ -202,12 +207,12 @@ def for_peers(stage: Stage) -> str:
     blocks = [sum(piece.name.startswith("blocks.") for piece in of_stage) for of_stage in pieces]
     pipeline = {"microbatches": layout.microbatches, "blocks": blocks}
     return json.dumps(
-        told | pipeline | {"warmup_steps": WARMUP_STEPS, "lr": LR, "max_norm": MAX_NORM}
+        result | pipeline | {"warmup_steps": WARMUP_STEPS, "lr": LR, "max_norm": MAX_NORM}
     )
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """A launcher that is asked to ends its ranks; one that is killed leaves them."""
+def end_process(process: subprocess.Popen[str]) -> None:
+    """Terminate a launcher, which then ends its ranks; kill it only if it does not end_process."""
     process.terminate()
     try:
         process.wait(60)
@@ -216,15 +221,15 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def read_figures(out: str) -> Figures:
-    """From the last line that is a JSON object: ours has rows, a peer's has the names as keys."""
-    told = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
-    if "rows" in told:
-        told = {row["name"]: row["value"] for row in told["rows"]}
-    return Figures(told["tokens_per_s"], told["peak_resident_mb"])
+    """Read the last line that is a JSON object: rows of Shardwise, or figures by name of a peer."""
+    result = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
+    if "rows" in result:
+        result = {row["name"]: row["value"] for row in result["rows"]}
+    return Figures(result["tokens_per_s"], result["peak_resident_mb"])
 
 
 def last_error(errors: str) -> str:
-    """The last line that names an error; launchers print much after it."""
+    """Return the last line that names an error; launchers print much after it."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     named = [
         match[1]
@@ -237,7 +242,7 @@ def last_error(errors: str) -> str:
 def machine(
     python: Path | None, args: argparse.Namespace, theirs: Sequence[str] = THEIR_PACKAGES
 ) -> dict[str, str | int]:
-    """What the figures depend on; `python` is that of the peers' environment."""
+    """Describe the machine and the versions; `python` is that of the peers' environment."""
     about: dict[str, str | int] = {"date": date.today().isoformat(), "processor": processor()}
     about |= {
         "cores": os.cpu_count() or 1,
@@ -273,12 +278,11 @@ def write_results(report: Report, folder: Path) -> None:
     )
     (folder / "train.md").write_text(report.to_markdown(), encoding="utf-8")
     (folder / "train.svg").write_text(report.to_svg(), encoding="utf-8")
-    say(f"wrote {folder}/train.json, train.md and train.svg")
+    log(f"wrote {folder}/train.json, train.md and train.svg")
 
 
 def profile(texts: Sequence[str], as_json: bool) -> int:
-    """Where the time of one step of each layout goes, next to what the machine allows, on the work
-    of its stage."""
+    """Print the time of a step of each layout by part, next to the limits of the machine."""
     from profile_train import Breakdown, profile_layout
 
     from shardwise.layout import Layout
@@ -287,7 +291,7 @@ def profile(texts: Sequence[str], as_json: bool) -> int:
     for text in texts:
         layout = Layout.parse(text)
         work = next((stage.work for stage in STAGES if stage.layout == str(layout)), DATA_WORK)
-        say(f"profiling {layout}, {work.title}")
+        log(f"profiling {layout}, {work.title}")
         breakdowns.append(profile_layout(layout, work.workload))
     if as_json:
         print(json.dumps({"profiles": [asdict(breakdown) for breakdown in breakdowns]}))
@@ -302,7 +306,7 @@ def print_table(table: Table) -> None:
     (console if console.is_terminal else Console(width=120)).print(table)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,6 @@
-"""One training step of a 70.8 M Llama shape: ours whole (forward, backward, clipping, AdamW on fp32
-masters), or the forward and backward alone of transformers' model in plain bf16. Prints seconds a
-step, best of a few, as JSON.
+"""One training step of a Llama of 70.8 million parameters: all of it in Shardwise (forward,
+backward, clipping, AdamW on fp32 master weights), or only forward and backward of the
+transformers model in bf16. Prints the seconds of the best of a few steps as JSON.
 
     python bench/train_step.py ours|transformers [STEPS]
 """
@@ -63,9 +63,9 @@ def main(which: str, steps: int) -> None:
     seconds = []
     for _ in range(WARMUP_STEPS + steps):
         tokens = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=generator)
-        began = time.perf_counter()
+        start = time.perf_counter()
         loss = step(tokens)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     print(json.dumps({"seconds": min(seconds[WARMUP_STEPS:]), "loss": loss}))
 
 
