@@ -17,7 +17,8 @@ BAR_SLOT = 50
 FLOOR = PANEL_HEIGHT - BOTTOM
 SPAN = PANEL_HEIGHT - BOTTOM - TOP
 STYLE = """
-.paper { fill: #ffffff; } .line { stroke: #d0d7de; } text { font: 12px system-ui, sans-serif; fill: #1f2328; }
+.paper { fill: #ffffff; } .line { stroke: #d0d7de; }
+text { font: 12px system-ui, sans-serif; fill: #1f2328; }
 .bar0 { fill: #0b62c4; } .bar1 { fill: #c2570c; } .bar2 { fill: #6b7280; }
 @media (prefers-color-scheme: dark) {
 .paper { fill: #0d1117; } .line { stroke: #3d444d; } text { fill: #e6edf3; }
