@@ -10,7 +10,10 @@ os.environ["TRITON_INTERPRET"] = (
 import hypothesis
 import pytest
 
+from processes import default_dispositions, ended_with_block, tag_descendants
 from ranks import Ranks
+
+tag_descendants()
 
 # A busy machine is slow now and then: how long one example takes says nothing about the code.
 hypothesis.settings.register_profile("shardwise", deadline=None)
@@ -23,3 +26,16 @@ def ranks() -> Iterator[Ranks]:
     `ranks.py`."""
     with Ranks() as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True)
+def processes_end_with_their_test() -> Iterator[None]:
+    with ended_with_block():
+        yield
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """For tests of signals: as in the foreground, under `nohup` and in background jobs too."""
+    with default_dispositions():
+        yield

@@ -41,6 +41,8 @@ from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 PATIENCE_S = 120.0  # only a test that fails waits that long
 NOTICED_S = 10.0  # a second on a machine that is free
 LONG = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
@@ -293,10 +295,10 @@ def test_one_that_is_closed_while_it_starts_is_gone(
 SERVER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from shardwise.config import read_folder_config
-from shardwise.model.tokenizer import byte_tokenizer
-from shardwise.serve.process import RemoteEngine
-from shardwise.serve.scheduler import QueueFull
+from shardwise.formats.huggingface.hf_config import read_folder_config
+from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.serve.engine.remote import RemoteEngine
+from shardwise.serve.engine.scheduler import QueueFull
 from shardwise.serve.settings import EngineSettings
 
 async def main(path, end):

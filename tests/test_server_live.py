@@ -23,6 +23,8 @@ from shardwise.serve.request import Ask, SamplingParams
 from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 KEY = "sesame"
 LIMIT_S = 30
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]

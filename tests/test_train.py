@@ -38,6 +38,8 @@ from shardwise.train.settings import ModelSettings, Settings, read_settings, to_
 from shardwise.train.validate import validated_run
 from tiny_training import build_data, tiny_settings, write_source
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 DEADLINE_S = 90.0
 LOOK_S = 0.05
 STEPS = 150
