@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.formats.catalogue import CATALOGUE
-from shardwise.formats.families import FAMILIES
+from shardwise.formats.families import FAMILIES, Family
 from shardwise.formats.gguf.gguf_config import config_from_gguf
 from shardwise.formats.gguf.gguf_file import Gguf, GgufTensor
 from shardwise.formats.huggingface.hf_config import (
@@ -32,62 +32,55 @@ LLAMA = {
 
 
 @st.composite
-def configs(draw: st.DrawFn, family: str) -> ModelConfig:
-    """Any config of `family` that a config.json can say."""
+def configs(draw: st.DrawFn, family: Family) -> ModelConfig:
+    """Any config of a family that a config.json can express."""
     kv_heads = draw(st.integers(1, 4))
     head_dim = 2 * draw(st.integers(1, 8))
     heads = kv_heads * draw(st.integers(1, 4))
     layers = draw(st.integers(1, 6))
     shape: dict[str, Any] = {
         "num_layers": layers,
-        "hidden_size": draw(st.integers(1, 99)),
+        "hidden_size": draw(st.integers(1, 99)) if family.keys.head_dim else heads * head_dim,
         "ffn_size": draw(st.integers(1, 99)),
         "num_heads": heads,
-        "num_kv_heads": kv_heads,
+        "num_kv_heads": kv_heads if family.keys.num_kv_heads else heads,
         "head_dim": head_dim,
         "vocab_size": draw(st.integers(1, 99)),
         "max_positions": draw(st.integers(1, 999)),
         "tied": draw(st.booleans()),
+        "norm": family.norm,
         "norm_eps": draw(st.sampled_from([1e-5, 1e-6])),
         "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
+        "gated": family.gated,
+        "positions": family.positions,
+        "qk_norm": family.qk_norm,
     }
-    if family == "gpt2":
+    if family.positions == "rope":
+        factor = draw(st.floats(1, 64))
+        scalings = [
+            None,
+            RopeScaling("linear", factor),
+            RopeScaling("llama3", factor, 1.0, 4.0, 8192),
+        ]
         shape |= {
-            "hidden_size": heads * head_dim,
-            "num_kv_heads": heads,
-            "norm": "layer",
-            "gated": False,
-            "positions": "learned",
-            "qkv_bias": True,
-            "out_bias": True,
-            "mlp_bias": True,
+            "rope_theta": draw(st.floats(1e3, 1e6)),
+            "rope_scaling": draw(st.sampled_from(scalings)),
         }
-        return ModelConfig("gpt2", **shape)
-    factor = draw(st.floats(1, 64))
-    scalings = [None, RopeScaling("linear", factor), RopeScaling("llama3", factor, 1.0, 4.0, 8192)]
-    shape |= {
-        "rope_theta": draw(st.floats(1e3, 1e6)),
-        "rope_scaling": draw(st.sampled_from(scalings)),
-    }
-    bias = draw(st.booleans())
+    flags = {"attention_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans())}
+    for name in ("qkv_bias", "out_bias", "mlp_bias"):
+        rule = getattr(family, name)
+        shape[name] = flags[rule] if isinstance(rule, str) else rule
     window = draw(st.none() | st.integers(1, 64))
-    if family in ("llama", "qwen3"):
-        shape |= {"qkv_bias": bias, "out_bias": bias}
-    if family == "llama":
-        shape["mlp_bias"] = draw(st.booleans())
-    if family == "qwen2":
-        shape["qkv_bias"] = True
-    shape["qk_norm"] = family == "qwen3"
-    if window and family != "llama":
-        first = 0 if family == "mistral" else draw(st.integers(0, layers - 1))
+    if window and family.window != "never":
+        first = 0 if family.window == "every layer" else draw(st.integers(0, layers - 1))
         shape |= {"sliding_window": window, "windowed_layers": frozenset(range(first, layers))}
-    return ModelConfig(family, **shape)
+    return ModelConfig(family.model_type, **shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(st.data())
 def test_round_trip(family: str, data: st.DataObject) -> None:
-    config = data.draw(configs(family))
+    config = data.draw(configs(FAMILIES[family]))
     written = json.loads(json.dumps(to_hugging_face(config)))
     assert from_hugging_face(written) == config
 

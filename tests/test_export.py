@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.cli import main
 from shardwise.config import RopeScaling
 from shardwise.formats.convert import prompt_logits, random_prompt
+from shardwise.formats.families import FAMILIES, find_gguf_family
 from shardwise.formats.gguf.gguf_blocks import choose_block_scales, to_blocks
 from shardwise.formats.gguf.gguf_config import config_metadata
 from shardwise.formats.gguf.gguf_file import read_gguf
@@ -200,8 +201,8 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path, name: str, kind: str) -> 
     source = saved(tmp_path / "old", name, torch.bfloat16)
     config = read_config(source)
     again = read_config(exported(tmp_path, source, f"gguf:{kind}"))
-    family = "llama" if config.family == "mistral" else config.family
-    assert replace(config, family=family) == replace(again, norm_eps=config.norm_eps)
+    reader = find_gguf_family(FAMILIES[config.family].gguf_architecture, "a file")
+    assert replace(config, family=reader.model_type) == replace(again, norm_eps=config.norm_eps)
     assert again.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # an f32 there
     kinds = {each.name: each.kind for each in read_gguf(tmp_path / "new.gguf").tensors.values()}
     assert kinds["blk.0.ffn_down.weight"] == kind.upper() and kinds["token_embd.weight"] == "BF16"
@@ -217,12 +218,11 @@ def test_its_tensors_are_where_llama_cpp_looks_for_them(tmp_path: Path, name: st
     new = exported(tmp_path, saved(tmp_path / "old", name), "gguf:q8_0")
     theirs = tiny_model(name).state_dict()
     config = read_config(new)
-    arch = {
-        "llama": gguf.MODEL_ARCH.LLAMA,
-        "qwen2": gguf.MODEL_ARCH.QWEN2,
-        "qwen3": gguf.MODEL_ARCH.QWEN3,
-        "gpt2": gguf.MODEL_ARCH.GPT2,
-    }[config.family]
+    arch = next(
+        number
+        for number, text in gguf.MODEL_ARCH_NAMES.items()
+        if text == FAMILIES[config.family].gguf_architecture
+    )
     names = gguf.get_tensor_name_map(arch, config.num_layers)
     stored = {each.name: each for each in gguf.GGUFReader(new).tensors}
     tied = "lm_head.weight" if config.tied else ""

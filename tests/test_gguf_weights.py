@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from torch import Tensor
 
 from shardwise.config import RopeScaling
+from shardwise.formats.families import FAMILIES
 from shardwise.formats.gguf import gguf_reader
 from shardwise.formats.gguf.gguf_config import llama3_divisors
 from shardwise.formats.load import open_weights
@@ -24,11 +25,10 @@ from tiny_models import our_weights, tiny_model
 from whole_weights import load_weights
 
 ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "mistral": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "gpt2": gguf.MODEL_ARCH.GPT2,
+    name: next(
+        number for number, text in gguf.MODEL_ARCH_NAMES.items() if text == family.gguf_architecture
+    )
+    for name, family in FAMILIES.items()
 }
 NAMES = ["llama", "llama-tied", "llama-biases", "mistral", "qwen2", "qwen3", "gpt2"]
 CONV1D = (

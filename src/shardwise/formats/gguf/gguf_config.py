@@ -30,7 +30,7 @@ def config_from_gguf(file: Gguf, source: str) -> ModelConfig:
     """
     family = find_gguf_family(file.metadata.get("general.architecture"), source)
     with config_errors(source):
-        return _model_config(file, family)
+        return _config_from_metadata(file, family)
 
 
 class _Keys:
@@ -56,7 +56,7 @@ class _Keys:
         return value
 
 
-def _model_config(file: Gguf, family: Family) -> ModelConfig:
+def _config_from_metadata(file: Gguf, family: Family) -> ModelConfig:
     keys = _Keys(file.metadata, family.gguf_architecture)
     hidden = keys.size("embedding_length")
     heads = keys.size("attention.head_count")
@@ -80,7 +80,7 @@ def _model_config(file: Gguf, family: Family) -> ModelConfig:
         activation=family.activation,
         gated=family.gated,
         positions=family.positions,
-        **(_rope(file, keys, head_dim) if family.positions == "rope" else {}),
+        **(_rope_from_metadata(file, keys, head_dim) if family.positions == "rope" else {}),
         qkv_bias=_stores(file, family, "qkv", "bias"),
         out_bias=_stores(file, family, "out", "bias"),
         mlp_bias=_stores(file, family, "down", "bias"),
@@ -97,7 +97,7 @@ def _stores(file: Gguf, family: Family, parameter: str, kind: str) -> bool:
     return f"{stem.format(0)}.{kind}" in file.tensors
 
 
-def _rope(file: Gguf, keys: _Keys, head_dim: int) -> dict[str, Any]:
+def _rope_from_metadata(file: Gguf, keys: _Keys, head_dim: int) -> dict[str, Any]:
     rotated = keys.size("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ValueError(
@@ -105,10 +105,15 @@ def _rope(file: Gguf, keys: _Keys, head_dim: int) -> dict[str, Any]:
             f"head of {head_dim} is supported"
         )
     theta = keys.number("rope.freq_base", 10000.0)
-    return {"rope_theta": theta, "rope_scaling": _rope_scaling(file, keys, head_dim, theta)}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": _scaling_from_metadata(file, keys, head_dim, theta),
+    }
 
 
-def _rope_scaling(file: Gguf, keys: _Keys, head_dim: int, theta: float) -> RopeScaling | None:
+def _scaling_from_metadata(
+    file: Gguf, keys: _Keys, head_dim: int, theta: float
+) -> RopeScaling | None:
     """Read the scaling as llama.cpp does: a factor without a type is linear, and Llama 3.1's is a
     tensor of divisors."""
     kind = keys.get("rope.scaling.type", "linear")

@@ -18,8 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; it renders
-    as its body."""
+    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's text for training and
+    renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
