@@ -1,15 +1,15 @@
-// The blocks of a decoder, one after the other, as model/transformer.py defines them: the same sums in the same order
-// as its kernels one by one, but without Python between them, whose calls take as long as the products of a single
-// token, and by one team of threads, which need not meet for what a thread can do by itself:
+// The blocks of a decoder, as model/transformer.py defines them: the same sums in the same order as its kernels one by
+// one, but without Python calls between them, which take as long as the products of a single token, and by one team of
+// threads with few barriers:
 //
-//     qkv      product of the normed x         every row is normed and quantized in one go
-//     seen     attention
-//     x       += product of seen               a product is added where it is made
-//     inner    product of the normed x
-//     x       += product of silu(gate) up      as above, of the gated rows
+//     qkv       product of the normed x        each row is normed and quantized in one pass
+//     attended  attention
+//     x        += product of attended          added where the product is computed
+//     inner     product of the normed x
+//     x        += product of silu(gate) up     as above, with gated rows
 //
-// Threads wait for each other where a line ends, and where rows are made ready for a product, but not for a single row:
-// that each of them makes for itself.
+// There is a barrier at the end of each line, and where rows are prepared for a product; except for a single row, which
+// every thread prepares itself.
 
 #pragma once
 
@@ -22,18 +22,18 @@
 namespace shardwise {
 namespace INSTRUCTION_SET {
 
-// -- what products read --------------------------------------------------------------------------------------
+// -- inputs of products --------------------------------------------------------------------------------------
 
-// Rows [M, K] as they lie, or made: row(number, to) returns where it is.
-struct AsTheyLie {
-    static constexpr bool ARE_MADE = false;
+// Rows [M, K] in memory, or computed on demand: row(number, to) returns the address of a row.
+struct StoredRows {
+    static constexpr bool IS_COMPUTED = false;
     const bf16* x;
     int64_t size;
     INLINE const bf16* row(int64_t number, bf16*) const { return x + number * size; }
 };
 
 struct Normed {
-    static constexpr bool ARE_MADE = true;
+    static constexpr bool IS_COMPUTED = true;
     const bf16* x;
     int64_t size;
     const bf16* weight;
@@ -45,7 +45,7 @@ struct Normed {
 };
 
 struct Gated {
-    static constexpr bool ARE_MADE = true;
+    static constexpr bool IS_COMPUTED = true;
     const bf16* x;
     int64_t size;
     INLINE const bf16* row(int64_t number, bf16* to) const {
@@ -54,15 +54,15 @@ struct Gated {
     }
 };
 
-// What a step leaves between its kernels. `made`: rows, or one of each thread; `stretches`: rows, or one of each thread.
+// Buffers between the kernels of a step. `computed` and `stretches` hold all rows, or one row per thread.
 struct StepMemory {
-    bf16 *qkv, *seen, *inner, *product, *made;
+    bf16 *qkv, *attended, *inner, *product, *computed;
     Stretch* stretches;
     std::vector<float> partial;
 };
 
-// Takes pieces out of memory, one after the other; of none it finds out how much they are.
-struct Pieces {
+// Allocates allocator of memory, one after the other. With a null start it measures their size.
+struct Allocator {
     uint8_t* start;
     int64_t bytes = 0;
 
@@ -74,58 +74,60 @@ struct Pieces {
     }
 };
 
-static StepMemory memory_of(const std::vector<DecoderBlock>& blocks, int64_t num_tokens, std::vector<uint8_t>& scratch) {
-    const int64_t threads = omp_get_max_threads(), several = num_tokens > threads ? num_tokens : threads;
+static StepMemory memory_of(
+    const std::vector<DecoderBlock>& blocks, int64_t num_tokens, std::vector<uint8_t>& scratch
+) {
+    const int64_t threads = omp_get_max_threads(), row_buffers = num_tokens > threads ? num_tokens : threads;
     int64_t widest = 0;
     for (const Matrix* w : {&blocks[0].qkv, &blocks[0].out, &blocks[0].gate_up, &blocks[0].down})
         if (w->num_inner > widest) widest = w->num_inner;
     const int64_t num_rows = num_tokens == 1 ? threads : Rows::count(num_tokens, 1);
-    auto taken = [&](Pieces pieces, StepMemory& memory) {
-        memory.qkv = pieces.take<bf16>(num_tokens * blocks[0].qkv.num_columns);
-        memory.seen = pieces.take<bf16>(num_tokens * blocks[0].out.num_inner);
-        memory.inner = pieces.take<bf16>(num_tokens * blocks[0].gate_up.num_columns);
-        memory.product = pieces.take<bf16>(num_tokens * blocks[0].out.num_columns);
-        memory.made = pieces.take<bf16>(several * widest);
-        memory.stretches = pieces.take<Stretch>(num_rows * stretches_of(widest));
-        return pieces.bytes;
+    auto take_all = [&](Allocator allocator, StepMemory& memory) {
+        memory.qkv = allocator.take<bf16>(num_tokens * blocks[0].qkv.num_columns);
+        memory.attended = allocator.take<bf16>(num_tokens * blocks[0].out.num_inner);
+        memory.inner = allocator.take<bf16>(num_tokens * blocks[0].gate_up.num_columns);
+        memory.product = allocator.take<bf16>(num_tokens * blocks[0].out.num_columns);
+        memory.computed = allocator.take<bf16>(row_buffers * widest);
+        memory.stretches = allocator.take<Stretch>(num_rows * stretches_of(widest));
+        return allocator.bytes;
     };
     StepMemory memory;
-    const size_t needed = size_t(taken({nullptr}, memory)) + 64;
+    const size_t needed = size_t(take_all({nullptr}, memory)) + 64;
     if (scratch.size() < needed) scratch.resize(needed);
-    taken({scratch.data() + (64 - uintptr_t(scratch.data()) % 64) % 64}, memory);
+    take_all({scratch.data() + (64 - uintptr_t(scratch.data()) % 64) % 64}, memory);
     return memory;
 }
 
-// -- the lines of a block, each run by all threads of a parallel region --------------------------------------------
+// -- the steps of a block, each run by all threads of a parallel region --------------------------------------------
 
-// y = rows w^T, or y += it where Out is Sum. Ends without waiting for the other threads.
+// y = rows w^T, or y += rows w^T where Out is Residual. Ends without a barrier.
 template <class Out, class Source>
 static void multiply(const Matrix& w, const Source& source, int64_t num_rows, StepMemory& memory, Out* y) {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), size = w.num_inner;
-    const bool alone = num_rows == 1;
-    const int64_t first = alone ? 0 : part_start(num_rows, threads, thread);
-    const int64_t stop = alone ? 1 : part_start(num_rows, threads, thread + 1);
+    const bool single = num_rows == 1;
+    const int64_t first = single ? 0 : part_start(num_rows, threads, thread);
+    const int64_t stop = single ? 1 : part_start(num_rows, threads, thread + 1);
     if (w.is_quantized) {
         const QuantizedLinear packed{(const uint8_t*)w.packed, w.quantized};
         Rows rows{memory.stretches, num_rows, packed.num_stretches()};
-        if (alone) rows.stretches += thread * rows.num_stretches;
-        bf16* made = memory.made + thread * size;
+        if (single) rows.stretches += thread * rows.num_stretches;
+        bf16* computed = memory.computed + thread * size;
         for (int64_t row = first; row < stop; row++)
-            quantize_row(source.row(row, made), size, w.quantized.middle, rows, row);
-        if (!alone) {
+            quantize_row(source.row(row, computed), size, w.quantized.middle, rows, row);
+        if (!single) {
 #pragma omp barrier
         }
         quantized_share(rows, packed, y, w.num_columns);
         return;
     }
     const bf16* x = source.x;
-    if constexpr (Source::ARE_MADE) {
-        bf16* made = memory.made + (alone ? thread * size : 0);
-        for (int64_t row = first; row < stop; row++) source.row(row, made + row * size);
-        if (!alone) {
+    if constexpr (Source::IS_COMPUTED) {
+        bf16* computed = memory.computed + (single ? thread * size : 0);
+        for (int64_t row = first; row < stop; row++) source.row(row, computed + row * size);
+        if (!single) {
 #pragma omp barrier
         }
-        x = made;
+        x = computed;
     }
     linear_share(x, size, num_rows, Linear{(const uint32_t*)w.packed, w.num_columns, size / 2}, y, w.num_columns);
 }
@@ -137,7 +139,7 @@ INLINE void add_row(bf16* to, const bf16* from, int64_t size) {
     for (; i < size; i++) to[i] = narrow(widen(to[i]) + widen(from[i]));
 }
 
-// y = rows w^T, rounded, plus the bias, rounded again (model/layers.py). All threads have done their part when it ends.
+// y = rows w^T, rounded, plus the bias, rounded again (model/layers.py). Ends with a barrier.
 template <class Source>
 static void project(const Matrix& w, const Source& source, int64_t num_rows, StepMemory& memory, bf16* y) {
     multiply(w, source, num_rows, memory, y);
@@ -147,11 +149,11 @@ static void project(const Matrix& w, const Source& source, int64_t num_rows, Ste
     for (int64_t row = 0; row < num_rows; row++) add_row(y + row * w.num_columns, w.bias, w.num_columns);
 }
 
-// x += what `project` makes.
+// x += the result of `project`.
 template <class Source>
 static void add_projected(const Matrix& w, const Source& source, int64_t num_rows, StepMemory& memory, bf16* x) {
     if (!w.bias) {
-        multiply(w, source, num_rows, memory, (Sum*)x);
+        multiply(w, source, num_rows, memory, (Residual*)x);
 #pragma omp barrier
         return;
     }
@@ -161,7 +163,7 @@ static void add_projected(const Matrix& w, const Source& source, int64_t num_row
         add_row(x + row * w.num_columns, memory.product + row * w.num_columns, w.num_columns);
 }
 
-// Heads of q or k of tokens that are `step` numbers apart, in place.
+// Norms the heads of q or k, of tokens that are `step` numbers apart, in place.
 static void norm_heads(
     bf16* x, int64_t step, int64_t num_tokens, int64_t num_heads, int64_t size, const bf16* weight, float eps
 ) {
@@ -173,17 +175,17 @@ static void norm_heads(
         }
 }
 
-// Attention of one block: where its queries, keys and values are, and its pages.
+// The attention of one block: its queries, keys and values, and its pages.
 static Attention of_block(Attention a, const DecoderBlock& block, const StepMemory& memory) {
     a.keys = block.keys, a.values = block.values;
     a.key_scales = block.key_scales, a.value_scales = block.value_scales;
     a.q = memory.qkv, a.k = a.q + a.num_heads * a.head_dim, a.v = a.k + a.num_kv_heads * a.head_dim;
     a.q_token = a.k_token = a.v_token = block.qkv.num_columns;
-    a.window = block.window, a.out = memory.seen;
+    a.window = block.window, a.out = memory.attended;
     return a;
 }
 
-// Of the layers with one window.
+// The tasks of the layers with one window.
 struct WindowTasks {
     int64_t window;
     Tasks tasks;
@@ -197,12 +199,14 @@ static std::vector<WindowTasks> tasks_by_window(
         bool known = false;
         for (const WindowTasks& each : found) known = known || each.window == block.window;
         if (!known)
-            found.push_back({block.window, tasks_of(spans, a.num_heads / a.num_kv_heads, a.num_kv_heads, block.window)});
+            found.push_back(
+                {block.window, tasks_of(spans, a.num_heads / a.num_kv_heads, a.num_kv_heads, block.window)}
+            );
     }
     return found;
 }
 
-// x [N, D], in place. Of `step` what belongs to no layer is given; `scratch` grows to what a step needs.
+// Runs x [N, D] through all blocks, in place. `step` has the fields that all layers share; `scratch` grows as needed.
 static void run_blocks(
     const std::vector<DecoderBlock>& blocks, const Attention& step, int64_t num_tokens, float eps, bf16* x,
     std::vector<uint8_t>& scratch
@@ -227,11 +231,13 @@ static void run_blocks(
         const Tasks* tasks = &by_window[0].tasks;
         for (const WindowTasks& each : by_window)
             if (each.window == block.window) tasks = &each.tasks;
-        with_kind(a.kind, [&]<class Kind>() {
-            attend_share<Kind>(pages_of(a), step_of(a), spans, *tasks, scale_of(a), taken[layer], memory.partial.data());
+        with_format(a.format, [&]<class Format>() {
+            attend_share<Format>(
+                pages_of(a), step_of(a), spans, *tasks, scale_of(a), taken[layer], memory.partial.data()
+            );
         });
 #pragma omp barrier
-        add_projected(block.out, AsTheyLie{memory.seen, block.out.num_inner}, num_tokens, memory, x);
+        add_projected(block.out, StoredRows{memory.attended, block.out.num_inner}, num_tokens, memory, x);
         project(block.gate_up, Normed{x, width, block.norm2, eps}, num_tokens, memory, memory.inner);
         add_projected(block.down, Gated{memory.inner, block.down.num_inner}, num_tokens, memory, x);
     }

@@ -1,8 +1,7 @@
-// Keys and values in 8 bits: a code for each number, and a scale for each vector (kernels/kv.py).
+// Keys and values in 8 bits: one code per number and one scale per vector (kernels/kv_cache.py).
 //
-// Products are made of pairs of bf16, which has every code exactly. So codes lie in quads, where pairs would lie in
-// pairs: a quad is two pairs that follow each other, x0 x2 x1 x3, each of whose halves becomes a half of a pair where
-// it lies.
+// Products use pairs of bf16, which represents every code exactly. Codes are stored in quads, in place of two pairs: a
+// quad is two consecutive pairs in the order x0 x2 x1 x3, so that each pair is unpacked without moving its halves.
 
 #pragma once
 
@@ -15,21 +14,22 @@ typedef uint8_t bytes __attribute__((vector_size(LANES)));
 
 INLINE int64_t place_in_quad(int64_t i) { return i % 2 * 2 + i / 2 % 2; }
 
-// Numbers as they are, in bf16.
+// Unquantized numbers, in bf16.
 struct Plain {
     static constexpr bool HAS_CODES = false;
     static constexpr int NUMBER_BYTES = 2;
     static constexpr float UNIT = 1;
 };
 
-// Codes that are whole numbers. A byte in the place of the last digits of 2^23 + n, or of 2^15 + n, is made a float by
-// taking off what is too much; floats of so few digits end in 16 zeros.
+// Integer codes. A byte in the low bits of 2^23 + n, or of 2^15 + n, becomes the float n by subtraction. Floats of so
+// few bits end in 16 zeros, so they are bf16.
 struct Int8 {
     static constexpr bool HAS_CODES = true;
     static constexpr int NUMBER_BYTES = 1;
     static constexpr float LARGEST = 127, UNIT = 1;
 
-    static INLINE words encode(floats x) { return (words)(x + 12582912.0f) & 0xff; }  // 1.5 * 2^23: no fractions
+    // Adding 1.5 * 2^23 rounds to an integer.
+    static INLINE words encode(floats x) { return (words)(x + 12582912.0f) & 0xff; }
 
     static INLINE words first_pair(words quads) { return pair(low(quads), low(quads >> 16)); }
     static INLINE words second_pair(words quads) { return pair(high(quads), high(quads >> 16)); }
@@ -40,9 +40,9 @@ struct Int8 {
     static INLINE words pair(floats first, floats second) { return (words)first >> 16 | (words)second; }
 };
 
-// Codes that are floats of 4 bits of exponent and 3 of fraction. Shifted into a bf16, whose exponents begin lower, a
-// code is 2^-120 of what it means: what it is multiplied with is in units of 2^-60, and so is what is made of the two.
-// Where bf16 takes small numbers as zero those would be codes below 2^-6, so there are none.
+// e4m3 codes: 4 bits of exponent, 3 of fraction. Shifted into a bf16, whose exponent bias is larger, a code has 2^-120
+// of its value. So the other factor is scaled to units of 2^-60, and so is the product. Where bf16 flushes subnormal
+// numbers to zero, those would be the codes below 2^-6, so there are none.
 struct Fp8 {
     static constexpr bool HAS_CODES = true;
     static constexpr int NUMBER_BYTES = 1;
@@ -59,12 +59,12 @@ struct Fp8 {
     static INLINE words second_pair(words quads) { return (quads >> 4 & 0x07f007f0) | (quads & 0x80008000); }
 };
 
-// The codes of a vector, in order; returns their scale.
-template <class Kind>
+// Writes the codes of a vector, in order, and returns their scale.
+template <class Format>
 INLINE float quantize(const bf16* x, int64_t size, uint8_t* codes) {
     ints most = {};
     for (int64_t i = 0; i < size; i += LANES) {
-        ints magnitude = (ints)load_bf16(x + i) & 0x7fffffff;  // in order as integers too, and NaN the largest
+        ints magnitude = (ints)load_bf16(x + i) & 0x7fffffff;  // ordered like the floats, with NaN the largest
         most = magnitude > most ? magnitude : most;
     }
     int32_t largest = 0;
@@ -72,24 +72,24 @@ INLINE float quantize(const bf16* x, int64_t size, uint8_t* codes) {
         if (most[lane] > largest) largest = most[lane];
     float scale;
     memcpy(&scale, &largest, 4);
-    scale /= Kind::LARGEST;
+    scale /= Format::LARGEST;
     for (int64_t i = 0; i < size; i += LANES) {
         floats y = load_bf16(x + i) / scale;
-        y = choose(y == y, y, floats{});  // zeros have a scale of 0
-        y = larger(all(-Kind::LARGEST), y < Kind::LARGEST ? y : all(Kind::LARGEST));
-        store(codes + i, __builtin_convertvector(Kind::encode(y), bytes));
+        y = select(y == y, y, floats{});  // 0 / 0 where the scale is 0
+        y = maximum(all(-Format::LARGEST), y < Format::LARGEST ? y : all(Format::LARGEST));
+        store(codes + i, __builtin_convertvector(Format::encode(y), bytes));
     }
     return scale;
 }
 
-// Rows of quads as twice as many rows of pairs, each `width` wide.
-template <class Kind>
+// Unpacks rows of quads into twice as many rows of pairs, each `width` wide.
+template <class Format>
 INLINE void unpack(const uint32_t* quads, int64_t num_rows, int64_t width, uint32_t* pairs) {
     for (int64_t row = 0; row < num_rows; row++)
         for (int64_t i = 0; i < width; i += LANES) {
             words w = load<uint32_t, words>(quads + row * width + i);
-            store(pairs + 2 * row * width + i, Kind::first_pair(w));
-            store(pairs + (2 * row + 1) * width + i, Kind::second_pair(w));
+            store(pairs + 2 * row * width + i, Format::first_pair(w));
+            store(pairs + (2 * row + 1) * width + i, Format::second_pair(w));
         }
 }
 

@@ -1,11 +1,11 @@
 // Causal attention for training, forward and backward (FlashAttention, Dao et al. 2022): scores, softmax and weighted
-// values of some tokens are made while the cache holds them, and made again in the backward instead of being kept.
+// values of some tokens are computed while they are in the cache, and recomputed in the backward instead of saved.
 //
-// A block of scores is of whole rows, so its softmax needs no online correction and nothing of it is kept: a row of
-// fp32 scores is as long as the sequence, and memory grows with the length. Threads share out sequences and kv heads,
-// in the forward blocks too; every sum is added up in the order of tokens, whoever does it.
+// A block of scores has whole rows, so its softmax needs no online correction and no statistics are saved. A row of
+// fp32 scores is as long as the sequence, so memory is linear in its length. Threads share sequences and kv heads, and
+// in the forward blocks; every sum is in the order of tokens, so results do not depend on the threads.
 //
-// Of a kv head's tokens there are two packed orders, for the two ways in which products run:
+// The tokens of a kv head are packed in two orders, for the two directions of products:
 //     token panels    [T / LANES][C / 2][LANES][2]: panels of tokens, summed over C
 //     channel panels  [T / 2][C][2]: panels of C, summed over tokens
 
@@ -22,22 +22,22 @@
 namespace shardwise {
 namespace INSTRUCTION_SET {
 
-constexpr int64_t BLOCK_ROWS = 96, MOST_BLOCK_TOKENS = 32;
+constexpr int64_t BLOCK_ROWS = 96, MAX_BLOCK_TOKENS = 32;
 
 INLINE int64_t rounded_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 template <class T>
-struct Room {
+struct Buffer {
     T* at;
 
-    explicit Room(int64_t count) : at((T*)std::aligned_alloc(64, rounded_up(count * sizeof(T) + 1, 64))) {}
-    Room(const Room&) = delete;
-    ~Room() { std::free(at); }
+    explicit Buffer(int64_t count) : at((T*)std::aligned_alloc(64, rounded_up(count * sizeof(T) + 1, 64))) {}
+    Buffer(const Buffer&) = delete;
+    ~Buffer() { std::free(at); }
 };
 
 // -- packing -------------------------------------------------------------------------------------------------
 
-// `count` rows [C], `step` numbers apart -> token panels. Rows that are missing in the last are zeros.
+// Packs `count` rows [C], `step` numbers apart, into token panels. Missing rows of the last panel are zeros.
 static void pack_tokens(const bf16* from, int64_t step, int64_t count, int64_t size, uint32_t* to) {
     const int64_t pairs = size / 2;
     for (int64_t row = 0; row < rounded_up(count, LANES); row++) {
@@ -54,7 +54,7 @@ INLINE words pairs_of(shorts first, shorts second) {
     return __builtin_convertvector(first, words) | __builtin_convertvector(second, words) << 16;
 }
 
-// The same -> channel panels of `num_rows`.
+// Packs the same rows into channel panels of `num_rows`.
 static void pack_channels(
     const bf16* from, int64_t step, int64_t count, int64_t num_rows, int64_t size, uint32_t* to
 ) {
@@ -80,12 +80,12 @@ struct Right {
     int64_t panel_step, pair_step;
 };
 
-// Calls take(row, panel, sums) for what sums begin with and give(row, panel, sums) when they are done, for an even
-// number of rows by panels [first, last), a tile of an even number of rows at a time.
-template <class Take, class Give>
+// Multiplies an even number of rows by panels [first, last), a tile of an even number of rows at a time. Calls
+// load_sums(row, panel, sums) to initialize a tile and store_sums(row, panel, sums) when it is done.
+template <class Load, class Store>
 INLINE void products(
     const Left& left, int64_t num_rows, const Right& right, int64_t first, int64_t last, int64_t num_pairs,
-    Take&& take, Give&& give
+    Load&& load_sums, Store&& store_sums
 ) {
     for (int64_t panel = first; panel < last; panel += TILE_PANELS)
         for (int64_t row = 0; row < num_rows; row += TILE_ROWS)
@@ -94,10 +94,10 @@ INLINE void products(
                     floats sums[2 * HALF][P] = {};
                     Panels<P> panels{{}, right.pair_step};
                     for (int p = 0; p < P; p++) panels.panel[p] = right.panels + (panel + p) * right.panel_step;
-                    take(row, panel, sums);
+                    load_sums(row, panel, sums);
                     const uint32_t* rows = left.pairs + row * left.row_step;
-                    add_products(sums, rows, left.row_step, panels, num_pairs, Nothing(), left.pair_step);
-                    give(row, panel, sums);
+                    add_products(sums, rows, left.row_step, panels, num_pairs, NoPrefetch(), left.pair_step);
+                    store_sums(row, panel, sums);
                 });
             });
 }
@@ -109,7 +109,7 @@ struct FromZero {
 
 // -- a block -------------------------------------------------------------------------------------------------
 
-// `num_tokens` tokens from `start` on, of G rows each, by the panels [first, last) of tokens that they may see.
+// `num_tokens` tokens from `start`, of G rows each, and the panels [first, last) of tokens that they attend to.
 struct RowBlock {
     int64_t start, num_tokens, num_rows, first, last;
 
@@ -135,12 +135,12 @@ struct Head {
     int64_t kv_at(int64_t token) const { return ((sequence * a.num_tokens + token) * a.num_kv_heads + kv_head) * size; }
     int64_t kv_step() const { return a.num_kv_heads * size; }
     float scale() const { return 1 / std::sqrt(float(size)); }
-    int64_t lowest_seen(int64_t token) const { return a.window && token >= a.window ? token - a.window + 1 : 0; }
+    int64_t first_visible(int64_t token) const { return a.window && token >= a.window ? token - a.window + 1 : 0; }
 };
 
 INLINE int64_t block_tokens(const Causal& a) {
     int64_t tokens = BLOCK_ROWS / (a.num_heads / a.num_kv_heads);
-    if (tokens > MOST_BLOCK_TOKENS) tokens = MOST_BLOCK_TOKENS;
+    if (tokens > MAX_BLOCK_TOKENS) tokens = MAX_BLOCK_TOKENS;
     return tokens ? tokens : 1;
 }
 
@@ -148,7 +148,7 @@ INLINE int64_t num_blocks(const Causal& a) { return (a.num_tokens + block_tokens
 
 static RowBlock row_block(const Head& head, int64_t number) {
     int64_t size = block_tokens(head.a), start = number * size, rest = head.a.num_tokens - start;
-    int64_t count = rest < size ? rest : size, lowest = head.lowest_seen(start);
+    int64_t count = rest < size ? rest : size, lowest = head.first_visible(start);
     if (const int32_t* documents = head.documents) {
         int32_t least = documents[start], most = least;
         for (int64_t token = start; token < start + count; token++) {
@@ -160,35 +160,35 @@ static RowBlock row_block(const Head& head, int64_t number) {
     return {start, count, count * head.group, lowest / LANES, (start + count - 1) / LANES + 1};
 }
 
-INLINE int64_t most_rows(const Causal& a) { return rounded_up(block_tokens(a) * (a.num_heads / a.num_kv_heads), 2); }
+INLINE int64_t max_rows(const Causal& a) { return rounded_up(block_tokens(a) * (a.num_heads / a.num_kv_heads), 2); }
 
-// Numbers from one row of scores to the next: no power of two, or all would lie in the same places of a cache.
+// Stride between rows of scores: not a power of two, which would map them to the same cache sets.
 INLINE int64_t row_stride(const Causal& a) { return rounded_up(a.num_tokens, 16) + 16; }
 
 struct ForwardScratch {
     int64_t stride;
-    Room<bf16> q, seen;
-    Room<float> scores, total;
+    Buffer<bf16> q, weights;
+    Buffer<float> scores, row_sum;
 
     explicit ForwardScratch(const Causal& a)
-        : stride(row_stride(a)), q(most_rows(a) * a.head_dim), seen(most_rows(a) * stride),
-          scores(most_rows(a) * stride), total(most_rows(a)) {}
+        : stride(row_stride(a)), q(max_rows(a) * a.head_dim), weights(max_rows(a) * stride),
+          scores(max_rows(a) * stride), row_sum(max_rows(a)) {}
 };
 
-// The rows of a block out of [B, T, H, C], a row of zeros after an odd number.
-static void take_rows(const Head& head, const RowBlock& block, const bf16* from, bf16* to) {
+// Copies the rows of a block out of [B, T, H, C], and adds a row of zeros to an odd number.
+static void copy_rows(const Head& head, const RowBlock& block, const bf16* from, bf16* to) {
     const int64_t width = head.group * head.size;
     for (int64_t i = 0; i < block.num_tokens; i++)
         memcpy(to + i * width, from + head.q_at(block.start + i), width * sizeof(bf16));
     if (block.num_rows % 2) memset(to + block.num_rows * head.size, 0, head.size * sizeof(bf16));
 }
 
-// Row `row` of a block in [B, T, H, C].
-INLINE bf16* place(const Head& head, const RowBlock& block, bf16* whole, int64_t row) {
+// The address of row `row` of a block in [B, T, H, C].
+INLINE bf16* row_address(const Head& head, const RowBlock& block, bf16* whole, int64_t row) {
     return whole + head.q_at(block.start + row / head.group) + row % head.group * head.size;
 }
 
-static void make_scores(
+static void compute_scores(
     const Head& head, const RowBlock& block, const bf16* q, const uint32_t* keys, float* scores, int64_t stride
 ) {
     const int64_t pairs = head.size / 2;
@@ -203,23 +203,23 @@ static void make_scores(
              });
 }
 
-// Hides, in a row of scores, what its token does not see; the highest of the others.
-INLINE float hide(const Head& head, const RowBlock& block, int64_t token, float* scores) {
-    const int64_t lowest_token = head.lowest_seen(token);
+// Masks a row of scores, and returns the largest of the others.
+INLINE float mask_row(const Head& head, const RowBlock& block, int64_t token, float* scores) {
+    const int64_t lowest_token = head.first_visible(token);
     const int32_t* documents = head.documents;
-    floats most = all(lowest());
+    floats most = all(minus_infinity());
     for (int64_t start = block.first * LANES; start < block.last * LANES; start += LANES) {
         floats v = load(scores + start);
         if (documents || start < lowest_token || start + LANES - 1 > token) {
             ints at = lane_numbers() + int(start);
-            ints seen = (at <= int(token)) & (at >= int(lowest_token));
-            if (documents) seen &= load<int32_t, ints>(documents + start) == documents[token];
-            v = choose(seen, v, all(lowest()));
+            ints visible = (at <= int(token)) & (at >= int(lowest_token));
+            if (documents) visible &= load<int32_t, ints>(documents + start) == documents[token];
+            v = select(visible, v, all(minus_infinity()));
             store(scores + start, v);
         }
-        most = larger(v, most);
+        most = maximum(v, most);
     }
-    return highest(most);
+    return max_lane(most);
 }
 
 INLINE int64_t token_of(const Head& head, const RowBlock& block, int64_t row) {
@@ -228,17 +228,17 @@ INLINE int64_t token_of(const Head& head, const RowBlock& block, int64_t row) {
 
 // -- forward -------------------------------------------------------------------------------------------------
 
-static void weigh(const Head& head, const RowBlock& block, ForwardScratch& s) {
+static void softmax_block(const Head& head, const RowBlock& block, ForwardScratch& s) {
     for (int64_t row = 0; row < block.even_rows(); row++) {
         float* scores = s.scores.at + row * s.stride;
-        float top = hide(head, block, token_of(head, block, row), scores);
+        float top = mask_row(head, block, token_of(head, block, row), scores);
         floats total = {};
         for (int64_t at = block.first * LANES; at < block.last * LANES; at += LANES) {
             floats weight = exponential(load(scores + at) - top);
             total += weight;
-            store_bf16(s.seen.at + row * s.stride + at, weight);
+            store_bf16(s.weights.at + row * s.stride + at, weight);
         }
-        s.total.at[row] = sum(total);
+        s.row_sum.at[row] = sum(total);
     }
 }
 
@@ -246,26 +246,26 @@ static void forward_block(
     const Head& head, const RowBlock& block, const uint32_t* keys, const uint32_t* values, ForwardScratch& s, bf16* out
 ) {
     const int64_t size = head.size;
-    take_rows(head, block, head.a.q, s.q.at);
-    make_scores(head, block, s.q.at, keys, s.scores.at, s.stride);
-    weigh(head, block, s);
-    Left left{(const uint32_t*)s.seen.at + block.first_pair(), s.stride / 2, 1};
+    copy_rows(head, block, head.a.q, s.q.at);
+    compute_scores(head, block, s.q.at, keys, s.scores.at, s.stride);
+    softmax_block(head, block, s);
+    Left left{(const uint32_t*)s.weights.at + block.first_pair(), s.stride / 2, 1};
     Right right{values + block.first_pair() * size, LANES, size};
     products(left, block.even_rows(), right, 0, size / LANES, block.num_pairs(), FromZero(),
              [&]<int R, int P>(int64_t row, int64_t panel, floats (&sums)[R][P]) {
                  for (int r = 0; r < R && row + r < block.num_rows; r++) {
-                     bf16* at = place(head, block, out, row + r) + panel * LANES;
-                     float share = 1 / s.total.at[row + r];
+                     bf16* at = row_address(head, block, out, row + r) + panel * LANES;
+                     float share = 1 / s.row_sum.at[row + r];
                      for (int p = 0; p < P; p++) store_bf16(at + p * LANES, sums[r][p] * share);
                  }
              });
 }
 
-// a -> out [B, T, H, C].
+// Computes the attention output [B, T, H, C].
 void causal_forward(const Causal& a, bf16* out) {
     const int64_t padded = rounded_up(a.num_tokens, LANES), each = padded * a.head_dim / 2;
     const int64_t heads = a.num_sequences * a.num_kv_heads, blocks = num_blocks(a);
-    Room<uint32_t> keys(heads * each), values(heads * each);
+    Buffer<uint32_t> keys(heads * each), values(heads * each);
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
@@ -288,44 +288,44 @@ void causal_forward(const Causal& a, bf16* out) {
 
 // -- backward ------------------------------------------------------------------------------------------------
 
-// What one kv head's backward works in: packed keys and values, sums of their gradients, and a block of rows.
+// Buffers of one kv head's backward: packed keys and values, sums of their gradients, and a block of rows.
 struct BackwardScratch {
     int64_t padded, size, rows, stride;
-    Room<uint32_t> key_tokens, key_channels, value_tokens;
-    Room<float> dk, dv;                      // [T, C]
-    Room<bf16> q, dy;                        // [rows, C]
-    Room<uint32_t> q_channels, dy_channels;  // of rows
-    Room<float> p, totals;
-    Room<bf16> d_scores;
-    Room<uint32_t> p_pairs, d_pairs;  // [rows / 2, tokens], pairs of rows
+    Buffer<uint32_t> key_tokens, key_channels, value_tokens;
+    Buffer<float> dk, dv;                      // [T, C]
+    Buffer<bf16> q, dy;                        // [rows, C]
+    Buffer<uint32_t> q_channels, dy_channels;  // of rows
+    Buffer<float> p, delta;
+    Buffer<bf16> d_scores;
+    Buffer<uint32_t> p_pairs, d_pairs;  // [rows / 2, tokens], pairs of rows
 
     explicit BackwardScratch(const Causal& a)
-        : padded(rounded_up(a.num_tokens, LANES)), size(a.head_dim), rows(most_rows(a)), stride(row_stride(a)),
+        : padded(rounded_up(a.num_tokens, LANES)), size(a.head_dim), rows(max_rows(a)), stride(row_stride(a)),
           key_tokens(padded * size / 2),
           key_channels(padded * size / 2), value_tokens(padded * size / 2), dk(padded * size), dv(padded * size),
           q(rows * size), dy(rows * size), q_channels(rows * size / 2), dy_channels(rows * size / 2),
-          p(rows * stride), totals(rows), d_scores(rows * stride), p_pairs(rows * stride / 2),
+          p(rows * stride), delta(rows), d_scores(rows * stride), p_pairs(rows * stride / 2),
           d_pairs(rows * stride / 2) {}
 };
 
-// The sum of dy y of every row; y lies where q will.
-static void make_totals(const RowBlock& block, BackwardScratch& s) {
+// Computes delta, the sum of dy y of every row; y is in the buffer of q.
+static void compute_delta(const RowBlock& block, BackwardScratch& s) {
     for (int64_t row = 0; row < block.even_rows(); row++) {
         floats total = {};
         for (int64_t c = row * s.size; c < (row + 1) * s.size; c += LANES)
-            total = fused(load_bf16(s.q.at + c), load_bf16(s.dy.at + c), total);
-        s.totals.at[row] = sum(total);
+            total = multiply_add(load_bf16(s.q.at + c), load_bf16(s.dy.at + c), total);
+        s.delta.at[row] = sum(total);
     }
 }
 
-// Scores -> probabilities, two rows at a time.
-static void make_probabilities(const Head& head, const RowBlock& block, BackwardScratch& s) {
+// Turns scores into probabilities, two rows at a time.
+static void compute_probabilities(const Head& head, const RowBlock& block, BackwardScratch& s) {
     const int64_t start = block.first * LANES, stop = block.last * LANES;
     for (int64_t row = 0; row < block.even_rows(); row += 2) {
         float* p[2] = {s.p.at + row * s.stride, s.p.at + (row + 1) * s.stride};
         float top[2], share[2];
         for (int i = 0; i < 2; i++) {
-            top[i] = hide(head, block, token_of(head, block, row + i), p[i]);
+            top[i] = mask_row(head, block, token_of(head, block, row + i), p[i]);
             floats total = {};
             for (int64_t at = start; at < stop; at += LANES) {
                 floats weight = exponential(load(p[i] + at) - top[i]);
@@ -343,8 +343,8 @@ static void make_probabilities(const Head& head, const RowBlock& block, Backward
     }
 }
 
-// d_scores = p (dy v^T - sum of dy y), times the scale of scores, in both orders.
-static void make_score_gradients(const Head& head, const RowBlock& block, BackwardScratch& s) {
+// d_scores = p (dy v^T - delta), times the scale of scores, in both orders.
+static void compute_score_gradients(const Head& head, const RowBlock& block, BackwardScratch& s) {
     const float scale = head.scale();
     const int64_t stride = s.stride;
     Left left{(const uint32_t*)s.dy.at, s.size / 2, 1};
@@ -354,10 +354,10 @@ static void make_score_gradients(const Head& head, const RowBlock& block, Backwa
                  for (int r = 0; r < R; r += 2)
                      for (int p = 0; p < P; p++) {
                          const int64_t at = (panel + p) * LANES, here = (row + r) * stride + at;
-                         const float* totals = s.totals.at + row + r;
-                         shorts first = narrow(load(s.p.at + here) * ((sums[r][p] - totals[0]) * scale));
+                         const float* delta = s.delta.at + row + r;
+                         shorts first = narrow(load(s.p.at + here) * ((sums[r][p] - delta[0]) * scale));
                          shorts second =
-                             narrow(load(s.p.at + here + stride) * ((sums[r + 1][p] - totals[1]) * scale));
+                             narrow(load(s.p.at + here + stride) * ((sums[r + 1][p] - delta[1]) * scale));
                          store(s.d_scores.at + here, first);
                          store(s.d_scores.at + here + stride, second);
                          store(s.d_pairs.at + (row + r) / 2 * stride + at, pairs_of(first, second));
@@ -388,15 +388,15 @@ static void backward_block(
     const Head& head, const RowBlock& block, BackwardScratch& s, const bf16* out, const bf16* d_out, bf16* dq
 ) {
     const int64_t size = s.size;
-    take_rows(head, block, d_out, s.dy.at);
-    take_rows(head, block, out, s.q.at);
-    make_totals(block, s);
-    take_rows(head, block, head.a.q, s.q.at);
+    copy_rows(head, block, d_out, s.dy.at);
+    copy_rows(head, block, out, s.q.at);
+    compute_delta(block, s);
+    copy_rows(head, block, head.a.q, s.q.at);
     pack_channels(s.q.at, size, block.even_rows(), block.even_rows(), size, s.q_channels.at);
     pack_channels(s.dy.at, size, block.even_rows(), block.even_rows(), size, s.dy_channels.at);
-    make_scores(head, block, s.q.at, s.key_tokens.at, s.p.at, s.stride);
-    make_probabilities(head, block, s);
-    make_score_gradients(head, block, s);
+    compute_scores(head, block, s.q.at, s.key_tokens.at, s.p.at, s.stride);
+    compute_probabilities(head, block, s);
+    compute_score_gradients(head, block, s);
     add_rows(block, s, s.p_pairs.at, s.dy_channels.at, s.dv.at);
     add_rows(block, s, s.d_pairs.at, s.q_channels.at, s.dk.at);
     Left left{(const uint32_t*)s.d_scores.at + block.first_pair(), s.stride / 2, 1};
@@ -404,7 +404,7 @@ static void backward_block(
     products(left, block.even_rows(), right, 0, size / LANES, block.num_pairs(), FromZero(),
              [&]<int R, int P>(int64_t row, int64_t panel, floats (&sums)[R][P]) {
                  for (int r = 0; r < R && row + r < block.num_rows; r++) {
-                     bf16* at = place(head, block, dq, row + r) + panel * LANES;
+                     bf16* at = row_address(head, block, dq, row + r) + panel * LANES;
                      for (int p = 0; p < P; p++) store_bf16(at + p * LANES, sums[r][p]);
                  }
              });
@@ -428,7 +428,7 @@ static void backward_head(
         }
 }
 
-// What a forward gave and its gradient, [B, T, H, C] -> gradients in the order of q, k and v.
+// Computes the gradients of q, k and v from the output [B, T, H, C] and its gradient.
 void causal_backward(const Causal& a, const bf16* out, const bf16* d_out, bf16* dq, bf16* dk, bf16* dv) {
 #pragma omp parallel
     {

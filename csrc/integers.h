@@ -1,4 +1,4 @@
-// Small integers and halves, as many at a time as a register holds: what quantized products add to vectors.h.
+// Vectors of small integers and fp16 numbers, for quantized products; an addition to vectors.h.
 
 #pragma once
 
@@ -10,12 +10,12 @@ namespace INSTRUCTION_SET {
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
 
-// Adds to each sum the products of four codes without a sign, a lane of `codes`, and the four with a sign in `four`.
-INLINE ints add_fours(ints sums, words codes, uint32_t four) {
+// Adds to each sum the dot product of four unsigned codes, a lane of `codes`, and the four signed codes of `four`.
+INLINE ints dot_fours(ints sums, words codes, uint32_t four) {
 #if SHARDWISE_VNNI
     return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(int(four)));
 #elif SHARDWISE_AVX512 || SHARDWISE_AVX2
-    // Pairs of 16 bits: of 8 they would not fit, since 2 * 255 * 127 is too large for 16.
+    // Pairs of 16-bit products: a sum of two 8-bit products, up to 2 * 255 * 127, overflows 16 bits.
     const uint32_t even = (uint32_t(int16_t(int8_t(four))) & 0xffff) | uint32_t(int16_t(int8_t(four >> 16))) << 16;
     const uint32_t odd = (uint32_t(int16_t(int8_t(four >> 8))) & 0xffff) | uint32_t(int16_t(int8_t(four >> 24))) << 16;
     const words low = codes & 0x00ff00ffu, high = (codes >> 8) & 0x00ff00ffu;
@@ -32,9 +32,9 @@ INLINE ints add_fours(ints sums, words codes, uint32_t four) {
 #endif
 }
 
-// To the nearest, ties to even, of what is far below 2^22.
-INLINE ints nearest(floats v) {
-    const float to_nearest = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
+// Rounds numbers far below 2^22 to the nearest integer, ties to even.
+INLINE ints round_to_int(floats v) {
+    const float to_nearest = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     return (ints)(v + to_nearest) - (ints)all(to_nearest);
 }
 
@@ -51,7 +51,7 @@ INLINE floats widen_half(shorts v) {
 #elif SHARDWISE_F16C
     return (floats)_mm256_cvtph_ps((__m128i)v);
 #else
-    // Shifted into place, a half is off by a power of two; what is too small to be normal comes right by itself.
+    // The shifted bits are a float that is off by a power of two; that also holds for subnormal numbers.
     words bits = __builtin_convertvector(v, words);
     floats sized = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
     ints special = (ints)((bits & 0x7c00) == 0x7c00);

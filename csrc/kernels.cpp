@@ -1,4 +1,4 @@
-// Compiled once for every instruction set, with INSTRUCTION_SET naming a namespace and a table.
+// Compiled once per instruction set. INSTRUCTION_SET names its namespace and its table.
 
 #include "kernels.h"
 
@@ -12,7 +12,7 @@
 #include "rows.h"
 #include "rows_training.h"
 #include "sampling.h"
-// After those whose kernels it runs.
+// Last: it uses the kernels above.
 #include "blocks.h"
 
 namespace shardwise {

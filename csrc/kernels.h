@@ -1,4 +1,4 @@
-// What every instruction set offers: a table of functions, of which one is chosen when the module is loaded.
+// The table of functions that is compiled for each instruction set. Python names the one to use.
 
 #pragma once
 
@@ -9,12 +9,12 @@ namespace shardwise {
 
 typedef uint16_t Bf16;
 
-enum KindOfPages { BF16_PAGES, INT8_PAGES, FP8_PAGES };
+enum PageFormat { BF16_PAGES, INT8_PAGES, FP8_PAGES };
 
-// One layer's pages and what a step brings to them: see attention.h. spans [S, 2]: start and count of each sequence,
-// whose tokens follow each other; table [S, table_width]: its pages.
+// One layer's pages and the new tokens of a step: see attention.h. spans [S, 2]: start and count of each sequence,
+// whose tokens are in order; table [S, table_width]: its pages.
 struct Attention {
-    int kind;
+    int format;
     void *keys, *values;
     float *key_scales, *value_scales;
     int64_t num_kv_heads, num_pages, page_tokens, head_dim;
@@ -32,8 +32,8 @@ struct Attention {
 enum class NumberKind : int { bf16, fp16, fp32 };
 enum class OffsetKind : int { none, zero_point, minimum };
 
-// A weight [N, K] of integers: see quantized.h. group: columns that share a scale, a multiple of 32, or 0: all of them.
-// middle: what is taken off a code; offsets are zero points of 8 bits, or minima of the kind that scales are.
+// A weight [N, K] of integers: see quantized.h. group: columns that share a scale, a multiple of 32, or 0 for all.
+// middle: subtracted from each code; offsets are zero points of 8 bits, or minima in the format of the scales.
 struct QuantizedShape {
     int64_t num_columns, num_inner, group;
     int bits, middle;
@@ -46,8 +46,8 @@ struct QuantizedShape {
     }
 };
 
-// A packed weight [N, K] and the bias [N] of its products, or none; and what a block of a decoder is made of: its
-// weights, of which not every model has norms of q and k, its pages, its window.
+// A packed weight [N, K] and a bias [N] or null; and a block of a decoder: its weights (the norms of q and k may be
+// null), its pages, its window.
 struct Matrix {
     const void* packed;
     const Bf16* bias;
@@ -65,16 +65,16 @@ struct DecoderBlock {
 };
 
 // Causal attention within B sequences of T tokens, for training: see flash.h. q [B, T, H, C], k and v [B, T, K, C];
-// window 0: none; documents [B, T rounded up to 16], or none.
+// window 0: none; documents [B, T rounded up to 16], or null.
 struct Causal {
     const Bf16 *q, *k, *v;
     int64_t num_sequences, num_tokens, num_heads, num_kv_heads, head_dim, window;
     const int32_t* documents;
 };
 
-// How a row's token is chosen, as kernels/choose.py has it; temperature 0: the largest.
-struct Draw {
-    double temperature, min_p, top_k, top_p, point;
+// Sampling parameters of a row, as in kernels/serving_interface.py; temperature 0: the largest logit.
+struct SamplingRow {
+    double temperature, min_p, top_k, top_p, uniform;
 };
 
 struct Kernels {
@@ -88,7 +88,8 @@ struct Kernels {
     );
     int64_t (*quantized_bytes)(const QuantizedShape& shape);
     void (*pack_quantized)(
-        const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets, const QuantizedShape& shape, uint8_t* packed
+        const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets, const QuantizedShape& shape,
+        uint8_t* packed
     );
     void (*quantized_linear)(
         const Bf16* x, int64_t x_step, int64_t num_rows, const uint8_t* packed, const QuantizedShape& shape, void* y,
@@ -108,7 +109,7 @@ struct Kernels {
     );
     // sampling.h
     void (*choose_tokens)(
-        const float* const* rows, int64_t num_rows, int64_t size, const Draw* draws, int64_t* tokens
+        const float* const* rows, int64_t num_rows, int64_t size, const SamplingRow* params, int64_t* tokens
     );
     void (*log_probabilities)(
         const float* const* rows, int64_t num_rows, int64_t size, const int64_t* tokens, int64_t num_top,
@@ -119,11 +120,11 @@ struct Kernels {
     void (*causal_forward)(const Causal& a, Bf16* out);
     void (*causal_backward)(const Causal& a, const Bf16* out, const Bf16* d_out, Bf16* dq, Bf16* dk, Bf16* dv);
     void (*norm_forward)(
-        const Bf16* from, int64_t step, int64_t num_tokens, int64_t num_each, int64_t size, const Bf16* weight,
+        const Bf16* from, int64_t step, int64_t num_tokens, int64_t rows_per_token, int64_t size, const Bf16* weight,
         float eps, Bf16* y, float* scales
     );
     void (*norm_backward)(
-        const Bf16* from, int64_t step, int64_t num_tokens, int64_t num_each, int64_t size, const Bf16* weight,
+        const Bf16* from, int64_t step, int64_t num_tokens, int64_t rows_per_token, int64_t size, const Bf16* weight,
         const float* scales, const Bf16* dy, Bf16* dx, Bf16* d_weight
     );
     void (*gated_silu_backward)(const Bf16* x, const Bf16* dy, int64_t num_rows, int64_t size, Bf16* dx);
@@ -132,11 +133,11 @@ struct Kernels {
         const Bf16* sin, int64_t num_angles, float direction, Bf16* y
     );
     void (*softmax_statistics)(
-        const Bf16* logits, int64_t step, int64_t num_rows, int64_t size, float* highests, float* sums
+        const Bf16* logits, int64_t step, int64_t num_rows, int64_t size, float* row_maxima, float* sums
     );
     void (*softmax_gradient)(
-        Bf16* logits, int64_t step, int64_t num_rows, int64_t size, int64_t width, const float* highests,
-        const float* shares, const int64_t* targets, const float* at_targets
+        Bf16* logits, int64_t step, int64_t num_rows, int64_t size, int64_t width, const float* row_maxima,
+        const float* scales, const int64_t* targets, const float* at_targets
     );
 };
 

@@ -1,7 +1,7 @@
-// y = x w^T with a weight that was packed once.
+// y = x w^T with a packed weight.
 //
-// Packed: blocks of up to 4 panels, with their pairs in turn, so that a block is read from its first byte to its last.
-// Columns that are missing in the last panel are zeros.
+// Packed: blocks of up to 4 panels, whose pairs alternate, so that a block is read from its first byte to its last. The
+// last panel is padded with zero columns.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Linear {
     int64_t step(int64_t number) const { return block_panels(number / BLOCK_PANELS) * LANES; }
 };
 
-// weight [N, K] -> packed, of whole panels.
+// Packs weight [N, K] into whole panels.
 void pack(const bf16* weight, int64_t num_columns, int64_t num_inner, bf16* packed) {
     Linear to{(const uint32_t*)packed, num_columns, num_inner / 2};
 #pragma omp parallel for
@@ -47,7 +47,7 @@ void pack(const bf16* weight, int64_t num_columns, int64_t num_inner, bf16* pack
     }
 }
 
-// Rows of the weight: an embedding is looked up where it makes logits too.
+// Looks up rows of the weight, for an embedding that is tied to the output projection.
 static void look_up(const int64_t* ids, int64_t num_ids, const Linear& w, bf16* y) {
 #pragma omp parallel for if (num_ids > 1)
     for (int64_t i = 0; i < num_ids; i++) {
@@ -68,12 +68,12 @@ INLINE void put(Out* to, floats v, int count) {
         for (int i = 0; i < count; i++) to[i] = whole[i];
 }
 
-// A number of bf16 to which a product, rounded to bf16 itself, is added: a residual.
-struct Sum {
+// A bf16 residual, to which a product, rounded to bf16, is added.
+struct Residual {
     bf16 value;
 };
 
-INLINE void put(Sum* to, floats v, int count) {
+INLINE void put(Residual* to, floats v, int count) {
     bf16 whole[LANES] = {};
     bf16* sums = (bf16*)to;
     if (count < LANES) sums = (bf16*)memcpy(whole, to, count * sizeof(bf16));
@@ -81,7 +81,7 @@ INLINE void put(Sum* to, floats v, int count) {
     if (count < LANES) memcpy(to, whole, count * sizeof(bf16));
 }
 
-// What a tile fetches of what is read next: `lines_each` lines from `start` on for each pair that it reads.
+// What a tile prefetches: `lines_each` cache lines from `start` for each pair that it reads.
 struct LinesAhead {
     const uint32_t* start;
     int64_t lines_each;
@@ -105,9 +105,9 @@ INLINE void linear_tile(
         }
 }
 
-// Some panels of one block, by all rows. Where there are rows for more than one tile, memory would wait for products
-// after the first: what comes after these panels is fetched by all tiles, P lines a pair altogether. A single tile, which
-// waits for memory alone, fetches what it reads itself a little later.
+// The product of all rows and some panels of one block. With several tiles of rows, memory would be idle after the
+// first one, so all tiles together prefetch the panels that follow, P lines per pair. A single tile is bound by memory
+// and prefetches its own panels, a fixed distance ahead.
 template <class Out, int P>
 void linear_panels(
     const Linear& w, const uint32_t* x, int64_t x_step, int64_t num_rows, int64_t panel, Out* y, int64_t y_step
@@ -115,20 +115,19 @@ void linear_panels(
     constexpr int64_t LINES = (P * LANES + LINE - 1) / LINE;
     int64_t tiles = num_tiles(num_rows), tile = 0, each = (LINES + tiles - 1) / tiles;
     const uint32_t* next = w.panel(panel) + (tiles > 1 ? w.num_pairs * w.step(panel) : WORDS_AHEAD);
-    over_tiles(num_rows, [&]<int R>(int64_t row) {
+    for_each_tile(num_rows, [&]<int R>(int64_t row) {
         LinesAhead ahead{next + tile * each * w.num_pairs * LINE, tile * each < LINES ? each : 0};
         linear_tile<Out, R, P>(w, x + row * x_step, x_step, panel, y + row * y_step, y_step, ahead);
         tile++;
     });
 }
 
-// x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N]: what falls to one thread of a parallel region, of which
-// each takes some panels.
+// x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N]: one thread's share of the panels, in a parallel region.
 template <class Out>
 void linear_share(const bf16* x, int64_t x_step, int64_t num_rows, const Linear& w, Out* y, int64_t y_step) {
     const uint32_t* rows = (const uint32_t*)x;
-    const int64_t row_step = x_step / 2, threads = omp_get_num_threads(), mine = omp_get_thread_num();
-    int64_t panel = part_start(w.num_panels(), threads, mine), stop = part_start(w.num_panels(), threads, mine + 1);
+    const int64_t row_step = x_step / 2, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    int64_t panel = part_start(w.num_panels(), threads, thread), stop = part_start(w.num_panels(), threads, thread + 1);
     while (panel < stop) {
         int64_t in_block = w.block_panels(panel / BLOCK_PANELS) - panel % BLOCK_PANELS;
         int64_t count = stop - panel < in_block ? stop - panel : in_block;

@@ -1,5 +1,5 @@
-// The module as Python sees it. Tensors come as addresses and sizes, so that one build serves every version of torch;
-// src/shardwise/kernels/native/ says what they must be.
+// The Python module. Tensors are passed as addresses and sizes, so that one build serves every version of torch.
+// src/shardwise/kernels/native/ checks their shapes and dtypes.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -25,7 +25,7 @@ struct Choice {
     const Kernels* kernels;
 };
 
-// The best first.
+// The instruction sets of this processor, the fastest first.
 std::vector<Choice> choices() {
     std::vector<Choice> found;
 #ifdef SHARDWISE_X86
@@ -43,7 +43,7 @@ std::vector<Choice> choices() {
     return found;
 }
 
-// The blocks of a decoder, and memory for what a step leaves between their kernels.
+// The blocks of a decoder, and memory for the buffers between their kernels.
 struct Decoder {
     std::vector<DecoderBlock> blocks;
     std::vector<uint8_t> scratch;
@@ -76,7 +76,7 @@ NB_MODULE(_native, m) {
 #ifdef MADV_HUGEPAGE
         Address page = sysconf(_SC_PAGESIZE), stop = start + num_bytes;
         Address first = (start + page - 1) / page * page, last = stop / page * page;
-        if (first < last) madvise(at<void>(first), last - first, MADV_HUGEPAGE);  // advice: it may be declined
+        if (first < last) madvise(at<void>(first), last - first, MADV_HUGEPAGE);  // only advice
 #endif
     });
     m.def("linear", [](Address table, Address x, int64_t x_step, int64_t num_rows, Address packed, int64_t num_columns,
@@ -125,23 +125,24 @@ NB_MODULE(_native, m) {
                                       gate_up, down, at<void>(keys), at<void>(values), at<float>(key_scales),
                                       at<float>(value_scales), window});
         })
-        .def("run", [](Decoder& decoder, Address table, int kind, int64_t num_kv_heads, int64_t num_pages,
+        .def("run", [](Decoder& decoder, Address table, int format, int64_t num_kv_heads, int64_t num_pages,
                        int64_t page_tokens, int64_t head_dim, int64_t num_heads, Address cos, Address sin,
                        Address spans, int64_t num_spans, Address pages, int64_t table_width, int64_t num_tokens,
                        float eps, Address x) {
             Attention step{};
-            step.kind = kind, step.num_kv_heads = num_kv_heads, step.num_pages = num_pages;
+            step.format = format, step.num_kv_heads = num_kv_heads, step.num_pages = num_pages;
             step.page_tokens = page_tokens, step.head_dim = head_dim, step.num_heads = num_heads;
             step.cos = at<Bf16>(cos), step.sin = at<Bf16>(sin), step.spans = at<int32_t>(spans);
             step.num_spans = num_spans, step.table = at<int32_t>(pages), step.table_width = table_width;
             of(table).run_blocks(decoder.blocks, step, num_tokens, eps, at<Bf16>(x), decoder.scratch);
         }, nb::call_guard<nb::gil_scoped_release>());
-    m.def("attend", [](Address table, int kind, Address keys, Address values, Address key_scales, Address value_scales,
-                       int64_t num_kv_heads, int64_t num_pages, int64_t page_tokens, int64_t head_dim, Address q,
+    m.def("attend", [](Address table, int format, Address keys, Address values, Address key_scales,
+                       Address value_scales, int64_t num_kv_heads, int64_t num_pages, int64_t page_tokens,
+                       int64_t head_dim, Address q,
                        Address k, Address v, int64_t q_token, int64_t k_token, int64_t v_token, int64_t num_heads,
                        Address cos, Address sin, int64_t window, Address spans, int64_t num_spans, Address pages,
                        int64_t table_width, Address out) {
-        of(table).attend({kind, at<void>(keys), at<void>(values), at<float>(key_scales), at<float>(value_scales),
+        of(table).attend({format, at<void>(keys), at<void>(values), at<float>(key_scales), at<float>(value_scales),
                           num_kv_heads, num_pages, page_tokens, head_dim, at<Bf16>(q), at<Bf16>(k), at<Bf16>(v),
                           q_token, k_token, v_token, num_heads, at<Bf16>(cos), at<Bf16>(sin), window,
                           at<int32_t>(spans), num_spans, at<int32_t>(pages), table_width, at<Bf16>(out)});
@@ -153,9 +154,9 @@ NB_MODULE(_native, m) {
     m.def("gated_silu", [](Address table, Address x, int64_t num_rows, int64_t size, Address y) {
         of(table).gated_silu(at<Bf16>(x), num_rows, size, at<Bf16>(y));
     }, nb::call_guard<nb::gil_scoped_release>());
-    m.def("choose_tokens", [](Address table, Address rows, int64_t num_rows, int64_t size, Address draws,
+    m.def("choose_tokens", [](Address table, Address rows, int64_t num_rows, int64_t size, Address params,
                               Address tokens) {
-        of(table).choose_tokens(at<const float*>(rows), num_rows, size, at<Draw>(draws), at<int64_t>(tokens));
+        of(table).choose_tokens(at<const float*>(rows), num_rows, size, at<SamplingRow>(params), at<int64_t>(tokens));
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("log_probabilities", [](Address table, Address rows, int64_t num_rows, int64_t size, Address tokens,
                                   int64_t num_top, Address values, Address ids) {
@@ -176,15 +177,15 @@ NB_MODULE(_native, m) {
                                    num_kv_heads, head_dim, window, at<int32_t>(documents)},
                                   at<Bf16>(out), at<Bf16>(d_out), at<Bf16>(dq), at<Bf16>(dk), at<Bf16>(dv));
     }, nb::call_guard<nb::gil_scoped_release>());
-    m.def("norm_forward", [](Address table, Address from, int64_t step, int64_t num_tokens, int64_t num_each,
+    m.def("norm_forward", [](Address table, Address from, int64_t step, int64_t num_tokens, int64_t rows_per_token,
                              int64_t size, Address weight, float eps, Address y, Address scales) {
-        of(table).norm_forward(at<Bf16>(from), step, num_tokens, num_each, size, at<Bf16>(weight), eps, at<Bf16>(y),
-                               at<float>(scales));
+        of(table).norm_forward(at<Bf16>(from), step, num_tokens, rows_per_token, size, at<Bf16>(weight), eps,
+                               at<Bf16>(y), at<float>(scales));
     }, nb::call_guard<nb::gil_scoped_release>());
-    m.def("norm_backward", [](Address table, Address from, int64_t step, int64_t num_tokens, int64_t num_each,
+    m.def("norm_backward", [](Address table, Address from, int64_t step, int64_t num_tokens, int64_t rows_per_token,
                               int64_t size, Address weight, Address scales, Address dy, Address dx, Address d_weight) {
-        of(table).norm_backward(at<Bf16>(from), step, num_tokens, num_each, size, at<Bf16>(weight), at<float>(scales),
-                                at<Bf16>(dy), at<Bf16>(dx), at<Bf16>(d_weight));
+        of(table).norm_backward(at<Bf16>(from), step, num_tokens, rows_per_token, size, at<Bf16>(weight),
+                                at<float>(scales), at<Bf16>(dy), at<Bf16>(dx), at<Bf16>(d_weight));
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("gated_silu_backward", [](Address table, Address x, Address dy, int64_t num_rows, int64_t size, Address dx) {
         of(table).gated_silu_backward(at<Bf16>(x), at<Bf16>(dy), num_rows, size, at<Bf16>(dx));
@@ -195,13 +196,13 @@ NB_MODULE(_native, m) {
                          direction, at<Bf16>(y));
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("softmax_statistics", [](Address table, Address logits, int64_t step, int64_t num_rows, int64_t size,
-                                   Address highests, Address sums) {
-        of(table).softmax_statistics(at<Bf16>(logits), step, num_rows, size, at<float>(highests), at<float>(sums));
+                                   Address row_maxima, Address sums) {
+        of(table).softmax_statistics(at<Bf16>(logits), step, num_rows, size, at<float>(row_maxima), at<float>(sums));
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("softmax_gradient", [](Address table, Address logits, int64_t step, int64_t num_rows, int64_t size,
-                                 int64_t width, Address highests, Address shares, Address targets,
+                                 int64_t width, Address row_maxima, Address scales, Address targets,
                                  Address at_targets) {
-        of(table).softmax_gradient(at<Bf16>(logits), step, num_rows, size, width, at<float>(highests),
-                                   at<float>(shares), at<int64_t>(targets), at<float>(at_targets));
+        of(table).softmax_gradient(at<Bf16>(logits), step, num_rows, size, width, at<float>(row_maxima),
+                                   at<float>(scales), at<int64_t>(targets), at<float>(at_targets));
     }, nb::call_guard<nb::gil_scoped_release>());
 }

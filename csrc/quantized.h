@@ -1,15 +1,15 @@
-// y = x w^T with a weight of small integers that was packed once, and activations in int8 with a scale for every 32 of
-// them, found as they come (quant/dynamic.py defines it):
+// y = x w^T with a packed weight of small integers and activations that are quantized dynamically to int8, with a scale
+// per stretch of 32 (defined in quant/dynamic.py):
 //
-//     y = sum over 32s of  sx (sw (q - middle) . qx  +  offset sum(qx))
+//     y = sum over stretches of  sx (sw (q - middle) . qx  +  offset sum(qx))
 //
-// Products of integers are exact in any order; after every 32 of them the sum goes into a float of its own lane. So a
-// row has the same bits in any company, as in tile.h.
+// Sums of integer products are exact in any order; after every stretch they are added to a float, each in its own lane.
+// So products are batch-invariant, as in tile.h.
 //
-// Packed: blocks of two panels (the last may have one), and of a block its groups of columns one after the other, each
-// with its codes, its scales and its offsets, so that a block is read from its first byte to its last. Codes are whole
-// 32s: fours of neighbouring codes of each column side by side, a register full. With 4 bits a register holds one four
-// in its low halves and the next in its high halves. Columns that are missing are zeros.
+// Packed: blocks of two panels (the last may have one). A block stores its groups of columns in order, each with its
+// codes, scales and offsets, so that it is read from its first byte to its last. Codes are whole stretches: fours of
+// neighbouring codes, one four per column, fill a register. With 4 bits a register holds one four in its low halves and
+// the next in its high halves. Missing columns are zeros.
 
 #pragma once
 
@@ -27,7 +27,7 @@ namespace INSTRUCTION_SET {
 constexpr int STRETCH = 32;  // activations that share a scale
 constexpr int FOURS = STRETCH / 4;
 constexpr int QUANTIZED_PANELS = 2;
-constexpr int64_t BYTES_AHEAD = 8192;  // of 2, 4 and 8 KiB the best: it reads as fast as memory can be read
+constexpr int64_t BYTES_AHEAD = 8192;  // the fastest of 2, 4 and 8 KiB: it reads at the speed of memory
 #if SHARDWISE_AVX512
 constexpr int QUANTIZED_ROWS = 6;  // 24 of 32 registers hold sums, of integers and of floats
 #else
@@ -46,7 +46,7 @@ struct QuantizedLinear {
         int64_t rest = num_panels() - block * QUANTIZED_PANELS;
         return rest < QUANTIZED_PANELS ? rest : QUANTIZED_PANELS;
     }
-    // Of one panel: a stretch of codes, and the scales and offsets of a group.
+    // Bytes per panel: a stretch of codes, and the scales and offsets of a group.
     int64_t stretch_bytes() const { return STRETCH * LANES * shape.bits / 8; }
     int64_t scale_bytes() const { return LANES * shape.scale_bytes(); }
     int64_t offset_bytes() const { return LANES * shape.offset_bytes(); }
@@ -61,7 +61,7 @@ struct QuantizedLinear {
 
 // -- packing -------------------------------------------------------------------------------------------------
 
-// codes [N, bytes of a row], scales and offsets [N, G] -> packed.
+// Packs codes [N, bytes of a row], scales and offsets [N, G].
 static void pack_quantized(
     const uint8_t* codes, const uint8_t* scales, const uint8_t* offsets, const QuantizedLinear& to
 ) {
@@ -71,13 +71,13 @@ static void pack_quantized(
         if (column >= shape.num_columns || k >= shape.num_inner) return 0;
         const uint8_t* row = codes + column * row_bytes;
         if (shape.bits == 4) return k % 2 ? row[k / 2] >> 4 : row[k / 2] & 15;
-        return uint8_t(row[k] + (shape.middle == 128 ? 128 : 0));  // stored with a sign
+        return uint8_t(row[k] + (shape.middle == 128 ? 128 : 0));  // signed when stored
     };
 #pragma omp parallel for
     for (int64_t number = 0; number < to.num_blocks(); number++) {
         const int64_t panels = to.block_panels(number);
         uint8_t* at = const_cast<uint8_t*>(to.block(number));
-        auto beside = [&](const uint8_t* from, int64_t bytes, int64_t group) {
+        auto write_group = [&](const uint8_t* from, int64_t bytes, int64_t group) {
             for (int64_t lane = 0; lane < panels * LANES; lane++, at += bytes) {
                 int64_t column = number * QUANTIZED_PANELS * LANES + lane;
                 if (column < shape.num_columns)
@@ -96,15 +96,16 @@ static void pack_quantized(
                             for (int64_t i = 0; i < 4; i++, at++)
                                 *at = shape.bits == 8
                                     ? code(column + lane, k + 4 * four + i)
-                                    : code(column + lane, k + 8 * four + i) | code(column + lane, k + 8 * four + 4 + i) << 4;
+                                    : code(column + lane, k + 8 * four + i) |
+                                          code(column + lane, k + 8 * four + 4 + i) << 4;
                 }
-            beside(scales, shape.scale_bytes(), group);
-            if (offsets) beside(offsets, shape.offset_bytes(), group);
+            write_group(scales, shape.scale_bytes(), group);
+            if (offsets) write_group(offsets, shape.offset_bytes(), group);
         }
     }
 }
 
-// Rows of the weight as plain numbers, rounded once: an embedding is looked up where it makes logits too.
+// Looks up dequantized rows of the weight, rounded once, for an embedding that is tied to the output projection.
 static void look_up_quantized(const int64_t* ids, int64_t num_ids, const QuantizedLinear& w, bf16* y) {
     const QuantizedShape& shape = w.shape;
 #pragma omp parallel for if (num_ids > 1)
@@ -114,9 +115,9 @@ static void look_up_quantized(const int64_t* ids, int64_t num_ids, const Quantiz
         const uint8_t* at = w.block(block);
         bf16* to = y + i * shape.num_inner;
         for (int64_t group = 0; group < w.num_groups(); group++) {
-            const uint8_t* beside = at + w.group_stretches() * panels * w.stretch_bytes();
-            const uint8_t* offsets = beside + panels * w.scale_bytes() + panel * w.offset_bytes();
-            const float scale = load_scales(beside + panel * w.scale_bytes(), shape.scale_kind)[lane];
+            const uint8_t* scales_at = at + w.group_stretches() * panels * w.stretch_bytes();
+            const uint8_t* offsets = scales_at + panels * w.scale_bytes() + panel * w.offset_bytes();
+            const float scale = load_scales(scales_at + panel * w.scale_bytes(), shape.scale_kind)[lane];
             float offset = 0;
             if (w.offset_bytes()) offset = load_offsets(offsets, shape.offset_kind, shape.scale_kind, all(scale))[lane];
             for (int64_t k = 0; k < w.group_stretches() * STRETCH; k++) {
@@ -128,15 +129,16 @@ static void look_up_quantized(const int64_t* ids, int64_t num_ids, const Quantiz
                 if (shape.bits == 4) code = four % 2 ? code >> 4 : code & 15;
                 to[inner] = narrow(std::fma(float(code - shape.middle), scale, offset));
             }
-            at = beside + panels * (w.scale_bytes() + w.offset_bytes());
+            at = scales_at + panels * (w.scale_bytes() + w.offset_bytes());
         }
     }
 }
 
 // -- activations -----------------------------------------------------------------------------------------------
 
-// A stretch of the rows of a tile: its fours side by side, so that a tile reads on from one place; and of each row the
-// scale, what its sums of integers start from (-middle times the sum of its codes), and the sum times the scale.
+// A stretch of the rows of a tile, with the fours of all rows side by side, so that a tile reads one piece of memory;
+// and for each row its scale, the start of its integer sums (-middle times the sum of its codes), and the sum of its
+// codes times the scale.
 struct Stretch {
     int8_t fours[FOURS][QUANTIZED_ROWS][4];
     float scales[QUANTIZED_ROWS];
@@ -144,7 +146,7 @@ struct Stretch {
     float scaled_sums[QUANTIZED_ROWS];
 };
 
-// Rows of activations in the order in which tiles read them: [tiles, stretches].
+// Rows of activations in the order of tiles: [tiles, stretches].
 struct Rows {
     Stretch* stretches;
     int64_t num_rows, num_stretches;
@@ -157,7 +159,7 @@ struct Rows {
 
 constexpr float LARGEST_CODE = 127, LEAST_SCALED = 0x1p-100f;
 
-// `count` numbers of a stretch, the rest of which are zeros.
+// Quantizes `count` numbers of a stretch; the rest are zeros.
 INLINE void quantize_stretch(const bf16* x, int64_t count, int middle, Stretch& to, int row) {
     constexpr int PARTS = STRETCH / LANES;
     bf16 whole[STRETCH] = {};
@@ -167,14 +169,14 @@ INLINE void quantize_stretch(const bf16* x, int64_t count, int middle, Stretch& 
     for (int i = 0; i < PARTS; i++) {
         v[i] = load_bf16(x + i * LANES);
         broken |= v[i] != v[i];
-        most = larger((floats)((words)v[i] & 0x7fffffffu), most);
+        most = maximum((floats)((words)v[i] & 0x7fffffffu), most);
     }
-    float largest = lanes_of(broken) ? __builtin_nanf("") : highest(most), inverse = 0, scale = 0;
+    float largest = lane_mask(broken) ? __builtin_nanf("") : max_lane(most), inverse = 0, scale = 0;
     if (!(largest < LEAST_SCALED)) inverse = LARGEST_CODE / largest, scale = largest / LARGEST_CODE;
     ints total = {};
     int8_t codes[STRETCH];
     for (int i = 0; i < PARTS; i++) {
-        ints code = nearest(v[i] * inverse);
+        ints code = round_to_int(v[i] * inverse);
         store(codes + i * LANES, __builtin_convertvector(code, signed_bytes));
         total += code;
     }
@@ -185,13 +187,13 @@ INLINE void quantize_stretch(const bf16* x, int64_t count, int middle, Stretch& 
     to.scaled_sums[row] = scale * float(sum);
 }
 
-// The columns of x [M, K] that fall to one thread of a parallel region.
+// Quantizes one thread's share of the columns of x [M, K], in a parallel region.
 static void quantize_share(const bf16* x, int64_t x_step, int64_t num_inner, int middle, Rows& to) {
-    const int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
-    const int64_t stop = part_start(to.num_stretches, threads, mine + 1);
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t stop = part_start(to.num_stretches, threads, thread + 1);
     int64_t tile = 0;
-    over_tiles<QUANTIZED_ROWS>(to.num_rows, [&]<int R>(int64_t row) {
-        for (int64_t i = part_start(to.num_stretches, threads, mine); i < stop; i++) {
+    for_each_tile<QUANTIZED_ROWS>(to.num_rows, [&]<int R>(int64_t row) {
+        for (int64_t i = part_start(to.num_stretches, threads, thread); i < stop; i++) {
             int64_t rest = num_inner - i * STRETCH;
             for (int r = 0; r < R; r++)
                 quantize_stretch(
@@ -203,7 +205,7 @@ static void quantize_share(const bf16* x, int64_t x_step, int64_t num_inner, int
     });
 }
 
-// Row `number` of M, by itself.
+// Quantizes row `number` of M.
 static void quantize_row(const bf16* x, int64_t num_inner, int middle, Rows& to, int64_t number) {
     const int64_t tiles = num_tiles<QUANTIZED_ROWS>(to.num_rows);
     int64_t tile = number * tiles / to.num_rows;
@@ -218,10 +220,10 @@ static void quantize_row(const bf16* x, int64_t num_inner, int middle, Rows& to,
 
 // -- products ----------------------------------------------------------------------------------------------
 
-// One stretch of R rows and P panels. codes: those of the first panel, the others follow.
+// Computes one stretch of R rows and P panels. `codes` are those of the first panel; the other panels follow.
 template <int BITS, int R, int P>
 INLINE void add_stretch(ints (&dots)[R][P], const uint8_t* codes, const Stretch& x) {
-    constexpr int STEP = STRETCH * BITS / 8 / 4;  // words of a lane
+    constexpr int STEP = STRETCH * BITS / 8 / 4;  // words per lane
     const uint32_t* from = (const uint32_t*)codes;
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++) dots[r][p] = ints{} + x.starts[r];
@@ -239,35 +241,36 @@ INLINE void add_stretch(ints (&dots)[R][P], const uint8_t* codes, const Stretch&
         for (int r = 0; r < R; r++) {
             uint32_t codes_of_x;
             memcpy(&codes_of_x, x.fours[four][r], 4);
-            for (int p = 0; p < P; p++) dots[r][p] = add_fours(dots[r][p], w[p], codes_of_x);
+            for (int p = 0; p < P; p++) dots[r][p] = dot_fours(dots[r][p], w[p], codes_of_x);
         }
     }
 }
 
-// What a tile fetches of what is read next: `each` bytes for each stretch that it reads.
+// What a tile prefetches: `each` bytes for each stretch that it reads.
 struct BytesAhead {
     const uint8_t* start;
     int64_t each;
 };
 
-// The codes of one group and what stands beside them.
+// The scales and offsets of one group.
 template <int P>
 struct Group {
     floats scales[P], offsets[P];
 
-    INLINE Group(const QuantizedLinear& w, const uint8_t* beside) {
+    INLINE Group(const QuantizedLinear& w, const uint8_t* scales_at) {
         for (int p = 0; p < P; p++) {
-            scales[p] = load_scales(beside + p * w.scale_bytes(), w.shape.scale_kind);
+            scales[p] = load_scales(scales_at + p * w.scale_bytes(), w.shape.scale_kind);
             offsets[p] = floats{};
             if (w.offset_bytes())
                 offsets[p] = load_offsets(
-                    beside + P * w.scale_bytes() + p * w.offset_bytes(), w.shape.offset_kind, w.shape.scale_kind, scales[p]
+                    scales_at + P * w.scale_bytes() + p * w.offset_bytes(), w.shape.offset_kind,
+                    w.shape.scale_kind, scales[p]
                 );
         }
     }
 };
 
-// GROUPED: there is more than one scale a row, so each stretch is scaled by itself; else a row is at its end.
+// GROUPED: rows have several scales, so each stretch is scaled separately; otherwise a row is scaled at its end.
 template <int BITS, bool GROUPED, class Out, int R, int P>
 INLINE void quantized_tile(
     const QuantizedLinear& w, const Stretch* x, int64_t block, Out* y, int64_t y_step, BytesAhead ahead
@@ -278,8 +281,8 @@ INLINE void quantized_tile(
     const uint8_t* next = ahead.start;
     floats sums[R][P] = {};
     for (int64_t number = 0; number < num_groups; number++) {
-        const uint8_t* beside = at + group_stretches * bytes;
-        Group<P> group(w, beside);
+        const uint8_t* scales_at = at + group_stretches * bytes;
+        Group<P> group(w, scales_at);
         for (int64_t i = 0; i < group_stretches; i++, at += bytes, x++) {
             for (int64_t line = 0; line < ahead.each; line += 64) __builtin_prefetch(next + line, 0, 2);
             next += ahead.each;
@@ -289,19 +292,19 @@ INLINE void quantized_tile(
                 for (int p = 0; p < P; p++) {
                     floats whole = __builtin_convertvector(dots[r][p], floats);
                     if constexpr (GROUPED)
-                        sums[r][p] = fused(whole * x->scales[r], group.scales[p], sums[r][p]);
+                        sums[r][p] = multiply_add(whole * x->scales[r], group.scales[p], sums[r][p]);
                     else
-                        sums[r][p] = fused(whole, all(x->scales[r]), sums[r][p]);
+                        sums[r][p] = multiply_add(whole, all(x->scales[r]), sums[r][p]);
                 }
             if (GROUPED && has_offsets)
                 for (int r = 0; r < R; r++)
                     for (int p = 0; p < P; p++)
-                        sums[r][p] = fused(group.offsets[p], all(x->scaled_sums[r]), sums[r][p]);
+                        sums[r][p] = multiply_add(group.offsets[p], all(x->scaled_sums[r]), sums[r][p]);
         }
         if constexpr (!GROUPED)
             for (int p = 0; p < P; p++)
                 for (int r = 0; r < R; r++) sums[r][p] *= group.scales[p];
-        at = beside + P * (w.scale_bytes() + w.offset_bytes());
+        at = scales_at + P * (w.scale_bytes() + w.offset_bytes());
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++) {
@@ -310,14 +313,14 @@ INLINE void quantized_tile(
         }
 }
 
-// As in linear.h: where there is more than one tile, all of them fetch what comes after this block. A single one, which
-// waits for memory alone, fetches what it reads itself a little later.
+// Prefetches as in linear.h: several tiles prefetch the block that follows; a single tile, which is bound by memory,
+// prefetches its own block, a fixed distance ahead.
 template <int BITS, bool GROUPED, class Out, int P>
 void quantized_block(const QuantizedLinear& w, const Rows& x, int64_t block, Out* y, int64_t y_step) {
     int64_t tiles = num_tiles<QUANTIZED_ROWS>(x.num_rows), tile = 0, bytes = w.group_bytes() * P / w.group_stretches();
     int64_t each = (bytes / 64 + tiles) / tiles * 64;
     const uint8_t* next = tiles > 1 ? w.block(block + 1) : w.block(block) + BYTES_AHEAD;
-    over_tiles<QUANTIZED_ROWS>(x.num_rows, [&]<int R>(int64_t row) {
+    for_each_tile<QUANTIZED_ROWS>(x.num_rows, [&]<int R>(int64_t row) {
         BytesAhead ahead{next + tile * each * x.num_stretches, tile * each < bytes ? each : 0};
         quantized_tile<BITS, GROUPED, Out, R, P>(w, x.tile(tile), block, y + row * y_step, y_step, ahead);
         tile++;
@@ -332,11 +335,12 @@ void quantized_blocks(const QuantizedLinear& w, const Rows& x, int64_t first, in
         });
 }
 
-// Rows -> y [M, N]: what falls to one thread of a parallel region, of which each takes some blocks.
+// Rows -> y [M, N]: one thread's share of the blocks, in a parallel region.
 template <class Out>
 void quantized_share(const Rows& rows, const QuantizedLinear& w, Out* y, int64_t y_step) {
-    const int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
-    const int64_t first = part_start(w.num_blocks(), threads, mine), last = part_start(w.num_blocks(), threads, mine + 1);
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t first = part_start(w.num_blocks(), threads, thread);
+    const int64_t last = part_start(w.num_blocks(), threads, thread + 1);
     const bool grouped = w.num_groups() > 1 || w.offset_bytes();
     if (w.shape.bits == 4 && grouped)
         quantized_blocks<4, true>(w, rows, first, last, y, y_step);
@@ -350,7 +354,9 @@ void quantized_share(const Rows& rows, const QuantizedLinear& w, Out* y, int64_t
 
 // x [M, K] bf16 with rows `x_step` numbers apart -> y [M, N].
 template <class Out>
-void quantized_linear(const bf16* x, int64_t x_step, int64_t num_rows, const QuantizedLinear& w, Out* y, int64_t y_step) {
+void quantized_linear(
+    const bf16* x, int64_t x_step, int64_t num_rows, const QuantizedLinear& w, Out* y, int64_t y_step
+) {
     if (!num_rows) return;
     std::unique_ptr<Stretch[]> memory(new Stretch[Rows::count(num_rows, w.num_stretches())]);
     Rows rows{memory.get(), num_rows, w.num_stretches()};

@@ -1,4 +1,4 @@
-// What is done to each row by itself: norm, gated activation. One pass over memory each.
+// Row-wise operations: norm and gated activation, each in one pass over memory.
 
 #pragma once
 
@@ -9,16 +9,16 @@
 namespace shardwise {
 namespace INSTRUCTION_SET {
 
-constexpr int64_t PARALLEL_NUMBERS = 1 << 13;  // fewer than these are done before threads have met
+constexpr int64_t PARALLEL_NUMBERS = 1 << 13;  // fewer are computed faster than threads start
 
-// y = round(x / rms(x)) weight, with the mean square over D in fp32 (kernels/norm.py); returns 1 / rms(x). D may be any
-// number.
+// y = round(x / rms(x)) weight, with the mean square over D in fp32 (kernels/reference/norm.py), for any D. Returns
+// 1 / rms(x).
 INLINE float norm_row(const bf16* from, int64_t size, const bf16* weight, float eps, bf16* to) {
     int64_t whole = size / LANES * LANES;
     floats squares = {};
     for (int64_t i = 0; i < whole; i += LANES) {
         floats v = load_bf16(from + i);
-        squares = fused(v, v, squares);
+        squares = multiply_add(v, v, squares);
     }
     float total = sum(squares);
     for (int64_t i = whole; i < size; i++) total += widen(from[i]) * widen(from[i]);
@@ -34,9 +34,9 @@ void rms_norm(const bf16* x, int64_t x_step, int64_t num_rows, int64_t size, con
     for (int64_t row = 0; row < num_rows; row++) norm_row(x + row * x_step, size, weight, eps, y + row * size);
 }
 
-INLINE floats sigmoid(floats x) { return choose(x < -88.0f, floats{}, 1.0f / (1.0f + exponential(-x))); }
+INLINE floats sigmoid(floats x) { return select(x < -88.0f, floats{}, 1.0f / (1.0f + exponential(-x))); }
 
-// silu(gate) up of a row [gate | up], each of F numbers (kernels/gated.py).
+// silu(gate) up of a row [gate | up], each of F numbers (kernels/reference/gated.py).
 INLINE void gated_row(const bf16* gate, int64_t size, bf16* to) {
     const bf16* up = gate + size;
     for (int64_t i = 0; i < size; i += LANES) {

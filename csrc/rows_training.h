@@ -1,5 +1,6 @@
-// What training does to each row by itself, forward and backward: norm, gated activation, rotation. One pass each, but
-// for the gradient of a norm's weight: a sum over rows, taken block by block of rows, whoever does them.
+// Row-wise operations of training, forward and backward: norm, gated activation, RoPE. Each is one pass over memory.
+// The gradient of a norm's weight, a sum over rows, is summed by fixed blocks of rows, so it does not depend on the
+// threads.
 
 #pragma once
 
@@ -12,31 +13,33 @@
 namespace shardwise {
 namespace INSTRUCTION_SET {
 
-constexpr int64_t BLOCK_OF_ROWS = 64;
+constexpr int64_t ROW_BLOCK = 64;
 
-// Rows of D numbers, `num_each` side by side in each of `num_tokens` tokens that are `step` numbers apart.
+// Rows of D numbers: `rows_per_token` contiguous ones in each of `num_tokens` tokens, `step` numbers apart.
 struct TokenRows {
     const bf16* start;
-    int64_t step, num_tokens, num_each, size;
+    int64_t step, num_tokens, rows_per_token, size;
 
-    int64_t count() const { return num_tokens * num_each; }
-    const bf16* row(int64_t number) const { return start + number / num_each * step + number % num_each * size; }
+    int64_t count() const { return num_tokens * rows_per_token; }
+    const bf16* row(int64_t number) const {
+        return start + number / rows_per_token * step + number % rows_per_token * size;
+    }
 };
 
-// Calls work(i) for i in [0, size) by LANES, then, one by one, work of what is left.
+// Calls whole(i) for every LANES numbers of [0, size), then single(i) for each of the rest.
 template <class Whole, class Single>
-INLINE void over_numbers(int64_t size, Whole&& whole, Single&& single) {
+INLINE void for_each_number(int64_t size, Whole&& whole, Single&& single) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) whole(i);
     for (; i < size; i++) single(i);
 }
 
-// rms_norm, and one over the root mean square of each row.
+// y = rms_norm(x); scales: the reciprocal root mean square of each row.
 void norm_forward(
-    const bf16* from, int64_t step, int64_t num_tokens, int64_t num_each, int64_t size, const bf16* weight, float eps,
-    bf16* y, float* scales
+    const bf16* from, int64_t step, int64_t num_tokens, int64_t rows_per_token, int64_t size, const bf16* weight,
+    float eps, bf16* y, float* scales
 ) {
-    const TokenRows x{from, step, num_tokens, num_each, size};
+    const TokenRows x{from, step, num_tokens, rows_per_token, size};
 #pragma omp parallel for if (x.count() * size > PARALLEL_NUMBERS)
     for (int64_t row = 0; row < x.count(); row++)
         scales[row] = norm_row(x.row(row), size, weight, eps, y + row * size);
@@ -48,12 +51,12 @@ static void norm_row_backward(
 ) {
     floats products = {};
     float total = 0;
-    over_numbers(
+    for_each_number(
         size,
         [&](int64_t i) {
             floats n = load_bf16(x + i) * scale, d = load_bf16(dy + i);
-            store(d_weight + i, fused(d, n, load(d_weight + i)));
-            products = fused(d * load_bf16(weight + i), n, products);
+            store(d_weight + i, multiply_add(d, n, load(d_weight + i)));
+            products = multiply_add(d * load_bf16(weight + i), n, products);
         },
         [&](int64_t i) {
             float n = widen(x[i]) * scale, d = widen(dy[i]);
@@ -62,7 +65,7 @@ static void norm_row_backward(
         }
     );
     float mean = (total + sum(products)) / float(size);
-    over_numbers(
+    for_each_number(
         size,
         [&](int64_t i) {
             floats n = load_bf16(x + i) * scale, g = load_bf16(dy + i) * load_bf16(weight + i);
@@ -76,16 +79,16 @@ static void norm_row_backward(
 }
 
 void norm_backward(
-    const bf16* from, int64_t step, int64_t num_tokens, int64_t num_each, int64_t size, const bf16* weight,
+    const bf16* from, int64_t step, int64_t num_tokens, int64_t rows_per_token, int64_t size, const bf16* weight,
     const float* scales, const bf16* dy, bf16* dx, bf16* d_weight
 ) {
-    const TokenRows x{from, step, num_tokens, num_each, size};
-    const int64_t num_rows = x.count(), num_blocks = (num_rows + BLOCK_OF_ROWS - 1) / BLOCK_OF_ROWS;
+    const TokenRows x{from, step, num_tokens, rows_per_token, size};
+    const int64_t num_rows = x.count(), num_blocks = (num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
     std::vector<float> sums((num_blocks + 1) * size);
 #pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS)
     for (int64_t block = 0; block < num_blocks; block++) {
-        int64_t first = block * BLOCK_OF_ROWS, rest = num_rows - first;
-        for (int64_t row = first; row < first + (rest < BLOCK_OF_ROWS ? rest : BLOCK_OF_ROWS); row++) {
+        int64_t first = block * ROW_BLOCK, rest = num_rows - first;
+        for (int64_t row = first; row < first + (rest < ROW_BLOCK ? rest : ROW_BLOCK); row++) {
             const int64_t at = row * size;
             norm_row_backward(x.row(row), weight, scales[row], dy + at, size, dx + at, sums.data() + block * size);
         }
@@ -96,7 +99,7 @@ void norm_backward(
     for (int64_t i = 0; i < size; i++) d_weight[i] = narrow(total[i]);
 }
 
-// Of silu(gate) up, rows [gate | up] of 2 F numbers: the gradient of both, in their places. F is a multiple of LANES.
+// The gradient of silu(gate) up, in rows [gate | up] of 2 F numbers. F is a multiple of LANES.
 void gated_silu_backward(const bf16* x, const bf16* dy, int64_t num_rows, int64_t size, bf16* dx) {
 #pragma omp parallel for if (num_rows * size > PARALLEL_NUMBERS)
     for (int64_t row = 0; row < num_rows; row++) {
@@ -111,8 +114,8 @@ void gated_silu_backward(const bf16* x, const bf16* dy, int64_t num_rows, int64_
     }
 }
 
-// Heads of C numbers, turned by the angles of their token (kernels/rotary.py), or back with direction -1. cos and sin
-// [num_angles, C / 2] go round; C is a multiple of 2 LANES.
+// RoPE on heads of C numbers (kernels/reference/rope.py), or its inverse with direction -1. Token i has the angles
+// i % num_angles of cos and sin [num_angles, C / 2]; C is a multiple of 2 LANES.
 void rotate(
     const bf16* from, int64_t step, int64_t num_tokens, int64_t num_heads, int64_t size, const bf16* cos,
     const bf16* sin, int64_t num_angles, float direction, bf16* y

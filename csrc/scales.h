@@ -1,4 +1,4 @@
-// What stands beside the codes of a quantized weight, as it is stored: quant/format.py.
+// Scales and offsets of a quantized weight, in the formats of quant/format.py.
 
 #pragma once
 
@@ -16,7 +16,7 @@ INLINE floats load_scales(const uint8_t* from, NumberKind kind) {
     }
 }
 
-// What is added for each unit of activations: a minimum as it is stored, or a zero point times -scale.
+// The offset that is multiplied by the sum of activations: a stored minimum, or a zero point times -scale.
 INLINE floats load_offsets(const uint8_t* from, OffsetKind kind, NumberKind scale_kind, floats scales) {
     if (kind == OffsetKind::minimum) return load_scales(from, scale_kind);
     return -scales * __builtin_convertvector(load<uint8_t, bytes>(from), floats);

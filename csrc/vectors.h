@@ -1,6 +1,6 @@
-// As many numbers at a time as a register holds, on any processor: GCC and Clang lower these vectors to what there is.
+// Vectors as wide as a register, on any processor: GCC and Clang lower these vector types to what it has.
 //
-// Included by kernels.cpp, which is compiled once for every instruction set, each time in a namespace of its own.
+// Included by kernels.cpp, which is compiled once per instruction set, each time in another namespace.
 
 #pragma once
 
@@ -64,10 +64,10 @@ INLINE ints lane_numbers() {
     return v;
 }
 
-INLINE float lowest() { return -__builtin_inff(); }
+INLINE float minus_infinity() { return -__builtin_inff(); }
 
-// A bit for each lane that is set.
-INLINE uint32_t lanes_of(ints where) {
+// One bit per lane, set where the lane is true.
+INLINE uint32_t lane_mask(ints where) {
 #if SHARDWISE_AVX512
     return _mm512_movepi32_mask((__m512i)where);
 #elif SHARDWISE_AVX2
@@ -79,17 +79,17 @@ INLINE uint32_t lanes_of(ints where) {
 #endif
 }
 
-INLINE floats choose(ints where, floats yes, floats no) { return where ? yes : no; }
+INLINE floats select(ints where, floats yes, floats no) { return where ? yes : no; }
 
-INLINE floats larger(floats a, floats b) { return a > b ? a : b; }
+INLINE floats maximum(floats a, floats b) { return a > b ? a : b; }
 
-// One number of all lanes, always by the same tree.
-template <class Join>
-INLINE float over_lanes(floats v, Join&& join) {
+// Reduces all lanes to one number, always in the same tree.
+template <class Combine>
+INLINE float reduce_lanes(floats v, Combine&& combine) {
     float x[LANES];
     store(x, v);
     for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] = join(x[i], x[i + half]);
+        for (int i = 0; i < half; i++) x[i] = combine(x[i], x[i + half]);
     return x[0];
 }
 
@@ -97,20 +97,20 @@ INLINE float sum(floats v) {
 #if SHARDWISE_AVX512
     return _mm512_reduce_add_ps((__m512)v);
 #else
-    return over_lanes(v, [](float a, float b) { return a + b; });
+    return reduce_lanes(v, [](float a, float b) { return a + b; });
 #endif
 }
 
-INLINE float highest(floats v) {
+INLINE float max_lane(floats v) {
 #if SHARDWISE_AVX512
     return _mm512_reduce_max_ps((__m512)v);
 #else
-    return over_lanes(v, [](float a, float b) { return a > b ? a : b; });
+    return reduce_lanes(v, [](float a, float b) { return a > b ? a : b; });
 #endif
 }
 
-// a b + c, rounded once where the instruction set can.
-INLINE floats fused(floats a, floats b, floats c) {
+// a b + c, rounded once where the instruction set has a fused instruction.
+INLINE floats multiply_add(floats a, floats b, floats c) {
 #if SHARDWISE_AVX512
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif SHARDWISE_AVX2
@@ -133,10 +133,10 @@ INLINE float widen(bf16 x) {
 
 INLINE floats load_bf16(const bf16* from) { return widen(load<bf16, shorts>(from)); }
 
-// To the nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 INLINE shorts narrow(floats v) {
 #if SHARDWISE_AVX512_BF16
-    return (shorts)_mm512_cvtneps_pbh((__m512)v);  // what is no normal number becomes zero, as in products
+    return (shorts)_mm512_cvtneps_pbh((__m512)v);  // flushes subnormal numbers to zero, as products do
 #endif
     words bits = (words)v;
     words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -148,33 +148,33 @@ INLINE bf16 narrow(float x) { return narrow(all(x))[0]; }
 
 INLINE void store_bf16(bf16* to, floats v) { store(to, narrow(v)); }
 
-// Adds to each sum the two products of a pair of bf16: `pair` with the pair in each lane of `pairs`.
+// Adds to each sum the two products of `pair`, two bf16 numbers, with the pair in its lane of `pairs`.
 INLINE floats add_pairs(floats sums, uint32_t pair, words pairs) {
 #if SHARDWISE_AVX512_BF16
     return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(int(pair)), (__m512bh)pairs);
 #else
     floats first = (floats)(words{} + (pair << 16)), second = (floats)(words{} + (pair & 0xffff0000u));
-    sums = fused(first, (floats)(pairs << 16), sums);
-    return fused(second, (floats)(pairs & 0xffff0000u), sums);
+    sums = multiply_add(first, (floats)(pairs << 16), sums);
+    return multiply_add(second, (floats)(pairs & 0xffff0000u), sums);
 #endif
 }
 
 // -- exp ---------------------------------------------------------------------------------------------------
 
-// exp(x) for x <= 88, to 2 units in the last place; exactly 0 below -87, where it would soon be no normal number.
+// exp(x) for x <= 88, within 2 ulp; exactly 0 below -87, near the subnormal numbers.
 INLINE floats exponential(floats x) {
-    const float to_nearest = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
-    floats power = fused(x, all(1.44269504f), all(to_nearest));
+    const float to_nearest = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    floats power = multiply_add(x, all(1.44269504f), all(to_nearest));
     floats n = power - to_nearest;
-    floats r = fused(n, all(-0.693359375f), x);
-    r = fused(n, all(2.12194440e-4f), r);
+    floats r = multiply_add(n, all(-0.693359375f), x);
+    r = multiply_add(n, all(2.12194440e-4f), r);
     floats p = all(1.9875691500e-4f);
-    p = fused(p, r, all(1.3981999507e-3f));
-    p = fused(p, r, all(8.3334519073e-3f));
-    p = fused(p, r, all(4.1665795894e-2f));
-    p = fused(p, r, all(1.6666665459e-1f));
-    p = fused(p, r, all(5.0000001201e-1f));
-    p = fused(p, r * r, r) + 1.0f;
+    p = multiply_add(p, r, all(1.3981999507e-3f));
+    p = multiply_add(p, r, all(8.3334519073e-3f));
+    p = multiply_add(p, r, all(4.1665795894e-2f));
+    p = multiply_add(p, r, all(1.6666665459e-1f));
+    p = multiply_add(p, r, all(5.0000001201e-1f));
+    p = multiply_add(p, r * r, r) + 1.0f;
     floats scaled = (floats)((ints)p + ((ints)power << 23));
     floats kept = x < -87.0f ? floats{} : scaled;
     return x != x ? x : kept;
