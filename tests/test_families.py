@@ -24,8 +24,8 @@ CLONE = replace(
     model_type="alpaca",
     transformers_class="AlpacaForCausalLM",
     gguf_architecture="alpaca",
-    folder=replace(LLAMA.folder, stems=LLAMA.folder.stems | {"head": "output_head"}),
-    mlp_bias=False,
+    folder=replace(LLAMA.folder, stems={**LLAMA.folder.stems, "head": "output_head"}),
+    mlp_bias="feed_forward_bias",
 )
 
 
@@ -36,7 +36,7 @@ def clone(monkeypatch: pytest.MonkeyPatch) -> Family:
 
 
 def test_a_family_with_the_same_math_is_one_record(clone: Family, tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    tiny_model("llama-biases").save_pretrained(tmp_path / "llama")
     config = read_config(tmp_path / "llama")
     specs = model_specs(config)
     layout = Layout()
@@ -45,22 +45,22 @@ def test_a_family_with_the_same_math_is_one_record(clone: Family, tmp_path: Path
     )
     config = replace(config, family=clone.model_type)
     tensors = list(weights.items())
-    write_folder(tmp_path / "folder", config, specs, tensors, torch.float32)
-    write_gguf(tmp_path / "model.gguf", config, tensors, "F32", torch.float32, {})
+    write_folder(tmp_path / "folder", config, specs, tensors, torch.bfloat16)
+    write_gguf(tmp_path / "model.gguf", config, tensors, "BF16", torch.bfloat16, {})
 
     raw = read_config_json(tmp_path / "folder")
     assert (raw["model_type"], raw["architectures"]) == ("alpaca", ["AlpacaForCausalLM"])
-    assert "attention_bias" in raw and "mlp_bias" not in raw
+    assert raw["feed_forward_bias"] and "mlp_bias" not in raw
     file = read_gguf(tmp_path / "model.gguf")
     assert file.metadata["general.architecture"] == "alpaca"
     assert not torch.equal(
         read_tensor(file, "blk.0.attn_q.weight"), weights["blocks.0.qkv"][: config.q_size]
     )  # the order of llama.cpp
-    expected = prompt_logits(tmp_path / "llama", read_config(tmp_path / "llama"), torch.float32)
+    expected = prompt_logits(tmp_path / "llama", read_config(tmp_path / "llama"), torch.bfloat16)
     for path in (tmp_path / "folder", tmp_path / "model.gguf"):
         assert read_config(path).family == "alpaca"
-        assert torch.equal(prompt_logits(path, read_config(path), torch.float32), expected)
-    convert(tmp_path / "model.gguf", tmp_path / "again")
+        assert torch.equal(prompt_logits(path, read_config(path), torch.bfloat16), expected)
+    convert(tmp_path / "folder", tmp_path / "again")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         tmp_path / "folder" / "model.safetensors"
     ).read_bytes()
