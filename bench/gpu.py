@@ -299,9 +299,9 @@ def check_rows(work: Work) -> Iterator[Row]:
     for num_out, num_in in (
         ((960, 576), (576, 1536), (8192, 2048), (2048, 8192)) if work.device.type == "cuda" else ()
     ):
-        weight = row_weights({"blocks.0.w": drawn((num_out, num_in), torch.bfloat16, work.device)})[
-            "blocks.0.w"
-        ]
+        weight = row_weights(
+            {"blocks.0.out": drawn((num_out, num_in), torch.bfloat16, work.device)}
+        )["blocks.0.out"]
         assert isinstance(weight, RowWeight)
         x = drawn((300, num_in), torch.bfloat16, work.device, 1)
         whole = weight.apply(x)
@@ -540,11 +540,11 @@ def time_products(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     for name in SCHEMES:
         held = quantized(name, num_out, num_in, work.device)
         weights: dict[str, Tensor | QuantizedWeight] = {
-            "blocks.0.w": QuantizedWeight((held,)),
+            "blocks.0.out": QuantizedWeight((held,)),
             "norm": norm,
         }
-        theirs = row_quantized(weights)["blocks.0.w"]
-        ours = kernels.pack_weights(dict(weights))["blocks.0.w"]
+        theirs = row_quantized(weights)["blocks.0.out"]
+        ours = kernels.pack_weights(dict(weights))["blocks.0.out"]
         products |= {
             name: (ours.apply, held.num_bytes),
             f"{name} by torch": (theirs.apply, held.num_bytes),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.block import is_block_matrix
 from shardwise.kernels.native.serving import PackedQuantized, PackedWeight
 from shardwise.model.layers import Attend, RecomputedInput
 from shardwise.model.transformer import Transformer
@@ -196,7 +197,7 @@ def pieces_timed(engine: Engine, clock: Clock) -> Iterator[None]:
 def put_clock_in(runner: Runner, clock: Clock) -> None:
     runner.blocks = None  # the same kernels one by one
     for name, weight in runner.weights.items():
-        if name.startswith("blocks.") and not isinstance(weight, Tensor):
+        if is_block_matrix(name) and not isinstance(weight, Tensor):
             runner.weights[name] = TimedWeight(weight, "products", clock)
     runner.head = TimedWeight(runner.head, "head", clock)
     runner.model = TimedTransformer(

@@ -424,7 +424,7 @@ def test_a_data_set_calibrates_too(source: Path, text: Path, tmp_path: Path) -> 
         (["--quant", "int4-g20"], "groups have a multiple of 8 columns, not 20"),
         (["--quant", "int5"], "unknown quantization scheme 'int5'"),
         (["--quant", "gguf:q2_k"], "gguf:q8_0, gguf:q4_0, gguf:q4_1 are"),
-        (["--quant", "gguf:q4_0"], "should end in .gguf, since it becomes one file"),
+        (["--quant", "gguf:q4_0"], "must end in .gguf, since --quant gguf writes one file"),
         (
             ["--quant", "int8", "--method", "best"],
             "'best' is no method to quantize; known are rtn, gptq, awq",
@@ -497,7 +497,7 @@ def test_nothing_is_quantized_twice(
     capsys.readouterr()
     for once, kinds in ((folder, "compressed-tensors"), (file, "Q8_0")):
         assert main(["convert", str(once), str(tmp_path / "twice"), "--quant", "int4-g32"]) == 2
-        assert f"{once} is quantized already ({kinds})" in capsys.readouterr().err
+        assert f"{once} is already quantized ({kinds})" in capsys.readouterr().err
     config = (
         (folder / "config.json")
         .read_text()
@@ -522,15 +522,10 @@ def test_places_that_are_taken_are_refused(
             source,
             tmp_path / "there.gguf",
             "gguf:q4_0",
-            "there.gguf is there already; name a new file",
+            "there.gguf already exists; choose another file",
         ),
         (source, source, "int8", "already exists and is not empty"),
-        (
-            source,
-            tmp_path / "new.gguf",
-            "int8",
-            "becomes a folder; for a GGUF file ask for --quant gguf:q4_0",
-        ),
+        (source, tmp_path / "new.gguf", "int8", "would become a folder; --quant gguf:q4_0"),
         (
             gpt2,
             tmp_path / "new",

@@ -67,7 +67,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def weight_of(native: NativeServing, weight: Tensor, wide: bool) -> PackedWeight:
     packed = (
-        native.pack_weights({"blocks.0.w": weight})["blocks.0.w"]
+        native.pack_weights({"blocks.0.out": weight})["blocks.0.out"]
         if not wide
         else native.pack_head(weight, BF16)[0]
     )
@@ -165,8 +165,8 @@ def test_a_quantized_product_is_as_defined_and_a_row_has_the_same_bits_alone(
     )
     assert found.dtype == torch.float32
     assert ((found - exact).abs() <= (num_in / 16 + 8) * 2.0**-23 * most).all()
-    narrow = native.pack_weights({"blocks.0.w": QuantizedWeight((held,)), "norm": drawn(1)})[
-        "blocks.0.w"
+    narrow = native.pack_weights({"blocks.0.out": QuantizedWeight((held,)), "norm": drawn(1)})[
+        "blocks.0.out"
     ]
     assert isinstance(narrow, PackedQuantized) and torch.equal(narrow.apply(x), found.to(BF16))
     for row in {0, num_rows // 2, num_rows - 1}:
@@ -216,7 +216,7 @@ def test_what_has_no_native_product_is_made_plain_as_it_is_needed(native: Native
     int8, int4, *odd = [quantize(drawn(8, 80).float(), Scheme.parse(name)) for name in names]
     for weight in (QuantizedWeight((int8, int4)), *(QuantizedWeight((each,)) for each in odd)):
         x = drawn(3, weight.shape[1], seed=1)
-        ready = native.pack_weights({"blocks.0.w": weight, "norm": drawn(1)})["blocks.0.w"]
+        ready = native.pack_weights({"blocks.0.out": weight, "norm": drawn(1)})["blocks.0.out"]
         assert isinstance(ready, RowWeight)
         torch.testing.assert_close(
             ready.apply(x), x @ weight.dequantized(BF16).t(), rtol=0.02, atol=0.05

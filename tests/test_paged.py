@@ -211,7 +211,7 @@ def test_rows_of_a_product_do_not_depend_on_how_many_there_are(
     random = torch.Generator().manual_seed(num_in)
     weight = torch.randn(num_out, num_in, generator=random).to(dtype)
     x = torch.randn(300, num_in, generator=random).to(dtype)
-    linear = row_weights({"blocks.0.w": weight})["blocks.0.w"]
+    linear = row_weights({"blocks.0.out": weight})["blocks.0.out"]
     head = head_of(weight, dtype)[0]
     assert isinstance(linear, RowWeight)
     expected = x.double() @ weight.double().t()

@@ -213,16 +213,16 @@ def test_what_has_no_product_here_has_that_of_torch() -> None:
         known = QuantizedWeight((int8,))
         norm = drawn(1).to(BF16)
         given: dict[str, Any] = {
-            "blocks.0.w": weight,
-            "blocks.0.v": known,
+            "blocks.0.out": weight,
+            "blocks.0.qkv": known,
             "embed": table,
             "norm": norm,
         }
         ready = triton_quantized.pack_weights(given)
-        assert isinstance(ready["blocks.0.w"], RowWeight) and isinstance(
-            ready["blocks.0.v"], TritonQuantized
+        assert isinstance(ready["blocks.0.out"], RowWeight) and isinstance(
+            ready["blocks.0.qkv"], TritonQuantized
         )
-        assert ready["embed"] is table and "blocks.0.v" not in given, "it is given up"
+        assert ready["embed"] is table and "blocks.0.qkv" not in given, "it is given up"
         if len(weight.parts) == 1:
             head, looked_up = triton_quantized.pack_head(weight, BF16)
             assert isinstance(head, Head) and isinstance(looked_up, QuantizedTable)

@@ -90,6 +90,11 @@ class ModelConfig:
             )
 
     @property
+    def norm_bias(self) -> bool:
+        """Whether norms have a bias, as in a LayerNorm."""
+        return self.norm == "layer"
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -5,8 +5,9 @@ of `Seams`, quantized weights are behind `linear`, the KV cache is behind `atten
 argument, by the names of `params.model_specs`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 
 import torch
@@ -22,8 +23,8 @@ from shardwise.model.seams import UNSHARDED, Seams
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The parameters of one block. Matrices are [out, in]; the rows of qkv are q|k|v, those of
-    gate_up gate|up."""
+    """The parameters of one block, by their names in `block.BLOCK`. Matrices are [out, in]: the rows
+    of qkv are q|k|v, and the rows of gate_up are gate|up."""
 
     norm1: Tensor
     qkv: Tensor
@@ -42,8 +43,34 @@ class BlockWeights:
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], layer: int) -> "BlockWeights":
-        found = ((field.name, weights.get(f"blocks.{layer}.{field.name}")) for field in fields(cls))
-        return cls(**{name: weight for name, weight in found if weight is not None})
+        """Return the weights of one block. Raises ValueError as `named` does."""
+        return cls.named(weights, layer, names_by_layer(weights)[layer])
+
+    @classmethod
+    def named(
+        cls, weights: Mapping[str, Tensor], layer: int, names: Iterable[str]
+    ) -> "BlockWeights":
+        """Return the weights with these names in the block. Raises ValueError for a name that is no
+        field, and for a field without default that has no name."""
+        unknown = [name for name in names if name not in IS_REQUIRED]
+        missing = [name for name, required in IS_REQUIRED.items() if required and name not in names]
+        if unknown or missing:
+            fault = "has unknown weights" if unknown else "lacks weights"
+            raise ValueError(f"block {layer} {fault}: {', '.join(unknown or missing)}")
+        return cls(**{name: weights[f"blocks.{layer}.{name}"] for name in names})
+
+
+IS_REQUIRED = {field.name: field.default is MISSING for field in fields(BlockWeights)}
+
+
+def names_by_layer(weights: Iterable[str]) -> dict[int, list[str]]:
+    """Return the local names of the weights of each block, such as `qkv`, by layer."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name in weights:
+        if name.startswith("blocks."):
+            _, layer, local = name.split(".", 2)
+            names[int(layer)].append(local)
+    return names
 
 
 @dataclass(frozen=True)
@@ -76,8 +103,10 @@ class Transformer:
         """Return the hidden states [..., D] after the final norm."""
         x = self.embed(weights, tokens, positions)
         rope = self.rope_tables(positions, x.dtype)
+        names = names_by_layer(weights)
         for layer in range(self.config.num_layers):
-            x = self.block(x, layer, BlockWeights.of(weights, layer), rope, attend)
+            block = BlockWeights.named(weights, layer, names[layer])
+            x = self.block(x, layer, block, rope, attend)
         return self.final(weights, x)
 
     def embed(

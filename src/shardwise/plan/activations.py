@@ -33,6 +33,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.block import BLOCK, BlockParam, SavedTensor, block_params, is_set
 from shardwise.config import ModelConfig
 from shardwise.layout import Coord, Layout, Recompute
 from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
@@ -41,7 +42,8 @@ from shardwise.parallel.pipeline.schedules import rank_actions
 from shardwise.params import cut_dim, stage_layers, stage_units
 from shardwise.precision import FP32_BYTES
 
-RECOMPUTED = ("norm1 statistics", "qkv input", "norm2 statistics", "gate_up input", "down input")
+RECOMPUTED = frozenset(each.name for param in BLOCK for each in param.saved if each.recomputed)
+"""The saved tensors that selective recompute drops."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ class Share:
 
     Attributes:
         outer_tokens: tokens of norms and residuals, which sequence parallel shards
-        inner: elements of the activation's input: gate and up, or up alone
         in_ring: context parallel by ring attention
         traded: context parallel by all-to-all, which trades tokens for heads
     """
@@ -71,7 +72,6 @@ class Share:
     kv_heads: int
     head_dim: int
     ffn: int
-    inner: int
     vocab: int
     in_ring: bool
     traded: bool
@@ -83,6 +83,10 @@ class Share:
     @property
     def kv(self) -> int:
         return self.kv_heads * self.head_dim
+
+    def elements(self, dim: str) -> int:
+        """Return the elements per token of a dim of the block's parameters."""
+        return {"embed": self.hidden, "q_heads": self.q, "kv_heads": self.kv, "ffn": self.ffn}[dim]
 
 
 def share_of(config: ModelConfig, layout: Layout, microbatch: MicroBatchShape) -> Share:
@@ -109,7 +113,6 @@ def share_of(config: ModelConfig, layout: Layout, microbatch: MicroBatchShape) -
         cut["kv_heads"].size // c,
         c,
         cut["ffn"].size,
-        cut["ffn"].size * (2 if config.gated else 1),
         cut["vocab"].size,
         in_ring=layout.cp > 1 and not layout.all_to_all,
         traded=layout.cp > 1 and layout.all_to_all,
@@ -117,34 +120,32 @@ def share_of(config: ModelConfig, layout: Layout, microbatch: MicroBatchShape) -
 
 
 def saved_tensors(config: ModelConfig, share: Share, element_bytes: int) -> dict[str, int]:
-    """Return the bytes of each tensor that a block saves without recompute, in the order of the
-    forward."""
-    n = share.tokens
-    outer = share.outer_tokens
-    e = element_bytes
-    statistics = outer * norm_bytes(config, element_bytes)
+    """Return the bytes of each tensor that a block saves without recompute, by name."""
     saved = {
-        "block input": outer * share.hidden * e,
-        "norm1 statistics": statistics,
-        "qkv input": n * share.hidden * e,
-        "q, k, v": n * (share.q + 2 * share.kv) * e,
-        "attention output": n * share.q * e,
-        "norm2 input": outer * share.hidden * e,
-        "norm2 statistics": statistics,
-        "gate_up input": n * share.hidden * e,
-        "gate_up output": n * share.inner * e,
-        "down input": n * share.ffn * e,
+        each.name: saved_bytes(config, share, element_bytes, param, each)
+        for param in block_params(config)
+        for each in param.saved
+        if is_set(config, each.flag)
     }
     if share.in_ring:
-        saved["log-sum-exp"] = n * share.heads * FP32_BYTES
+        saved["log-sum-exp"] = share.tokens * share.heads * FP32_BYTES
     if share.traded:
-        saved["attention output of other tokens"] = n * share.q * e
-    if config.qk_norm:
-        saved["q, k, v before norms"] = n * (share.q + 2 * share.kv) * e
-        saved["q, k norm statistics"] = (
-            n * (share.heads + share.kv_heads) * norm_bytes(config, element_bytes)
-        )
+        saved["attention output of other tokens"] = share.tokens * share.q * element_bytes
     return saved
+
+
+def saved_bytes(
+    config: ModelConfig, share: Share, element_bytes: int, param: BlockParam, saved: SavedTensor
+) -> int:
+    """Return the bytes of one row of the table of a block (`block.BLOCK`)."""
+    is_outer = param.normalized == "embed"
+    tokens = share.outer_tokens if is_outer else share.tokens
+    if saved.tensor == "statistics":
+        assert param.normalized is not None, param
+        rows = 1 if is_outer else share.elements(param.normalized) // share.head_dim
+        return tokens * rows * norm_bytes(config, element_bytes)
+    dims = param.dims[-1:] if saved.tensor == "input" else param.output_dims(config)
+    return tokens * sum(map(share.elements, dims)) * element_bytes
 
 
 def norm_bytes(config: ModelConfig, element_bytes: int) -> int:
@@ -160,9 +161,8 @@ def block_bytes(
     saved = saved_tensors(config, share, element_bytes)
     if recompute == "full":
         return saved["block input"]
-    return sum(
-        size for name, size in saved.items() if recompute == "none" or name not in RECOMPUTED
-    )
+    dropped = RECOMPUTED if recompute == "selective" else ()
+    return sum(size for name, size in saved.items() if name not in dropped)
 
 
 def head_bytes(config: ModelConfig, share: Share, element_bytes: int) -> int:
@@ -172,12 +172,12 @@ def head_bytes(config: ModelConfig, share: Share, element_bytes: int) -> int:
     return final + share.tokens * share.hidden * element_bytes
 
 
-def deferred_bytes(share: Share, element_bytes: int) -> int:
+def deferred_bytes(config: ModelConfig, share: Share, element_bytes: int) -> int:
     """Return the bytes that a block with a split backward holds from I to W: the input, and the
     gradient of the output, of each linear."""
-    inputs = 2 * share.hidden + share.q + share.ffn
-    outputs = share.q + 2 * share.kv + 2 * share.hidden + share.inner
-    return share.tokens * (inputs + outputs) * element_bytes
+    matrices = [param for param in block_params(config) if param.kind == "matrix"]
+    dims = [dim for each in matrices for dim in (each.dims[-1], *each.output_dims(config))]
+    return share.tokens * sum(map(share.elements, dims)) * element_bytes
 
 
 def activation_bytes(
@@ -195,7 +195,7 @@ def activation_bytes(
         block_bytes(config, share, element_bytes) - block if layout.recompute == "full" else 0
     )
     head = head_bytes(config, share, element_bytes)
-    deferred = deferred_bytes(share, element_bytes)
+    deferred = deferred_bytes(config, share, element_bytes)
     blocks = {s: len(layers) for s, layers in enumerate(stage_layers(config, layout))}
     last = len(blocks) - 1
     if not last:

@@ -5,7 +5,7 @@ offset.
     w = s (q - z)    zeros: integer zero points z, as in GPTQ, AWQ and compressed-tensors
     w = s q + m      zeros: minima m, as in Q4_1 of GGUF
 
-Both types of offset are stored as they come and told apart by their dtype. Neither can represent
+Both types of offset are stored as they come and distinguished by their dtype. Neither can represent
 the other without loss: m / s is not an integer, and s z has more bits than the dtype of the scale.
 Weights are computed in fp32 and rounded once. With scales in bf16 or fp16, s (q - z) is exact in
 fp32, and so is s q + m with m = -s z, so a kernel may use either. `quantize` produces zero points.

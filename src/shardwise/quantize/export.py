@@ -1,8 +1,7 @@
-"""A model written quantized, for other engines and for this one; then proven, by reading it back
-and comparing.
+"""Writing a quantized model, for other engines and for this one, and verifying it by loading it.
 
-While the parameters go by on their way to the file, a prompt runs through them as they will be: the
-logits that it ends with are those that the file has to give.
+While the parameters are written, a prompt runs through them in the form in which they will be
+loaded. Its logits are the reference for those of the file.
 """
 
 import shutil
@@ -57,11 +56,12 @@ def export(
     """Write the model at `source` with the matrices of its blocks quantized, as a folder or a GGUF
     file.
 
-    `text` are token ids [sequences, tokens] for a calibrated method; `dtype` is that of all that is
-    not quantized (None: the source's). Ends by loading what was written and comparing logits in
-    fp32 with those of the quantized model. Raises ValueError for a source that cannot be read or is
-    quantized already, groups that do not divide, a destination that is in use, and logits that
-    differ by more than 1e-4 of the largest; then nothing is left behind.
+    `text` are the token ids [sequences, tokens] for a calibrated method; `dtype` is the dtype of
+    parameters that are not quantized (None: that of the source). At the end the destination is
+    loaded, and its logits in fp32 are compared with those of the quantized model. Raises ValueError
+    if the source cannot be read or is already quantized, groups do not divide a matrix, the
+    destination exists, or logits differ by more than 1e-4 of the largest one; then the destination
+    is removed.
     """
     report = progress or (lambda what, done: None)
     check_unquantized(source)
@@ -73,7 +73,7 @@ def export(
         quantizer = Quantizer(config, quant_config, dtype, device)
         weights = StreamedWeights(reader, model_specs(config), dtype)
         tensors = passed.on(quantizer.parameters(weights, text, report))
-        files = write(source, destination, config, quant_config, tensors, dtype)
+        files = write_quantized(source, destination, config, quant_config, tensors, dtype)
     report("checking", 0.5)
     try:
         logits = prompt_logits(destination, read_config(destination), dtype)
@@ -86,7 +86,7 @@ def export(
 
 
 def check_unquantized(source: Path) -> None:
-    """Raise ValueError for a model that is stored quantized."""
+    """Raise ValueError if the model at `source` is quantized."""
     kinds: set[str] = set()
     if source_kind(source) == "gguf":
         kinds = {
@@ -99,24 +99,27 @@ def check_unquantized(source: Path) -> None:
         kinds = {format.method} if format else set()
     if kinds:
         raise ValueError(
-            f"{source} is quantized already ({', '.join(sorted(kinds))}), and errors of two roundings add up: take the "
-            "original, or, to do it all the same, convert it without --quant first"
+            f"{source} is already quantized ({', '.join(sorted(kinds))}), and quantizing it again "
+            "adds a second rounding error; use the original model, or convert it without --quant "
+            "first"
         )
 
 
 def check_destination(destination: Path, quant_config: QuantConfig, config: ModelConfig) -> None:
+    """Raise ValueError unless the quantized model can be written to `destination`."""
     if quant_config.gguf:
         import_gguf()
         if destination.suffix != ".gguf":
-            raise ValueError(f"{destination} should end in .gguf, since it becomes one file")
+            raise ValueError(f"{destination} must end in .gguf, since --quant gguf writes one file")
         if destination.exists():
-            raise ValueError(f"{destination} is there already; name a new file")
+            raise ValueError(f"{destination} already exists; choose another file")
         config_metadata(config)
         return
     check_vacant(destination)
     if destination.suffix == ".gguf":
         raise ValueError(
-            f"{destination} becomes a folder; for a GGUF file ask for --quant gguf:q4_0, q4_1 or q8_0"
+            f"{destination} would become a folder; --quant gguf:q4_0, gguf:q4_1 and gguf:q8_0 write "
+            "GGUF files"
         )
     if family_of(config).folder.transposed:
         raise ValueError(
@@ -125,7 +128,7 @@ def check_destination(destination: Path, quant_config: QuantConfig, config: Mode
         )
 
 
-def write(
+def write_quantized(
     source: Path,
     destination: Path,
     config: ModelConfig,
@@ -133,7 +136,7 @@ def write(
     tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
     dtype: torch.dtype,
 ) -> tuple[str, ...]:
-    """The names of the files."""
+    """Write the tensors in the format of `quant_config` and return the names of the files."""
     tokenizer, files = find_tokenizer(source)
     if quant_config.gguf is None:
         specs = model_specs(config)

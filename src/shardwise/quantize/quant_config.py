@@ -12,7 +12,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How to quantize a model.
+    """A way to quantize a model.
 
     Attributes:
         scheme: the scheme of every matrix.
@@ -48,5 +48,5 @@ class QuantConfig:
 
     @property
     def calibrated(self) -> bool:
-        """Whether the method needs a calibration text."""
+        """True if the method needs a calibration text."""
         return self.method != "rtn"

@@ -1,8 +1,9 @@
-"""A model quantized block by block, in bounded memory: besides the result there are the inputs of
-one block, that block as plain numbers, and the statistics of its matrices.
+"""Quantization of a model, one block at a time.
 
-With a calibrated method the text runs through the blocks as they will be: each is first watched at
-work, then quantized, then run again, so that the next one sees the errors of those before it.
+Memory is bounded: in addition to the result it holds one block in fp32, its inputs, and the
+statistics of its matrices. A calibrated method runs the calibration text through each block twice:
+to collect statistics, and, once the block is quantized, to compute the inputs of the next block,
+which thus include the errors of the blocks before it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardwise.block import MATRICES
 from shardwise.config import ModelConfig
 from shardwise.formats.convert import Progress
 from shardwise.formats.gguf.gguf_blocks import choose_block_scales
@@ -35,18 +37,24 @@ from shardwise.quantize.gptq import gptq
 from shardwise.quantize.quant_config import QuantConfig
 from shardwise.quantize.statistics import InputStatistics, ObservedWeight
 
-MATRICES = ("qkv", "out", "gate_up", "down")
 BATCH_TOKENS = 4096
-"""Of the text, that run through a block at once."""
+"""Tokens of the calibration text that run through a block at once."""
 
 Statistics = dict[str, InputStatistics]
 
 
 @dataclass(frozen=True, eq=False)
 class Quantizer:
-    """How the matrices of a model are quantized. `dtype` is that of what stays plain numbers, so
-    that scales which are taken into a norm are rounded as the norm will be; work is done in fp32 on
-    `device`."""
+    """Quantizes the matrices of a model's blocks. Raises ValueError for groups that do not divide
+    the columns of one.
+
+    Attributes:
+        config: the model.
+        quant_config: scheme and method.
+        dtype: the dtype in which the other parameters are stored. AWQ scales are chosen so that
+            norms in this dtype absorb them exactly.
+        device: where to compute, in fp32.
+    """
 
     config: ModelConfig
     quant_config: QuantConfig
@@ -63,9 +71,12 @@ class Quantizer:
     def parameters(
         self, weights: Mapping[str, Tensor], text: Tensor | None, progress: Progress
     ) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
-        """The model's parameters in their order, each asked of `weights` (in fp32) once it is
-        needed. `text` holds token ids [sequences, tokens] of a calibrated method. Raises ValueError
-        for weights that are no numbers."""
+        """Yield the parameters in the order of the model, matrices of blocks quantized.
+
+        `weights` are in fp32, and each is read when it is needed. `text` holds the token ids
+        [sequences, tokens] of a calibrated method. Raises ValueError for weights that are not
+        finite.
+        """
         assert (text is not None) == self.quant_config.calibrated
         x = None if text is None else self.embedded(weights, text)
         for unit, specs in units(model_specs(self.config)).items():
@@ -77,21 +88,22 @@ class Quantizer:
             block = {
                 spec.name.removeprefix(prefix): weights[spec.name].to(self.device) for spec in specs
             }
-            check_numbers(block, unit)
-            ready = self.block(block, None if x is None else self.watched(block, layer, x))
+            check_finite(block, unit)
+            statistics = None if x is None else self.collect(block, layer, x)
+            quantized = self.quantize_block(block, statistics)
             if x is not None and layer + 1 < self.config.num_layers:
-                self.run(dequantized_block(ready), layer, x, out=x)
-            yield from ((prefix + name, value.to("cpu")) for name, value in ready.items())
+                self.run(dequantized_block(quantized), layer, x, out=x)
+            yield from ((prefix + name, value.to("cpu")) for name, value in quantized.items())
             progress("quantizing", (layer + 1) / self.config.num_layers)
 
     def embedded(self, weights: Mapping[str, Tensor], text: Tensor) -> Tensor:
-        """[sequences, tokens, D]."""
+        """Return the inputs [sequences, tokens, D] of the first block."""
         return Transformer(self.config, REFERENCE).embed(
             weights, text, torch.arange(text.shape[1])[None]
         )
 
-    def watched(self, block: Block, layer: int, x: Tensor) -> Statistics:
-        """What the matrices of a block are multiplied with while it runs."""
+    def collect(self, block: Block, layer: int, x: Tensor) -> Statistics:
+        """Return the input statistics of the matrices of a block that runs on x."""
         weights = {name: ObservedWeight(block[name]) for name in MATRICES}
         self.run({**block, **weights}, layer, x)
         return {name: weight.statistics() for name, weight in weights.items()}
@@ -104,8 +116,8 @@ class Quantizer:
         x: Tensor,
         out: Tensor | None = None,
     ) -> None:
-        """A block over all of the text, a few sequences at a time; what it makes of x goes to
-        `out`, if given."""
+        """Run a block on x [sequences, tokens, D], a few sequences at a time, and write its outputs
+        to `out`, if given."""
         decoder = Transformer(self.config, REFERENCE)
         weights = BlockWeights(**block)  # type: ignore[arg-type]
         positions = torch.arange(x.shape[1], device=self.device)[None]
@@ -117,28 +129,26 @@ class Quantizer:
             if out is not None:
                 out[start : start + step] = y.to(out.device)
 
-    def block(
+    def quantize_block(
         self, block: Block, statistics: Statistics | None
     ) -> dict[str, Tensor | QuantizedMatrix]:
-        """A block with its matrices quantized, and, of AWQ, with scales taken in."""
+        """Return a block with quantized matrices and, for AWQ, with folded scales."""
         scheme = self.quant_config.scheme
         if statistics is None:
-            made = {name: round_to_nearest(block[name], scheme, self.choose) for name in MATRICES}
-        elif self.quant_config.method == "gptq":
-            made = {
-                name: gptq(block[name], scheme, statistics[name].second_moment, self.choose)
-                for name in MATRICES
+            return block | {
+                name: round_to_nearest(block[name], scheme, self.choose) for name in MATRICES
             }
-        else:
+        method = gptq
+        if self.quant_config.method == "awq":
+            method = clipped
             block, statistics = self.scaled(block, statistics)
-            made = {
-                name: clipped(block[name], scheme, statistics[name].second_moment, self.choose)
-                for name in MATRICES
-            }
-        return block | made
+        return block | {
+            name: method(block[name], scheme, statistics[name].second_moment, self.choose)
+            for name in MATRICES
+        }
 
     def scaled(self, block: Block, statistics: Statistics) -> tuple[Block, Statistics]:
-        """A block with the scales of AWQ taken in, and what is then known of it."""
+        """Return a block with the scales of AWQ folded in, and its statistics."""
         for fold in folds(self.config, self.dtype):
             name = fold.matrix
             scales = input_scales(
@@ -153,12 +163,10 @@ class Quantizer:
         return block, statistics
 
 
-def check_numbers(block: Block, unit: str) -> None:
+def check_finite(block: Block, unit: str) -> None:
     for name, weight in block.items():
         if not weight.isfinite().all():
-            raise ValueError(
-                f"{unit}.{name} holds weights that are infinite or no numbers, so it cannot be quantized"
-            )
+            raise ValueError(f"{unit}.{name} has infinities or NaNs and cannot be quantized")
 
 
 def dequantized_block(block: Mapping[str, Tensor | QuantizedMatrix]) -> Block:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.block import block_params
 from shardwise.config import ModelConfig
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
@@ -26,6 +27,9 @@ from shardwise.kernels.native.serving import (
 
 NORMS = ("norm1", "norm2", "q_norm", "k_norm")
 MATRICES = ("qkv", "out", "gate_up", "down")
+"""The parameters of a block in the order of the library's arguments; each matrix may have a
+bias."""
+SUPPORTED = frozenset((*NORMS, *MATRICES, *(f"{name}_bias" for name in MATRICES)))
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def native_decoder(
         and config.gated
         and config.activation == "silu"
         and config.positions == "rope"
+        and all(param.name in SUPPORTED for param in block_params(config))
     )
     if not is_llama_block or not isinstance(attention, NativePagedAttention):
         return None

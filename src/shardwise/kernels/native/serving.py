@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.block import is_block_matrix
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
 from shardwise.kernels.native.library import LANES, InstructionSet, library
@@ -281,7 +282,7 @@ class NativeServing(InstructionSet):
         """Return True for a matrix of a block that has a native product."""
         if isinstance(weight, QuantizedWeight):
             return native_integers(weight) is not None
-        return name.startswith("blocks.") and weight.dim() == 2 and weight.shape[1] % 2 == 0
+        return is_block_matrix(name) and weight.shape[1] % 2 == 0
 
     def pack_head(
         self, weight: Tensor | QuantizedWeight, dtype: torch.dtype

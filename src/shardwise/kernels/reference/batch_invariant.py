@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.block import is_block_matrix
 from shardwise.quant.format import strip_rows
 from shardwise.quant.weight import QuantizedTable, QuantizedWeight
 
@@ -76,7 +77,7 @@ def row_weights(
     tensors = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
     ready: dict[str, Tensor | RowWeight | QuantizedTable] = tensors | row_quantized(weights)
     for name, weight in tensors.items():
-        if name.startswith("blocks.") and weight.dim() == 2:
+        if is_block_matrix(name):
             if weight.shape not in sizes:
                 probe = packed_product(cancelling(weight))
                 sizes[weight.shape] = agreeing_sizes(probe, weight)

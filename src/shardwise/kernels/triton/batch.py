@@ -72,12 +72,10 @@ def table_batch(
     positions = starts[owner] + torch.arange(len(owner)) - first_tokens[owner]
     slots = page_table[owner, positions // page_tokens] * page_tokens + positions % page_tokens
     tiles = {
-        size: origins
-        for size in sizes
-        if (origins := list(tile_origins(spans, group, size, sizes)))
+        size: tile for size in sizes if (tile := list(tile_origins(spans, group, size, sizes)))
     }
     arrays = [slots, page_table, starts, lengths, first_tokens]
-    arrays += [torch.tensor(origins) for origins in tiles.values()]
+    arrays += [torch.tensor(tile) for tile in tiles.values()]
     slots, page_table, starts, lengths, first_tokens, *origins = copy_to_device(arrays, device)
     row_tiles = tuple(map(RowTiles, tiles, origins))
     return TableBatch(slots, page_table, starts, lengths, first_tokens, row_tiles)
