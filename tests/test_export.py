@@ -1,6 +1,5 @@
-"""`shardwise convert --quant`: what it writes is what transformers, compressed-tensors and the gguf
-package read as the same model; and what is refused. That llama.cpp does too is looked at by
-`bench/check_gguf.py`."""
+"""`shardwise convert --quant`: transformers, compressed-tensors and the gguf package read what it
+writes as the same model, and other requests are refused. `bench/check_gguf.py` checks llama.cpp."""
 
 import json
 from dataclasses import replace
@@ -213,8 +212,8 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path, name: str, kind: str) -> 
     "name", ["llama-tied", "llama-biases", "qwen2", "qwen3", "mistral", "gpt2"]
 )
 def test_its_tensors_are_where_llama_cpp_looks_for_them(tmp_path: Path, name: str) -> None:
-    """By the package's own table of names, and, of llama, with the rows of heads in the order of
-    its converter."""
+    """Names follow the package's own table, and rows of llama's heads the order of its
+    converter."""
     new = exported(tmp_path, saved(tmp_path / "old", name), "gguf:q8_0")
     theirs = tiny_model(name).state_dict()
     config = read_config(new)
@@ -489,7 +488,7 @@ def test_what_cannot_be_is_refused(
 def test_nothing_is_quantized_twice(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither a folder nor a GGUF file, unless it was made plain first."""
+    """Neither a folder nor a GGUF file, unless it was dequantized first."""
     folder = tmp_path / "once"
     file = tmp_path / "once.gguf"
     assert main(["convert", str(source), str(folder), "--quant", "int8"]) == 0

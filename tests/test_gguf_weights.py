@@ -1,5 +1,5 @@
-"""Weights of GGUF files: names and row order as the `gguf` package and llama.cpp's converter have
-them."""
+"""Weights of GGUF files, with the names and row order of the `gguf` package and llama.cpp's
+converter."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Reading any rectangle of a parameter, from whatever holds a model: what ZeRO asks for, whose cuts
-know no rows."""
+"""Reading any box of a parameter from every kind of model file, as ZeRO needs, whose shards ignore
+rows."""
 
 import functools
 import math
@@ -122,7 +122,7 @@ def test_a_rectangle_is_the_slice_of_the_whole(
 def test_ranges_of_a_flat_tensor_are_read_piece_by_piece(
     folder: Path, source: str, num_cuts: int
 ) -> None:
-    """As the shards of a unit ask for them: cut anywhere, within a row and within a head."""
+    """Ranges as the shards of a unit need them: split anywhere, within a row and within a head."""
     path = written(folder, source)
     config, weights = whole_of(path)
     for spec in stored(config):

@@ -1,5 +1,5 @@
-"""Folders of GPTQ, AWQ, compressed-tensors and fp8: every weight exactly as the format means it,
-kept or made plain."""
+"""Folders of GPTQ, AWQ, compressed-tensors and fp8: every weight exactly as the format defines it,
+with stored codes or dequantized."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def folder(plain: Path, tmp_path: Path) -> Path:
 
 
 def ours(folder: Path, meant: Tensors) -> dict[str, Tensor]:
-    """What is meant, under our names, put together by transformers and by hand."""
+    """The expected weights under our names, assembled by transformers and by hand."""
     model = LlamaForCausalLM(tiny_model("llama", vocab_size=264).config)
     model.load_state_dict(meant)
     return our_weights(model)
@@ -62,8 +62,8 @@ def nbytes(weight: Tensor | QuantizedWeight) -> int:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name: str) -> None:
-    """Exactly, in fp32; read as plain numbers or kept; whole and on each of two ranks; in the bytes
-    of the plan."""
+    """Weights are exact in fp32, dequantized or with stored codes, unsharded and on each of two
+    ranks, and have the bytes of the plan."""
     meant = quantize_folder(plain, tmp_path / "folder", WRITERS[name])
     wanted = ours(plain, meant)
     path = tmp_path / "folder"
@@ -108,7 +108,7 @@ def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", ["gptq-4", "awq", "packed-4", "int8", "fp8-block"])
 def test_logits_are_those_of_transformers(plain: Path, tmp_path: Path, name: str) -> None:
-    """With the weights that are meant, in fp32: 1e-4 of the largest."""
+    """Logits with the expected weights in fp32 agree to 1e-4 of the largest."""
     meant = quantize_folder(plain, tmp_path / "folder", WRITERS[name])
     theirs = LlamaForCausalLM(tiny_model("llama", vocab_size=264).config).eval()
     theirs.load_state_dict(meant)
@@ -346,9 +346,9 @@ def in_two_files(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (cut_short, "is not a whole safetensors file"),
-        (without_a_header, "is not a whole safetensors file"),
-        (listed_but_gone, "is missing, although model.safetensors.index.json beside it lists it"),
+        (cut_short, "is not a complete safetensors file"),
+        (without_a_header, "is not a complete safetensors file"),
+        (listed_but_gone, "is missing, although model.safetensors.index.json lists it"),
         (in_two_files, "in two files"),
         (Path.unlink, "has no weights: expected model.safetensors or model.safetensors.index.json"),
     ],

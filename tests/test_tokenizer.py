@@ -70,8 +70,8 @@ def reference(saved: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def gguf_reference() -> Any:
-    """What transformers makes of the same file; it does not know that SmolLM2 takes digits one by
-    one, so it is told.
+    """The tokenizer that transformers reads from the same file, with the rule that SmolLM2 splits
+    digits, which it does not read.
 
     (The pre-tokenizer is that of HuggingFaceTB/SmolLM2-135M-Instruct/tokenizer.json.)
     """
@@ -369,8 +369,8 @@ def test_lengths_in_a_file_do_not_cut_text(trained: Tokenizer, tmp_path: Path) -
 
 
 def test_known_pre_tokenizers() -> None:
-    """How each kind cuts `text` into words; smollm and default agree with what llama.cpp's rules
-    say."""
+    """Each pre-tokenizer splits `text` into the expected words; smollm and default follow
+    llama.cpp's rules."""
     text = "Don't  add 12345²\n\n ok!="
     expected = {
         "default": ["Don", "'", "t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],

@@ -166,8 +166,8 @@ def find_model(
     """Resolve MODEL: an existing path first, then a count, a catalogue name, a hub id.
 
     Only the config.json of a hub model is downloaded, unless the local cache has it. `cache_dir`
-    and `local_files_only` are those of huggingface_hub. Raises ValueError, in one sentence, for
-    what cannot be found or read.
+    and `local_files_only` have the meaning of huggingface_hub. Raises ValueError, in one sentence,
+    for what cannot be found or read.
     """
     path = Path(text).expanduser()
     if text and path.exists():

@@ -53,7 +53,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote.
+    """The result of a conversion.
 
     Attributes:
         files: their names.

@@ -43,7 +43,7 @@ class ConfigKeys:
 
 @dataclass(frozen=True)
 class Family:
-    """How the files of one family of models describe and store a decoder.
+    """The files of one family of models: how they describe and store a decoder.
 
     Attributes:
         model_type: the family's name here (`ModelConfig.family`) and in config.json.

@@ -17,7 +17,7 @@ BUFFERS = re.compile(r"(^|\.)attn\.(masked_)?bias$|rotary_emb\.inv_freq$|^rope_f
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How files of one kind name and store a family's parameters.
+    """The names under which files of one kind store a family's parameters.
 
     Attributes:
         stems: stored name, without `.weight` or `.bias`, for the name of a parameter within its

@@ -5,8 +5,8 @@
                      along N; weight_shape
     float-quantized  weight [N, K] in float8_e4m3fn, weight_scale [N, G]
 
-Only weights are quantized, and engines expect the integers of such models packed, those of 8 bits
-too. Format: https://github.com/vllm-project/compressed-tensors (3 bits are packed without gaps, as
+Only weights are quantized. Engines expect the integers of such models packed, even 8-bit ones.
+Format: https://github.com/vllm-project/compressed-tensors (3 bits are packed without gaps, as
 in its version 0.20)
 """
 

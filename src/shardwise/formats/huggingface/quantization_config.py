@@ -1,4 +1,4 @@
-"""How a Hugging Face folder stores a quantized model: `quantization_config` in its config.json.
+"""`quantization_config` in the config.json of a Hugging Face folder: how its matrices are stored.
 
 Imports no torch. Formats: https://github.com/ModelCloud/GPTQModel,
 https://github.com/casper-hansen/AutoAWQ, https://github.com/vllm-project/compressed-tensors,
@@ -22,7 +22,7 @@ ACT_ORDER = (
 
 @dataclass(frozen=True)
 class FolderQuantization:
-    """How the quantized matrices of a folder are stored.
+    """The storage of the quantized matrices of a folder.
 
     Attributes:
         method: the format that the folder names.

@@ -1,4 +1,4 @@
-"""From the tensors of a quantized Hugging Face folder to `QuantizedMatrix`, without loss.
+"""Reading the tensors of a quantized Hugging Face folder as `QuantizedMatrix`, without loss.
 
 Codes keep their bits and scales their dtype. How each method stores them is described in
 `quantized_tensors.py`.

@@ -48,7 +48,7 @@ def write_folder(
     memory at a time. A tied head is not written. `tokenizer` is saved, or `tokenizer_files` copied
     instead. The folder appears when it is complete. Raises ValueError for a destination that exists
     and is not empty or that cannot be written, for a tokenizer with more ids than the vocabulary,
-    and for tensors that are not those of `specs`.
+    and for tensors that do not match `specs`.
     """
     path = Path(path)
     check_vacant(path)

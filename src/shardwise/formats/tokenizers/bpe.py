@@ -54,7 +54,7 @@ DEFAULT_WORDS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How a byte-level tokenizer splits text into words before any merge.
+    """The rule by which a byte-level tokenizer splits text into words before any merge.
 
     Attributes:
         patterns: regular expressions, applied one after the other.
