@@ -1,10 +1,10 @@
-"""The kernels for GPUs on one GPU: do they compute what their definitions say, have rows the same
-bits in any company, and how fast are they and the captured steps that use them? A few minutes.
+"""Check the Triton kernels on one GPU against their definitions and for batch invariance, and
+measure their speed and that of captured decode steps. Takes a few minutes.
 
     python bench/gpu.py [--json]
-    python bench/gpu.py --interpret [--json]     # correctness alone, small, on a CPU by Triton's interpreter
+    python bench/gpu.py --interpret [--json]   # only correctness, on a CPU, in the interpreter
 
-Exit 0 if all is right, 1 if not, 2 without a GPU.
+Exit status: 0 if all checks pass, 1 if not, 2 without a GPU.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from shardwise.kernels.reference.norm import rms_norm_naive
 from shardwise.kernels.reference.rope import apply_rope_naive
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import triton_kernels
-from shardwise.kernels.serving_interface import Attention, AttentionShape, ServingKernels
+from shardwise.kernels.serving_interface import AttentionShape, PagedAttention, ServingKernels
 from shardwise.kernels.spans import Span
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
@@ -53,20 +53,20 @@ from shardwise.serve.engine.runner import Runner
 PAGE_TOKENS = 16
 MAX_RUNNING = 32
 Step = Sequence[tuple[int, int]]
-"""(text, how many of its tokens) of each that is run together."""
+"""(sequence, number of its tokens) of each sequence of a step."""
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-"""Relative to the largest: the last two bits. In fp32 sums of a GPU differ from those of its
-definition."""
+"""Tolerances relative to the largest number: the last two bits. fp32 sums on a GPU differ from
+those of the definition."""
 LOGITS_ERROR = 0.05
-"""Relative to the largest, of a model in bf16 with other kernels."""
+"""Tolerance relative to the largest logit, between kernels, of a model in bf16."""
 PRODUCT_ERROR = 1e-5
-"""Relative to the largest, of sums in fp32 of products that are exact."""
+"""Tolerance relative to the largest number, of fp32 sums of exact products."""
 SCHEMES = ("int8", "int8-g32", "int4-g32", "int4-g128", "int4z-g128", "int4z")
 
 
 @dataclass(frozen=True)
-class Row:
-    """A figure, or a check with `ok`."""
+class Result:
+    """A measurement, or a check with `ok`."""
 
     name: str
     value: float
@@ -76,8 +76,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """What is run: sequences of `lengths` tokens, heads (H, K, C) and windows of attention,
-    products (N, K), models."""
+    """The cases to run: sequences of `lengths` tokens, heads (H, K, C) of attention, products
+    (N, K), models."""
 
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
@@ -115,8 +115,7 @@ def interpreted() -> Work:
     )
 
 
-# -- correctness
-# --------------------------------------------------------------------------------------------
+# Correctness.
 
 
 def drawn(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
@@ -124,8 +123,9 @@ def drawn(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: 
     return torch.randn(tuple(shape), generator=random, device=device).to(dtype)
 
 
-def far(found: Tensor, expected: Tensor) -> float:
-    """The largest error, relative to the largest number; infinite where it is no number."""
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest error relative to the largest number; infinite if any result is not
+    finite."""
     if not found.isfinite().all():
         return float("inf")
     return float(
@@ -134,7 +134,7 @@ def far(found: Tensor, expected: Tensor) -> float:
     )
 
 
-def check_attention(work: Work, kernels: ServingKernels) -> Iterator[Row]:
+def check_attention(work: Work, kernels: ServingKernels) -> Iterator[Result]:
     kinds: list[tuple[int | None, KvDtype]] = [
         (None, "auto"),
         (100, "auto"),
@@ -147,37 +147,40 @@ def check_attention(work: Work, kernels: ServingKernels) -> Iterator[Row]:
         heads = AttentionShape(
             num_heads, num_kv, size, PAGE_TOKENS, frozenset([window]), dtype, work.device, kv_dtype
         )
-        attention = kernels.attention(heads)
-        name = f"attention {num_heads}/{num_kv} heads of {size}, {str(dtype)[6:]}, window {window}, kept as {kv_dtype}"
+        attention = kernels.paged_attention(heads)
+        name = f"attention {num_heads}/{num_kv} heads of {size}, {str(dtype)[6:]}, "
+        name += f"window {window}, kv_dtype {kv_dtype}"
         texts = [
             drawn((n, num_heads + 2 * num_kv, size), dtype, work.device, n) for n in work.lengths
         ]
         alone = [
-            attended(attention, heads, [text], window, [[(0, len(text))]])[0] for text in texts
+            attend_in_steps(attention, heads, [text], window, [[(0, len(text))]])[0]
+            for text in texts
         ]
         error = max(
-            far(out, defined(text, heads, window)) for out, text in zip(alone, texts, strict=True)
+            relative_error(out, attention_fp64(text, heads, window))
+            for out, text in zip(alone, texts, strict=True)
         )
-        yield Row(name, error, "of the largest", error <= ERROR[dtype])
+        yield Result(name, error, "of the largest", error <= ERROR[dtype])
         steps = [[(number, len(text) - 1)] for number, text in enumerate(texts) if len(text) > 1]
-        together = attended(
+        together = attend_in_steps(
             attention, heads, texts, window, [*steps, [(number, 1) for number in range(len(texts))]]
         )
         same = all(map(torch.equal, alone, together))
-        yield Row(
-            f"{name}: same bits in company, tiles of {attention.row_sizes}", float(same), "", same
+        yield Result(
+            f"{name}: batch-invariant, tiles of {attention.row_sizes}", float(same), "", same
         )
 
 
-def attended(
-    attention: Attention,
+def attend_in_steps(
+    attention: PagedAttention,
     heads: AttentionShape,
     texts: Sequence[Tensor],
     window: int | None,
     steps: Sequence[Step],
 ) -> list[Tensor]:
-    """Attention [T, H, C] over texts [T, q|k|v, C], run in `steps` of (text, tokens), over pages of
-    NaN."""
+    """Return the attention output [T, H, C] of texts [T, q|k|v, C], run in `steps`, over pages that
+    were full of NaN."""
     pages_of = [-(-len(text) // PAGE_TOKENS) for text in texts]
     ends = [sum(pages_of[: n + 1]) for n in range(len(texts))]
     shape = heads.num_kv, ends[-1], PAGE_TOKENS, heads.head_dim
@@ -200,36 +203,38 @@ def attended(
     return out
 
 
-def defined(text: Tensor, heads: AttentionShape, window: int | None) -> Tensor:
-    """Softmax of all scores, in fp64, over what is kept of keys and values."""
+def attention_fp64(text: Tensor, heads: AttentionShape, window: int | None) -> Tensor:
+    """Return the definition in fp64, over keys and values as the cache stores them."""
     q, k, v = text.double().transpose(0, 1).split((heads.num_heads, heads.num_kv, heads.num_kv))
     if heads.kv_dtype != "auto":
         pairs = [quantize_vectors(x.float(), CODES[heads.kv_dtype]) for x in (k, v)]
         k, v = (codes.double() * scales.double()[..., None] for codes, scales in pairs)
     k, v = (x.repeat_interleave(heads.group, 0) for x in (k, v))
-    at = torch.arange(len(text), device=text.device)
-    behind = at[:, None] - at
-    hidden = (behind < 0) | (behind >= (window or len(text)))
-    scores = (q @ k.transpose(1, 2) * heads.head_dim**-0.5).masked_fill(hidden, -torch.inf)
+    position = torch.arange(len(text), device=text.device)
+    distance = position[:, None] - position
+    mask = (distance < 0) | (distance >= (window or len(text)))
+    scores = (q @ k.transpose(1, 2) * heads.head_dim**-0.5).masked_fill(mask, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def check_small(work: Work, kernels: ServingKernels) -> Iterator[Row]:
+def check_pointwise(work: Work, kernels: ServingKernels) -> Iterator[Result]:
     for dtype in work.dtypes:
         kind = str(dtype)[6:]
         x = drawn((7, 576), dtype, work.device)
         weight = drawn((576,), dtype, work.device, 1)
-        error = far(kernels.rms_norm(x, weight, 1e-5), rms_norm_naive(x, weight, 1e-5))
-        yield Row(f"norm, {kind}", error, "of the largest", error <= ERROR[dtype])
+        error = relative_error(kernels.rms_norm(x, weight, 1e-5), rms_norm_naive(x, weight, 1e-5))
+        yield Result(f"norm, {kind}", error, "of the largest", error <= ERROR[dtype])
         for activation in ("silu", "gelu", "gelu_tanh"):
             inner = drawn((7, 2200), dtype, work.device)
-            error = far(kernels.gated(inner, activation), gated_naive(inner, activation))
-            yield Row(f"gated {activation}, {kind}", error, "of the largest", error <= ERROR[dtype])
-        yield check_turned(work, dtype)
+            error = relative_error(kernels.gated(inner, activation), gated_naive(inner, activation))
+            yield Result(
+                f"gated {activation}, {kind}", error, "of the largest", error <= ERROR[dtype]
+            )
+        yield check_rope(work, dtype)
         yield from (check_codes(work, dtype, kv_dtype) for kv_dtype in CODES)
 
 
-def check_turned(work: Work, dtype: torch.dtype) -> Row:
+def check_rope(work: Work, dtype: torch.dtype) -> Result:
     from shardwise.kernels.triton.pointwise import rope_and_write_kv
 
     q, k, v = drawn((5, 15, 64), dtype, work.device).split((9, 3, 3), 1)
@@ -245,37 +250,39 @@ def check_turned(work: Work, dtype: torch.dtype) -> Row:
         (written[0], apply_rope_naive(k, *rope)[there]),
         (written[1], v[there]),
     )
-    error = max(far(found, expected) for found, expected in pairs)
-    return Row(f"turn and write, {str(dtype)[6:]}", error, "of the largest", error <= ERROR[dtype])
+    error = max(relative_error(found, expected) for found, expected in pairs)
+    return Result(
+        f"RoPE and KV write, {str(dtype)[6:]}", error, "of the largest", error <= ERROR[dtype]
+    )
 
 
-def check_codes(work: Work, dtype: torch.dtype, kv_dtype: KvDtype) -> Row:
-    """The same codes and scales as by their definition."""
+def check_codes(work: Work, dtype: torch.dtype, kv_dtype: KvDtype) -> Result:
+    """Compare the written codes and scales with their definition."""
     from shardwise.kernels.triton.pointwise import rope_and_write_kv
 
     q, k, v = drawn((40, 9, 80), dtype, work.device).split((3, 3, 3), 1)
     slots = torch.arange(40, dtype=torch.int32, device=work.device)
-    found, wanted = (
+    found, expected = (
         KVPages.empty((3, 3, PAGE_TOKENS, 80), kv_dtype, dtype, work.device) for _ in range(2)
     )
-    for pages in (found, wanted):
+    for pages in (found, expected):
         for each in pages.tensors:
             each.zero_()
     rope_and_write_kv(q, k, v, None, found, slots)
-    wanted.keys.write(slots.long(), k)
-    wanted.values.write(slots.long(), v)
+    expected.keys.write(slots.long(), k)
+    expected.values.write(slots.long(), v)
     same = all(
         torch.equal(a.float(), b.float())
-        for a, b in zip(found.tensors, wanted.tensors, strict=True)
+        for a, b in zip(found.tensors, expected.tensors, strict=True)
     )
-    return Row(f"written as {kv_dtype}, {str(dtype)[6:]}", float(same), "", same)
+    return Result(f"KV write in {kv_dtype}, {str(dtype)[6:]}", float(same), "", same)
 
 
 def quantized(name: str, num_out: int, num_in: int, device: torch.device) -> QuantizedMatrix:
     return format.quantize(drawn((num_out, num_in), torch.float32, device), Scheme.parse(name))
 
 
-def check_products(work: Work, kernels: ServingKernels) -> Iterator[Row]:
+def check_products(work: Work, kernels: ServingKernels) -> Iterator[Result]:
     cases = [*product(work.products, SCHEMES, (torch.bfloat16,))]
     cases += product(work.products[:1], ("int4z-g128",), set(work.dtypes) - {torch.bfloat16})
     for (num_out, num_in), name, dtype in cases:
@@ -283,19 +290,19 @@ def check_products(work: Work, kernels: ServingKernels) -> Iterator[Row]:
         head, table = kernels.pack_head(QuantizedWeight((held,)), dtype)
         x = drawn((300 if work.device.type == "cuda" else 40, num_in), dtype, work.device, 1)
         found = head.apply(x)
-        error = far(found, x.double() @ dequantize_fp64(held).t())
-        told = f"product {num_in} -> {num_out}, {name}, {str(dtype)[6:]}"
-        yield Row(told, error, "of the largest", error <= PRODUCT_ERROR)
+        error = relative_error(found, x.double() @ dequantize_fp64(held).t())
+        label = f"product {num_in} -> {num_out}, {name}, {str(dtype)[6:]}"
+        yield Result(label, error, "of the largest", error <= PRODUCT_ERROR)
         same = all(
             torch.equal(head.apply(x[-n:]), found[-n:]) for n in (1, 2, 16, 17, 33, 64, 65, 200)
         )
-        yield Row(f"{told}: same bits in company, tiles of {head.sizes}", float(same), "", same)
+        yield Result(f"{label}: batch-invariant, tiles of {head.sizes}", float(same), "", same)
         ids = torch.tensor([5, 0, num_out - 1], device=work.device)
-        error = far(table.look_up(ids), dequantize(held, torch.float32)[ids])
-        yield Row(f"rows of {told}", error, "of the largest", error <= ERROR[dtype])
+        error = relative_error(table.look_up(ids), dequantize(held, torch.float32)[ids])
+        yield Result(f"rows of {label}", error, "of the largest", error <= ERROR[dtype])
 
 
-def check_rows(work: Work) -> Iterator[Row]:
+def check_torch_products(work: Work) -> Iterator[Result]:
     for num_out, num_in in (
         ((960, 576), (576, 1536), (8192, 2048), (2048, 8192)) if work.device.type == "cuda" else ()
     ):
@@ -309,18 +316,20 @@ def check_rows(work: Work) -> Iterator[Row]:
             torch.equal(weight.apply(x[-n:]), whole[-n:])
             for n in (1, 2, 3, 7, 8, 17, 33, 64, 100, 257)
         )
-        yield Row(
-            f"product {num_in} -> {num_out}: same bits, rows {weight.sizes}", float(same), "", same
+        yield Result(
+            f"product {num_in} -> {num_out}: batch-invariant, rows {weight.sizes}",
+            float(same),
+            "",
+            same,
         )
 
 
-# -- models
-# -------------------------------------------------------------------------------------------------
+# Models.
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How weights, and keys and values, are kept."""
+    """The quantization of weights and of the KV cache."""
 
     quant: str | None = None
     kv_dtype: KvDtype = "auto"
@@ -332,7 +341,8 @@ PRECISIONS = Precision(), Precision("int4-g32", "int8")
 def runner_of(
     work: Work, config: ModelConfig, kernels: ServingKernels, num_pages: int, precision: Precision
 ) -> Runner:
-    """With drawn weights: norms of ones, matrices that keep the size of what they multiply."""
+    """Return a runner with random weights: norms of ones, matrices that preserve the scale of their
+    inputs."""
     weights: dict[str, Tensor | QuantizedWeight] = {
         spec.name: drawn(spec.shape, torch.bfloat16, work.device, number) * spec.shape[-1] ** -0.5
         if len(spec.shape) == 2
@@ -351,8 +361,10 @@ def runner_of(
     return runner
 
 
-def parts(work: Work, config: ModelConfig, count: int, num_tokens: int, start: int) -> list[Part]:
-    """`num_tokens` tokens from position `start` of each of so many sequences."""
+def make_parts(
+    work: Work, config: ModelConfig, count: int, num_tokens: int, start: int
+) -> list[Part]:
+    """Return `num_tokens` tokens from position `start` of each of `count` sequences."""
     width = -(-(work.context + 1) // PAGE_TOKENS)
     tokens = torch.randint(
         config.vocab_size, (count, work.context + 1), generator=torch.Generator().manual_seed(0)
@@ -370,88 +382,91 @@ def parts(work: Work, config: ModelConfig, count: int, num_tokens: int, start: i
     ]
 
 
-def run_models(work: Work, kernels: ServingKernels) -> Iterator[Row]:
+def run_models(work: Work, kernels: ServingKernels) -> Iterator[Result]:
     num_pages = MAX_RUNNING * -(-(work.context + 1) // PAGE_TOKENS)
     for config, precision in product(work.models, PRECISIONS):
         name = f"{config.num_layers} layers of {config.hidden_size}"
         if precision.quant:
-            name += f", {precision.quant}, keys and values in {precision.kv_dtype}"
+            name += f", {precision.quant}, KV cache in {precision.kv_dtype}"
         counts = (1, 8, MAX_RUNNING) if work.device.type == "cuda" else (1, 3)
         logits: dict[str, Tensor] = {}
         for kind, each in (("torch", REFERENCE), ("Triton", kernels)):
             runner = runner_of(work, config, each, num_pages, precision)
-            for part in parts(work, config, counts[-1], work.context, 0):
+            for part in make_parts(work, config, counts[-1], work.context, 0):
                 runner.run(Batch((part,), ()))
             if work.device.type == "cuda":
                 yield from time_model(work, runner, counts, f"{name}, {kind}")
-            logits[kind] = decoded(work, runner, counts[-1])
+            logits[kind] = decode_logits(work, runner, counts[-1])
             if each is kernels:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 runner.capture_graphs(counts[-1], work.context + 1, work.capture)
-                yield Row(f"{name}: graphs captured", time.perf_counter() - began, "s")
-                logits["graphs"] = decoded(work, runner, counts[-1])
-                alone = decoded(work, runner, 1)
+                yield Result(f"{name}: graphs captured", time.perf_counter() - start, "s")
+                logits["graphs"] = decode_logits(work, runner, counts[-1])
+                alone = decode_logits(work, runner, 1)
                 same = torch.equal(logits["graphs"], logits["Triton"]) and torch.equal(
                     alone[0], logits["Triton"][0]
                 )
-                yield Row(f"{name}: same bits captured, and alone", float(same), "", same)
+                yield Result(f"{name}: bit-identical in graphs and alone", float(same), "", same)
                 if work.device.type == "cuda":
                     yield from time_model(work, runner, counts, f"{name}, graphs", prefill=False)
             del runner
-        error = far(logits["Triton"], logits["torch"])
-        yield Row(f"{name}: logits against torch's", error, "of the largest", error <= LOGITS_ERROR)
+        error = relative_error(logits["Triton"], logits["torch"])
+        yield Result(
+            f"{name}: logits against torch's", error, "of the largest", error <= LOGITS_ERROR
+        )
 
 
-def decoded(work: Work, runner: Runner, count: int) -> Tensor:
-    ran = runner.run(Batch(tuple(parts(work, runner.config, count, 1, work.context)), ()))
+def decode_logits(work: Work, runner: Runner, count: int) -> Tensor:
+    ran = runner.run(Batch(tuple(make_parts(work, runner.config, count, 1, work.context)), ()))
     return torch.stack(list(ran.logits.values()))
 
 
 def time_model(
     work: Work, runner: Runner, counts: Sequence[int], name: str, prefill: bool = True
-) -> Iterator[Row]:
+) -> Iterator[Result]:
     if prefill:
-        prompt = Batch(tuple(parts(work, runner.config, 1, work.context, 0)), ())
+        prompt = Batch(tuple(make_parts(work, runner.config, 1, work.context, 0)), ())
         seconds = device_s(partial(runner.run, prompt))
-        yield Row(f"{name}: prefill of {work.context}", work.context / seconds, "tokens/s")
+        yield Result(f"{name}: prefill of {work.context}", work.context / seconds, "tokens/s")
     for count in counts:
-        batch = Batch(tuple(parts(work, runner.config, count, 1, work.context)), ())
+        batch = Batch(tuple(make_parts(work, runner.config, count, 1, work.context)), ())
         seconds = device_s(partial(runner.run, batch))
-        yield Row(f"{name}: decode, {count} at {work.context} tokens", count / seconds, "tokens/s")
+        yield Result(
+            f"{name}: decode, {count} at {work.context} tokens", count / seconds, "tokens/s"
+        )
 
 
-# -- speed
-# --------------------------------------------------------------------------------------------------
+# Speed.
 
 
 def device_s(run: Callable[[], object], rounds: int = 15) -> float:
-    """Seconds of one run, the median, the time to start it included."""
+    """Return the median seconds of one run, launches included."""
     for _ in range(3):
         run()
     took = []
     for _ in range(rounds):
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        start = time.perf_counter()
         run()
         torch.cuda.synchronize()
-        took.append(time.perf_counter() - began)
+        took.append(time.perf_counter() - start)
     return statistics.median(took)
 
 
 def kernel_s(run: Callable[[], object], rounds: int = 20) -> float:
-    """Seconds that the device takes for one of many runs in a row."""
+    """Return the device seconds per run, of many runs in a row."""
     run()
-    began = torch.cuda.Event(enable_timing=True)
-    ended = torch.cuda.Event(enable_timing=True)
-    began.record()
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
     for _ in range(rounds):
         run()
-    ended.record()
+    end.record()
     torch.cuda.synchronize()
-    return began.elapsed_time(ended) / rounds / 1000
+    return start.elapsed_time(end) / rounds / 1000
 
 
-def time_attention(work: Work, kernels: ServingKernels) -> Iterator[Row]:
+def time_attention(work: Work, kernels: ServingKernels) -> Iterator[Result]:
     num_heads = 32
     num_kv = 8
     size = 128
@@ -467,7 +482,7 @@ def time_attention(work: Work, kernels: ServingKernels) -> Iterator[Row]:
             work.device,
             kv_dtype,
         )
-        attention = kernels.attention(heads)
+        attention = kernels.paged_attention(heads)
         width = -(-context // PAGE_TOKENS)
         pages = KVPages.empty(
             (num_kv, count * width, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device
@@ -483,13 +498,13 @@ def time_attention(work: Work, kernels: ServingKernels) -> Iterator[Row]:
         )
         batch = attention.batch(spans)
         seconds = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None))
-        name = f"attention, {count} tokens at {context}, kept as {kv_dtype}"
-        yield Row(name, 1e6 * seconds, "us")
-        yield Row(name, sum(each.nbytes for each in pages.tensors) / seconds / 1e9, "GB/s")
+        name = f"attention, {count} tokens at {context}, kv_dtype {kv_dtype}"
+        yield Result(name, 1e6 * seconds, "us")
+        yield Result(name, sum(each.nbytes for each in pages.tensors) / seconds / 1e9, "GB/s")
     yield from time_prompt(work, kernels)
 
 
-def time_prompt(work: Work, kernels: ServingKernels) -> Iterator[Row]:
+def time_prompt(work: Work, kernels: ServingKernels) -> Iterator[Result]:
     num_heads = 32
     num_kv = 8
     size = 128
@@ -498,7 +513,7 @@ def time_prompt(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     q, k, v = drawn((num_tokens, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split(
         (32, 8, 8), 1
     )
-    flops = 2 * num_heads * num_tokens**2 * size  # half of the scores are seen
+    flops = 2 * num_heads * num_tokens**2 * size  # half of the scores are masked
     for kv_dtype in get_args(KvDtype):
         heads = AttentionShape(
             num_heads,
@@ -510,25 +525,25 @@ def time_prompt(work: Work, kernels: ServingKernels) -> Iterator[Row]:
             work.device,
             kv_dtype,
         )
-        attention = kernels.attention(heads)
+        attention = kernels.paged_attention(heads)
         pages = KVPages.empty(
             (num_kv, num_pages, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device
         )
         batch = attention.batch([Span(0, num_tokens, tuple(range(num_pages)))])
         ours = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None), 5)
-        yield Row(
-            f"attention of {num_tokens} tokens, kept as {kv_dtype}", flops / ours / 1e12, "TFLOP/s"
+        yield Result(
+            f"attention of {num_tokens} tokens, kv_dtype {kv_dtype}", flops / ours / 1e12, "TFLOP/s"
         )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     theirs = kernel_s(
         partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True), 5
     )
-    yield Row("the same by torch, not paged", flops / theirs / 1e12, "TFLOP/s")
+    yield Result("the same by torch, not paged", flops / theirs / 1e12, "TFLOP/s")
 
 
-def time_products(work: Work, kernels: ServingKernels) -> Iterator[Row]:
-    """Of integers, by torch's operations, and of bf16 by cuBLAS: bytes of the weight read, and
-    operations."""
+def time_products(work: Work, kernels: ServingKernels) -> Iterator[Result]:
+    """Measure products with integers, in Triton and in torch, and in bf16 with cuBLAS: bytes of the
+    weight read per second for few rows, operations for many."""
     num_out = 4096
     num_in = 4096
     norm = torch.ones(1, dtype=torch.bfloat16, device=work.device)
@@ -552,13 +567,13 @@ def time_products(work: Work, kernels: ServingKernels) -> Iterator[Row]:
     for name, (run, num_bytes) in products.items():
         for x in rows:
             seconds = kernel_s(partial(run, x))
-            told = f"product of {len(x)} rows, {num_in} -> {num_out}, {name}"
+            label = f"product of {len(x)} rows, {num_in} -> {num_out}, {name}"
             few = len(x) <= 64
             rate = num_bytes / 1e9 if few else 2 * len(x) * num_out * num_in / 1e12
-            yield Row(told, rate / seconds, "GB/s" if few else "TFLOP/s")
+            yield Result(label, rate / seconds, "GB/s" if few else "TFLOP/s")
 
 
-def time_small(work: Work, kernels: ServingKernels) -> Iterator[Row]:
+def time_pointwise(work: Work, kernels: ServingKernels) -> Iterator[Result]:
     x = drawn((2048, 4096), torch.bfloat16, work.device)
     weight = drawn((4096,), torch.bfloat16, work.device)
     inner = drawn((2048, 2 * 8192), torch.bfloat16, work.device)
@@ -576,19 +591,19 @@ def time_small(work: Work, kernels: ServingKernels) -> Iterator[Row]:
             lambda: REFERENCE.gated(inner, "silu"),
         ),
     ):
-        yield Row(name, num_bytes / kernel_s(run) / 1e9, "GB/s")
-        yield Row(f"{name} by torch", num_bytes / kernel_s(theirs) / 1e9, "GB/s")
+        yield Result(name, num_bytes / kernel_s(run) / 1e9, "GB/s")
+        yield Result(f"{name} by torch", num_bytes / kernel_s(theirs) / 1e9, "GB/s")
 
 
 @torch.inference_mode()
-def measured(work: Work) -> Iterator[Row]:
+def run_all(work: Work) -> Iterator[Result]:
     kernels = triton_kernels()
-    yield from check_small(work, kernels)
-    yield from check_rows(work)
+    yield from check_pointwise(work, kernels)
+    yield from check_torch_products(work)
     yield from check_products(work, kernels)
     yield from check_attention(work, kernels)
     if work.device.type == "cuda":
-        yield from time_small(work, kernels)
+        yield from time_pointwise(work, kernels)
         yield from time_products(work, kernels)
         yield from time_attention(work, kernels)
     yield from run_models(work, kernels)
@@ -599,7 +614,7 @@ def main() -> int:
     parser.add_argument(
         "--interpret",
         action="store_true",
-        help="correctness alone, on a CPU by Triton's interpreter",
+        help="only check correctness, on a CPU, in Triton's interpreter",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     args = parser.parse_args()
@@ -607,14 +622,13 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     elif not torch.cuda.is_available():
         print(
-            "bench/gpu.py: there is no GPU here; --interpret checks the kernels on a CPU",
-            file=sys.stderr,
+            "bench/gpu.py: no GPU found; --interpret checks the kernels on a CPU", file=sys.stderr
         )
         return 2
     work = interpreted() if args.interpret else on_gpu(torch.device("cuda", 0))
     where = "Triton's interpreter" if args.interpret else torch.cuda.get_device_name(0)
     rows = []
-    for row in measured(work):
+    for row in run_all(work):
         rows.append(row)
         print(f"gpu: {row.name}: {row.value:.4g} {row.unit}", file=sys.stderr, flush=True)
     ok = all(row.ok is not False for row in rows)
@@ -623,7 +637,7 @@ def main() -> int:
     else:
         table = Table("what", "measured", "", title=f"{where}, torch {torch.__version__}")
         for row in rows:
-            verdict = {None: "", True: "right", False: "WRONG"}[row.ok]
+            verdict = {None: "", True: "ok", False: "FAILED"}[row.ok]
             table.add_row(row.name, f"{row.value:.4g} {row.unit}", verdict)
         Console().print(table)
     return 0 if ok else 1
