@@ -56,7 +56,7 @@ def write_folder(
         check_vocabulary(tokenizer, config.vocab_size)
     stored = [spec for spec in specs if spec.tied_to is None]
     names = family_of(config).folder
-    files = _assign_files(_tensor_bytes(stored, names, dtype, scheme), max_shard_bytes)
+    files = _assign_files(_tensor_sizes(stored, names, dtype, scheme), max_shard_bytes)
     with _new_folder(path) as aside:
         _write_files(aside, files, _stored_tensors(stored, names, tensors, dtype))
         write_json(aside / "config.json", _config_json(config, dtype, tokenizer, scheme))
@@ -89,7 +89,7 @@ def _new_folder(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path} cannot be written: {error}") from error
 
 
-def _tensor_bytes(
+def _tensor_sizes(
     specs: Iterable[ParamSpec], names: TensorNames, dtype: torch.dtype, scheme: Scheme | None
 ) -> dict[str, int]:
     """Return the size of every tensor of the folder, by name, in order."""
