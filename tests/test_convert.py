@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.formats import convert as conversion
-from shardwise.formats.convert import compare_logits, convert, prompt_logits
+from shardwise.formats.convert import compare_models, convert, prompt_logits
 from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
 from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
@@ -135,9 +135,9 @@ def test_different_models_do_not_compare_equal(tmp_path: Path) -> None:
     first = saved(tmp_path / "a", "llama")
     second = saved(tmp_path / "b", "llama-biases")
     assert "logits differ by" in refusal(
-        lambda: compare_logits(first, second, torch.float32, lambda *_: None)
+        lambda: compare_models(first, second, torch.float32, lambda *_: None)
     )
-    assert compare_logits(first, first, torch.float32, lambda *_: None) == 0.0
+    assert compare_models(first, first, torch.float32, lambda *_: None) == 0.0
 
 
 def test_a_folder_that_computes_something_else_does_not_stay(tmp_path: Path, monkeypatch) -> None:

@@ -91,7 +91,7 @@ def convert(
         tensors = full_tensors(reader, specs, dtype, report)
         files = write_folder(destination, config, specs, tensors, dtype, tokenizer, tokenizer_files)
     try:
-        difference = compare_logits(opened, destination, dtype, report)
+        difference = compare_models(opened, destination, dtype, report)
     except ValueError:
         shutil.rmtree(destination)
         raise
@@ -124,7 +124,7 @@ def full_tensors(
             report("writing", num_read / total)
 
 
-def compare_logits(
+def compare_models(
     source: ModelSource, destination: Path, dtype: torch.dtype, report: Progress
 ) -> float:
     """Return the largest difference between the logits of two models for a random prompt.
