@@ -46,9 +46,9 @@ from shardwise.quant.format import QuantizedMatrix, dequantize
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme, quantizable
 from shardwise.quant.weight import QuantizedWeight
-from shardwise.serve.engine.batch import Batch, Part
 from shardwise.serve.engine.cuda_graphs import Capture, cuda_capture
 from shardwise.serve.engine.runner import Runner
+from shardwise.serve.engine.sequence import Batch, BatchEntry
 
 PAGE_TOKENS = 16
 MAX_RUNNING = 32
@@ -361,16 +361,16 @@ def runner_of(
     return runner
 
 
-def make_parts(
+def batch_entries(
     work: Work, config: ModelConfig, count: int, num_tokens: int, start: int
-) -> list[Part]:
+) -> list[BatchEntry]:
     """Return `num_tokens` tokens from position `start` of each of `count` sequences."""
     width = -(-(work.context + 1) // PAGE_TOKENS)
     tokens = torch.randint(
         config.vocab_size, (count, work.context + 1), generator=torch.Generator().manual_seed(0)
     )
     return [
-        Part(
+        BatchEntry(
             n,
             tuple(row[start : start + num_tokens]),
             start,
@@ -392,8 +392,8 @@ def run_models(work: Work, kernels: ServingKernels) -> Iterator[Result]:
         logits: dict[str, Tensor] = {}
         for kind, each in (("torch", REFERENCE), ("Triton", kernels)):
             runner = runner_of(work, config, each, num_pages, precision)
-            for part in make_parts(work, config, counts[-1], work.context, 0):
-                runner.run(Batch((part,), ()))
+            for entry in batch_entries(work, config, counts[-1], work.context, 0):
+                runner.run(Batch((entry,), ()))
             if work.device.type == "cuda":
                 yield from time_model(work, runner, counts, f"{name}, {kind}")
             logits[kind] = decode_logits(work, runner, counts[-1])
@@ -417,19 +417,21 @@ def run_models(work: Work, kernels: ServingKernels) -> Iterator[Result]:
 
 
 def decode_logits(work: Work, runner: Runner, count: int) -> Tensor:
-    ran = runner.run(Batch(tuple(make_parts(work, runner.config, count, 1, work.context)), ()))
-    return torch.stack(list(ran.logits.values()))
+    logits, _ = runner.run(
+        Batch(tuple(batch_entries(work, runner.config, count, 1, work.context)), ())
+    )
+    return torch.stack(list(logits.values()))
 
 
 def time_model(
     work: Work, runner: Runner, counts: Sequence[int], name: str, prefill: bool = True
 ) -> Iterator[Result]:
     if prefill:
-        prompt = Batch(tuple(make_parts(work, runner.config, 1, work.context, 0)), ())
+        prompt = Batch(tuple(batch_entries(work, runner.config, 1, work.context, 0)), ())
         seconds = device_s(partial(runner.run, prompt))
         yield Result(f"{name}: prefill of {work.context}", work.context / seconds, "tokens/s")
     for count in counts:
-        batch = Batch(tuple(make_parts(work, runner.config, count, 1, work.context)), ())
+        batch = Batch(tuple(batch_entries(work, runner.config, count, 1, work.context)), ())
         seconds = device_s(partial(runner.run, batch))
         yield Result(
             f"{name}: decode, {count} at {work.context} tokens", count / seconds, "tokens/s"

@@ -21,10 +21,11 @@ from shardwise.kernels.native.serving import PackedQuantized, PackedWeight
 from shardwise.model.layers import Attend, RecomputedInput
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
-from shardwise.serve.engine.engine import Engine, Named
+from shardwise.serve.engine.engine import Engine
 from shardwise.serve.engine.runner import Runner
+from shardwise.serve.engine.sequence import Sequence
 from shardwise.serve.llm import LLM
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.request import Delta, Request, SamplingParams
 
 WARMUP_STEPS = 3
 STREAM_BYTES = 1 << 28
@@ -153,8 +154,8 @@ def begin(engine: Engine, num_running: int, context: int, num_steps: int) -> Non
     prompts = torch.randint(
         engine.config.vocab_size, (num_running, context), generator=torch.Generator().manual_seed(0)
     )
-    for name, prompt in enumerate(prompts.tolist()):
-        engine.add(name, Ask(tuple(prompt), params))
+    for request_id, prompt in enumerate(prompts.tolist()):
+        engine.add(Request(tuple(prompt), params, request_id=request_id))
     while len(engine.step()) < num_running:
         pass
 
@@ -167,17 +168,17 @@ def timed_step(engine: Engine, clock: Clock, num_running: int) -> dict[str, floa
     scheduler = engine.scheduler
     with here, there, pieces_timed(engine, clock):
         with clock.part("answers"):
-            pieces = engine.step()
+            deltas = engine.step()
         with clock.part("link"):
-            here.send(("pieces", pieces))
+            here.send(("deltas", deltas))
         assert len(received(there)) == num_running and engine.scheduler is scheduler
     return dict(clock.seconds)
 
 
-def received(there: Connection) -> list[Named]:
-    _, pieces = there.recv()
-    found: list[Named] = pieces
-    return found
+def received(there: Connection) -> list[Delta]:
+    _, deltas = there.recv()
+    result: list[Delta] = deltas
+    return result
 
 
 @contextmanager
@@ -185,13 +186,16 @@ def pieces_timed(engine: Engine, clock: Clock) -> Iterator[None]:
     """The engine's own parts, timed while the block runs: what an object has goes before what its
     class has."""
     scheduler = engine.scheduler
-    engine.pick = clock.timed("sampler", engine.pick)  # type: ignore[method-assign]
+    append = Sequence.append
+    Sequence.append = clock.timed("answers", append)  # type: ignore[method-assign]
+    engine.sample = clock.timed("sampler", engine.sample)  # type: ignore[method-assign]
     scheduler.next_batch = clock.timed("scheduler", scheduler.next_batch)  # type: ignore[method-assign]
     scheduler.commit = clock.timed("scheduler", scheduler.commit)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del engine.pick, scheduler.next_batch, scheduler.commit
+        Sequence.append = append  # type: ignore[method-assign]
+        del engine.sample, scheduler.next_batch, scheduler.commit
 
 
 def put_clock_in(runner: Runner, clock: Clock) -> None:

@@ -1,6 +1,6 @@
 """Engines in the test's own process, what they answer, and an audit after each of their steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +20,13 @@ from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import make_mesh
 from shardwise.quant.kv_dtype import KvDtype
-from shardwise.serve.engine.engine import Engine, Runs
+from shardwise.serve.engine.engine import BatchRunner, Engine, make_sequence
 from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.engine.scheduler import Limits, Scheduler
+from shardwise.serve.engine.sequence import Sequence
 from shardwise.serve.generate import LoadedModel
-from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams
+from shardwise.serve.request import Delta, Logprob, Request, SamplingParams
 from tiny_models import our_weights, tiny_model
 
 BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
@@ -58,7 +59,7 @@ def engine_of(
     tokenizer: Tokenizer,
     num_pages: int = 128,
     limits: Limits = LIMITS,
-    runs: Runs | None = None,
+    runs: BatchRunner | None = None,
     max_len: int | None = None,
 ) -> Engine:
     """An engine whose pages hold NaN until they are written. `runs` stands between it and the
@@ -66,19 +67,27 @@ def engine_of(
     runner.make_pages(num_pages)
     for pages in runner.pages:
         fill_with_anything(pages)
-    scheduler = Scheduler(Pages(num_pages, runner.page_tokens), limits)
     config: ModelConfig = runner.config
-    return Engine(
-        config,
-        tokenizer,
-        AsLeader(runner) if runs is None else runs,
-        scheduler,
-        max_len or config.max_positions,
-    )
+    pages = Pages(num_pages, runner.page_tokens)
+    scheduler = Scheduler(pages, limits, max_len or config.max_positions)
+    return Engine(config, tokenizer, AsDriver(runner) if runs is None else runs, scheduler)
+
+
+def sequence_of(
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    max_tokens: int,
+    index: int = 0,
+    skip_special: bool = True,
+) -> Sequence:
+    """A sequence without a prompt, with `max_tokens` or fewer to generate."""
+    most = min(max_tokens, params.max_tokens or max_tokens)
+    request = Request((), params)
+    return make_sequence(0, request, tokenizer, most, index, skip_special=skip_special)
 
 
 @dataclass
-class AsLeader:
+class AsDriver:
     """A runner that has nobody to keep alive."""
 
     runner: Runner
@@ -90,7 +99,7 @@ class AsLeader:
     def run(self, batch: Any) -> Any:
         return self.runner.run(batch)
 
-    def embed(self, tokens: Sequence[int]) -> list[float]:
+    def embed(self, tokens: list[int]) -> list[float]:
         return self.runner.embed(tokens)
 
     def keep_alive(self) -> None:
@@ -108,14 +117,14 @@ class Got:
     prompt: tuple[Logprob, ...] | None = None
     num_cached: int = 0
 
-    def add(self, piece: Piece) -> None:
-        assert self.reason is None, "a piece came after the last"
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.logprobs += piece.logprobs
-        self.reason = piece.finish_reason
-        self.prompt = piece.prompt if piece.prompt is not None else self.prompt
-        self.num_cached += piece.num_cached_tokens
+    def add(self, delta: Delta) -> None:
+        assert self.reason is None, "a delta came after the last"
+        self.text += delta.text
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.reason = delta.finish_reason
+        self.prompt = delta.prompt_logprobs if delta.prompt_logprobs is not None else self.prompt
+        self.num_cached += delta.num_cached_tokens
 
     @property
     def said(self) -> tuple[str, list[int], list[Logprob], str | None]:
@@ -130,20 +139,20 @@ class Asked:
         self.got: dict[int, list[Got]] = {}
         self.num_steps = 0
 
-    def add(self, ask: Ask) -> int:
-        name = len(self.got)
-        self.got[name] = [Got() for _ in range(ask.params.n)]
-        self.engine.add(name, ask)
-        return name
+    def add(self, request: Request) -> int:
+        request_id = len(self.got)
+        self.got[request_id] = [Got() for _ in range(request.params.n)]
+        self.engine.add(replace(request, request_id=request_id))
+        return request_id
 
     def step(self) -> None:
         engine = self.engine
         self.num_steps += 1
         assert self.num_steps < 20_000, "it does not come to an end"
-        for name, error in engine.begin_compiled():
-            raise AssertionError(f"{name} was refused") from error
-        for name, piece in engine.step():
-            self.got[name][piece.index].add(piece)
+        for request_id, error in engine.start_compiled():
+            raise AssertionError(f"{request_id} was refused") from error
+        for delta in engine.step():
+            self.got[delta.request_id][delta.index].add(delta)
         audit(engine)
 
     def drain(self) -> None:
@@ -154,9 +163,10 @@ class Asked:
 
 def audit(engine: Engine) -> None:
     engine.scheduler.audit()
-    ids = {id for job in engine.jobs.values() for id in job.request.ids}
-    assert set(engine.job_of) == ids >= set(engine.scheduler.requests)
-    assert all(job.answers for job in engine.jobs.values())
+    live = [sequence for sequences in engine.requests.values() for sequence in sequences]
+    assert {sequence.id for sequence in live} >= set(engine.scheduler.sequences)
+    assert all(engine.requests.values()) and engine.failed_ids <= set(engine.requests)
+    assert all(sequence.finish_reason is None for sequence in live)
 
 
 def assert_empty(engine: Engine) -> None:
@@ -168,19 +178,14 @@ def assert_empty(engine: Engine) -> None:
         0,
         0,
     )
-    assert (
-        not engine.jobs
-        and not engine.job_of
-        and not engine.compiling
-        and not engine.scheduler.requests
-    )
+    assert not engine.requests and not engine.compiling and not engine.scheduler.sequences
 
 
-def answers(engine: Engine, asks: Iterable[Ask]) -> list[list[Got]]:
+def answers(engine: Engine, requests: Iterable[Request]) -> list[list[Got]]:
     """All n answers to each, run together."""
     asked = Asked(engine)
-    for ask in asks:
-        asked.add(ask)
+    for request in requests:
+        asked.add(request)
     asked.drain()
     return list(asked.got.values())
 
@@ -195,7 +200,7 @@ def drawn_tokens(num_tokens: int, seed: int, vocab_size: int = 256) -> tuple[int
 
 
 @torch.inference_mode()
-def plain_logprobs(model: LoadedModel, tokens: Sequence[int]) -> Tensor:
+def plain_logprobs(model: LoadedModel, tokens: tuple[int, ...]) -> Tensor:
     """log_softmax [T, V] of a plain forward of the model over a text, with logits in fp32."""
 
     ids = torch.tensor([list(tokens)])

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engines import sequence_of
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
-from shardwise.serve.request import FinishReason, Logprob, Piece, SamplingParams
-from shardwise.serve.sampling.stopping import Answer, end_ids
+from shardwise.serve.engine.sequence import Sequence
+from shardwise.serve.request import Delta, FinishReason, Logprob, SamplingParams
 from smollm2 import smollm2_gguf
 
 BYTES = byte_tokenizer()
@@ -32,7 +33,7 @@ class Ended:
     num_tokens: int
     text: str
     reason: FinishReason | None
-    stopped_by: str | int | None = None
+    stop_reason: str | int | None = None
 
 
 def by_definition(tokens: list[int], params: SamplingParams, room: int) -> Ended:
@@ -55,18 +56,18 @@ def by_definition(tokens: list[int], params: SamplingParams, room: int) -> Ended
     return Ended(len(tokens), text, None)
 
 
-def take(answer: Answer, tokens: list[int]) -> list[Piece]:
-    """The pieces of `tokens` up to the end."""
-    pieces = []
+def take(answer: Sequence, tokens: list[int]) -> list[Delta]:
+    """The deltas of `tokens` up to the end."""
+    deltas = []
     for token in tokens:
-        pieces.append(answer.add(token, Logprob(token, -1.0)))
+        deltas.append(answer.append(token, Logprob(token, -1.0)))
         if answer.finish_reason is not None:
             break
-    return pieces
+    return deltas
 
 
-def text_of(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
 @given(
@@ -83,51 +84,48 @@ def text_of(pieces: list[Piece]) -> str:
 @settings(max_examples=400)
 def test_an_answer_by_definition(tokens: list[int], params: SamplingParams, room: int) -> None:
     expected = by_definition(tokens, params, room)
-    answer = Answer(BYTES, params, room, index=3)
-    pieces = take(answer, tokens)
-    assert (answer.num_tokens, answer.finish_reason) == (expected.num_tokens, expected.reason)
-    assert [token for piece in pieces for token in piece.tokens] == tokens[: expected.num_tokens]
-    assert [each.id for piece in pieces for each in piece.logprobs] == tokens[: expected.num_tokens]
-    assert (pieces[-1].finish_reason, pieces[-1].stopped_by) == (
+    answer = sequence_of(BYTES, params, room, index=3)
+    deltas = take(answer, tokens)
+    assert (answer.num_generated, answer.finish_reason) == (expected.num_tokens, expected.reason)
+    assert [token for delta in deltas for token in delta.tokens] == tokens[: expected.num_tokens]
+    assert [each.id for delta in deltas for each in delta.logprobs] == tokens[: expected.num_tokens]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (
         expected.reason,
-        expected.stopped_by,
+        expected.stop_reason,
     )
-    assert all(piece.finish_reason is None and piece.stopped_by is None for piece in pieces[:-1])
+    assert all(delta.finish_reason is None and delta.stop_reason is None for delta in deltas[:-1])
     if expected.reason is None:
-        assert expected.text.startswith(text_of(pieces))
-        pieces.append(answer.end("abort"))
-        assert pieces[-1].finish_reason == "abort" and pieces[-1].tokens == ()
-    assert text_of(pieces) == expected.text and {piece.index for piece in pieces} == {3}
+        assert expected.text.startswith(text_of(deltas))
+        deltas.append(answer.end("abort"))
+        assert deltas[-1].finish_reason == "abort" and deltas[-1].tokens == ()
+    assert text_of(deltas) == expected.text and {delta.index for delta in deltas} == {3}
 
 
 def test_what_can_end_an_answer() -> None:
     params = SamplingParams(stop_token_ids=(7, 9))
-    assert (
-        end_ids(params, {1, 7})
-        == {1, 7, 9}
-        == Answer(replace(BYTES, eos_ids=frozenset({1, 7})), params, 5).end_ids
-    )
-    assert end_ids(replace(params, ignore_eos=True), {1, 2}) == {7, 9}
+    tokenizer = replace(BYTES, eos_ids=frozenset({1, 7}))
+    assert sequence_of(tokenizer, params, 5).end_ids == {1, 7, 9}
+    assert sequence_of(tokenizer, replace(params, ignore_eos=True), 5).end_ids == {7, 9}
 
 
-def pieces_of(tokenizer: Tokenizer, text: str, **fields: Any) -> list[Piece]:
+def deltas_of(tokenizer: Tokenizer, text: str, **fields: Any) -> list[Delta]:
     params = SamplingParams(**{"max_tokens": None, **fields})
-    return take(Answer(tokenizer, params, 100), tokenizer.encode(text))
+    return take(sequence_of(tokenizer, params, 100), tokenizer.encode(text))
 
 
 def test_real_tokens_reach_over_the_borders_of_stop_strings() -> None:
     """Tokens that hold several letters: the text is cut inside one, and the token counts."""
     tokenizer = load_tokenizer(smollm2_gguf())
     tokens = tokenizer.encode("The capital of France")
-    pieces = pieces_of(tokenizer, "The capital of France", stop=("tal o", "x"))
-    assert text_of(pieces) == "The capi" and pieces[-1].stopped_by == "tal o"
-    assert [token for piece in pieces for token in piece.tokens] == tokens[:3]
-    later = pieces_of(tokenizer, "The capital of France", stop=("api", "l of", "nce"), min_tokens=3)
-    assert text_of(later) == "The capital of Fra" and later[-1].stopped_by == "nce"
+    deltas = deltas_of(tokenizer, "The capital of France", stop=("tal o", "x"))
+    assert text_of(deltas) == "The capi" and deltas[-1].stop_reason == "tal o"
+    assert [token for delta in deltas for token in delta.tokens] == tokens[:3]
+    later = deltas_of(tokenizer, "The capital of France", stop=("api", "l of", "nce"), min_tokens=3)
+    assert text_of(later) == "The capital of Fra" and later[-1].stop_reason == "nce"
     end = next(iter(tokenizer.eos_ids))
-    answer = Answer(tokenizer, SamplingParams(stop=("capitals",)), 100)
-    pieces = take(answer, [*tokens[:2], end])
-    assert [piece.text for piece in pieces] == ["The", " ", "capital"] and pieces[
+    answer = sequence_of(tokenizer, SamplingParams(stop=("capitals",)), 100)
+    deltas = take(answer, [*tokens[:2], end])
+    assert [delta.text for delta in deltas] == ["The", " ", "capital"] and deltas[
         -1
     ].finish_reason == "stop"
 
@@ -135,7 +133,7 @@ def test_real_tokens_reach_over_the_borders_of_stop_strings() -> None:
 def test_a_special_token_that_ends_nothing_is_shown_if_wanted() -> None:
     params = SamplingParams(ignore_eos=True, max_tokens=2)
     shown = [
-        text_of(take(Answer(BYTES, params, 9, skip_special=skip), [65, EOS]))
+        text_of(take(sequence_of(BYTES, params, 9, skip_special=skip), [65, EOS]))
         for skip in (True, False)
     ]
     assert shown == ["A", "A<|endoftext|>"]
@@ -143,15 +141,15 @@ def test_a_special_token_that_ends_nothing_is_shown_if_wanted() -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_what_waited_is_shown_when_a_request_ends_early(reason: FinishReason) -> None:
-    answer = Answer(BYTES, SamplingParams(stop=("ABC",)), 9)
+    answer = sequence_of(BYTES, SamplingParams(stop=("ABC",)), 9)
     assert text_of(take(answer, [*b"xAB", 0xE2])) == "x"
     assert (
-        answer.end(reason) == Piece(0, "AB�", finish_reason=reason)
+        answer.end(reason) == Delta(0, 0, "AB�", finish_reason=reason)
         and answer.finish_reason == reason
     )
     with pytest.raises(AssertionError, match="has ended"):
-        answer.add(65)
+        answer.append(65)
 
 
 def test_a_token_without_a_log_probability() -> None:
-    assert Answer(BYTES, SamplingParams(), 9).add(65) == Piece(0, "A", (65,))
+    assert sequence_of(BYTES, SamplingParams(), 9).append(65) == Delta(0, 0, "A", (65,))

@@ -493,7 +493,7 @@ def test_where_the_time_of_a_step_goes(model: Path) -> None:
         and found.weights_s > 0
     )
     assert timed_step(llm.engine, Clock(), 3).keys() >= {"scheduler", "sampler", "answers", "link"}
-    assert "pick" not in vars(llm.engine)
+    assert "sample" not in vars(llm.engine)
 
 
 # -- bench/serve.py

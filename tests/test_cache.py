@@ -15,7 +15,7 @@ from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
-from shardwise.serve.cache import Cache
+from shardwise.serve.generate import Cache
 from tiny_models import VOCAB, our_weights, tiny_model
 
 LOGITS = 1e-5  # of the largest logit, in fp32

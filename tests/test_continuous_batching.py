@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.scheduler import Limits, QueueFull, Scheduler
-from shardwise.serve.engine.sequence import Request
-from toy_engine import VOCAB, ToyEngine, alone, engine, ran
+from shardwise.serve.engine.sequence import Sequence
+from toy_engine import VOCAB, ToyEngine, alone, engine, ran, sequence
 
 STEMS = ([1, 2, 3, 4, 1, 2, 3, 4, 4, 4], [1, 2, 3, 3, 3, 3, 3, 3, 3, 3], [2] * 10)
 
@@ -40,7 +40,7 @@ class Serving(RuleBasedStateMachine):
     ) -> None:
         limits = Limits(max_running + more_tokens, max_running, max_queued)
         self.engine = ToyEngine(Pages(num_pages, page_tokens), limits)
-        self.asked: list[tuple[Request, list[int]]] = []
+        self.asked: list[tuple[Sequence, ...]] = []
         self.aborted: set[int] = set()
         self.ids = count(0, 10)
 
@@ -63,17 +63,17 @@ class Serving(RuleBasedStateMachine):
         scores: int | None,
         ends: bool,
     ) -> None:
-        request = Request(next(self.ids), list(prompt), max_tokens, priority, salt, n, scores)
+        first = sequence(next(self.ids), prompt, max_tokens, priority, salt, n, scores, ends)
         has = self.engine.pages.num_pages * self.engine.pages.page_tokens
         if n > self.engine.limits.max_running or len(prompt) + max_tokens - 1 > has:
             with pytest.raises(ValueError, match=r"sequences run at the same time|works$"):
-                self.engine.add(request)
+                self.engine.add(first)
         elif self.engine.scheduler.counters().num_waiting >= self.engine.limits.max_queued:
             with pytest.raises(QueueFull):
-                self.engine.add(request)
+                self.engine.add(first)
         else:
-            self.engine.add(request, ends)
-            self.asked.append((request, prompt))
+            self.engine.add(first)
+            self.asked.append(first.samples)
 
     @rule(times=st.integers(1, 3))
     def step(self, times: int) -> None:
@@ -83,40 +83,46 @@ class Serving(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), in_flight=st.booleans())
     def abort(self, data: st.DataObject, in_flight: bool) -> None:
-        request, _ = data.draw(st.sampled_from(self.asked))
+        samples = data.draw(st.sampled_from(self.asked))
         batch = self.engine.scheduler.next_batch() if in_flight else None
-        picked = self.engine.run(batch) if batch else {}
-        self.engine.scheduler.abort(request)
-        self.aborted |= set(request.ids)
-        assert not set(request.ids) & self.engine.scheduler.requests.keys()
+        tokens = self.engine.run(batch) if batch else {}
+        ids = {sample.id for sample in samples}
+        for id in ids:
+            self.engine.scheduler.finish(id)
+        self.aborted |= ids
+        assert not ids & self.engine.scheduler.sequences.keys()
         self.books_agree()
         if batch:
-            self.engine.commit(batch, picked)
+            self.engine.commit(batch, tokens)
 
     @invariant()
     def books_agree(self) -> None:
         self.engine.scheduler.audit()
         counters = self.engine.scheduler.counters()
         assert counters.num_recomputed_tokens == self.engine.num_recomputed
-        assert counters.num_found_tokens <= counters.num_asked_tokens
+        assert counters.num_hit_tokens <= counters.num_queried_tokens
         size = self.engine.pages.page_tokens
-        for request in self.engine.scheduler.running:
-            chain = [request.salt, *request.pages]
-            for number in range(request.num_computed // size):
-                tokens = tuple(request.tokens[number * size : (number + 1) * size])
-                assert self.engine.pages.keys[request.pages[number]] == (chain[number], tokens)
+        for each in self.engine.scheduler.running:
+            chain = [each.request.salt, *each.pages]
+            for number in range(each.num_computed // size):
+                tokens = tuple(each.tokens[number * size : (number + 1) * size])
+                assert self.engine.pages.keys[each.pages[number]] == (chain[number], tokens)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
         self.engine.drain()
-        for request, prompt in self.asked:
-            for sample, id in enumerate(request.ids):
-                if id not in self.aborted:
-                    whole = alone(prompt, request.max_tokens, sample, self.engine.ends[id])
-                    assert prompt + self.engine.outputs[id] == whole
-            if request.scores is not None and request.id not in self.aborted:
-                assert set(self.engine.scored.get(request.id, [])) == set(range(1, len(prompt)))
+        for samples in self.asked:
+            request = samples[0].request
+            prompt = list(request.tokens)
+            for sample in samples:
+                if sample.id not in self.aborted:
+                    ends = bool(request.params.stop_token_ids)
+                    whole = alone(prompt, sample.max_tokens, sample.index, ends)
+                    assert prompt + self.engine.outputs[sample.id] == whole
+            first = samples[0].id
+            if request.params.prompt_logprobs is not None and first not in self.aborted:
+                assert set(self.engine.scored.get(first, [])) == set(range(1, len(prompt)))
 
 
 Serving.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
@@ -139,7 +145,7 @@ def test_a_request_that_fits_alone_ends(
     num_tokens = num_pages * page_tokens + 1
     for id in range(0, 10 * (1 + num_others), 10):
         num_prompt = data.draw(st.integers(1, num_tokens - 1))
-        one.add(Request(id, [1 + id % 4] * num_prompt, num_tokens - num_prompt, n=n))
+        one.add(sequence(id, [1 + id % 4] * num_prompt, num_tokens - num_prompt, n=n))
     one.drain()
     assert len(one.outputs) == n * (1 + num_others)
 
@@ -152,14 +158,14 @@ def test_overload_serves_everybody_in_turn() -> None:
     taken: list[int] = []
     for id in range(150):
         one.add(
-            Request(
+            sequence(
                 id, [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 20))], rng.randint(1, 20)
             )
         )
         taken += sorted({id for id, _, _ in ran(one.step())} - set(taken))
     assert one.scheduler.counters().num_waiting > 50
     while batch := one.step():
-        taken += sorted({part.id for part in batch.parts} - set(taken))
+        taken += sorted({entry.id for entry in batch.entries} - set(taken))
     assert taken == list(range(150))
     counters = one.scheduler.counters()
     assert counters.num_preemptions > 0 and counters.num_recomputed_tokens == one.num_recomputed
@@ -185,13 +191,13 @@ def test_memory_handed_out_holds_tokens() -> None:
     pages = Pages(600)
     scheduler = Scheduler(pages, Limits(512, 64, 1000))
     for id, (num_prompt, num_answer) in enumerate(conversation_lengths(rng, 120)):
-        scheduler.add(Request(id, [rng.randrange(1000) for _ in range(num_prompt)], num_answer))
+        scheduler.add(sequence(id, [rng.randrange(1000) for _ in range(num_prompt)], num_answer))
     held = handed_out = full = num_steps = 0
     while scheduler.waiting:
         batch = scheduler.next_batch()
         assert batch is not None
         scheduler.commit(
-            batch, {part.id: [rng.randrange(1000)] for part in batch.parts if part.samples}
+            batch, {entry.id: rng.randrange(1000) for entry in batch.entries if entry.num_samples}
         )
         places = (
             {

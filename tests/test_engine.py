@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engines import (
+    AsDriver,
     Asked,
-    AsLeader,
     Got,
     answers,
     assert_empty,
@@ -26,11 +26,11 @@ from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
-from shardwise.serve.engine.batch import Batch, Part
-from shardwise.serve.engine.runner import Ran, Runner
+from shardwise.serve.engine.runner import Logits, PromptLogprobs, Runner
 from shardwise.serve.engine.scheduler import Limits, QueueFull
+from shardwise.serve.engine.sequence import Batch, BatchEntry
 from shardwise.serve.generate import LoadedModel, generate, load_model
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.request import Request, SamplingParams
 from smollm2 import smollm2_gguf
 from tiny_models import MODELS
 
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_plain_generation(name: str) -> None:
     prompts = [drawn_tokens(count, count) for count in (1, 5, 16, 33, 50)]
     found = answers(
         engine_of(runner_of(model), model.tokenizer),
-        [Ask(prompt, greedy(14)) for prompt in prompts],
+        [Request(prompt, greedy(14)) for prompt in prompts],
     )
     for prompt, (got,) in zip(prompts, found, strict=True):
         expected = generate(model, prompt, greedy(14))
@@ -76,23 +76,25 @@ def test_tokens_are_those_of_plain_generation(name: str) -> None:
 
 
 def test_drawn_tokens_are_those_of_plain_generation(model: LoadedModel, runner: Runner) -> None:
-    asks = [
-        Ask(
+    requests = [
+        Request(
             drawn_tokens(9, seed),
             SamplingParams(0.9, top_k=50, top_p=0.9, seed=seed, max_tokens=20, logprobs=0),
         )
         for seed in range(4)
     ]
-    for ask, (got,) in zip(asks, answers(engine_of(runner, model.tokenizer), asks), strict=True):
-        assert got.tokens == list(generate(model, ask.tokens, ask.params).tokens)
+    for request, (got,) in zip(
+        requests, answers(engine_of(runner, model.tokenizer), requests), strict=True
+    ):
+        assert got.tokens == list(generate(model, request.tokens, request.params).tokens)
 
 
 def test_smollm2_in_fp32_says_what_plain_generation_says() -> None:
     model = load_model(smollm2_gguf(), torch.float32, torch.device("cpu"))
     prompts = [model.tokenizer.encode(text) for text in ("Once upon a time", "def fibonacci(n):\n")]
-    asks = [Ask(tuple(prompt), greedy(12)) for prompt in prompts]
+    requests = [Request(tuple(prompt), greedy(12)) for prompt in prompts]
     for prompt, (got,) in zip(
-        prompts, answers(engine_of(runner_of(model), model.tokenizer), asks), strict=True
+        prompts, answers(engine_of(runner_of(model), model.tokenizer), requests), strict=True
     ):
         expected = generate(model, prompt, greedy(12))
         assert got.tokens == list(expected.tokens)
@@ -106,8 +108,12 @@ def test_logprobs_of_a_prompt_are_those_of_a_plain_forward(
 ) -> None:
     prompts = [drawn_tokens(count, count) for count in (1, 2, 12, 30, 41, 50)]
     engine = engine_of(runner, model.tokenizer, num_pages, Limits(budget, 8, 64))
-    asks = [Ask(prompt, greedy(min(40, 64 - len(prompt)), prompt_logprobs=5)) for prompt in prompts]
-    for prompt, (got,) in zip(prompts, answers(engine, [*asks, *asks])[len(asks) :], strict=True):
+    requests = [
+        Request(prompt, greedy(min(40, 64 - len(prompt)), prompt_logprobs=5)) for prompt in prompts
+    ]
+    for prompt, (got,) in zip(
+        prompts, answers(engine, [*requests, *requests])[len(requests) :], strict=True
+    ):
         expected = plain_logprobs(model, prompt)
         assert got.prompt is not None and [each.id for each in got.prompt] == list(prompt[1:])
         for row, told in zip(expected, got.prompt, strict=False):
@@ -141,29 +147,29 @@ def test_an_embedding_is_the_mean_of_the_last_hidden_states(name: str) -> None:
 
 
 @dataclass
-class Failing(AsLeader):
+class Failing(AsDriver):
     """A runner that raises after it has written pages, for each batch that `fails` names."""
 
     fails: Callable[[Batch], bool]
     error: type[Exception] = RuntimeError
 
-    def run(self, batch: Batch) -> Ran:
-        ran = self.runner.run(batch)
+    def run(self, batch: Batch) -> tuple[Logits, PromptLogprobs]:
+        output = self.runner.run(batch)
         if self.fails(batch):
             raise self.error("the device has had enough")
-        return ran
+        return output
 
 
-def is_marked(part: Part) -> bool:
-    return MARK in part.tokens
+def is_marked(entry: BatchEntry) -> bool:
+    return MARK in entry.tokens
 
 
-def company(num: int = 6) -> list[Ask]:
+def company(num: int = 6) -> list[Request]:
     """Requests of all kinds, none of which says or hears MARK."""
     kinds = [greedy(9), greedy(9, n=3, temperature=1.0, seed=4), greedy(12, prompt_logprobs=1)]
     bias = {MARK: -100.0}
     return [
-        Ask(
+        Request(
             tuple(token % 250 for token in drawn_tokens(7 + 6 * number, number)),
             replace(kinds[number % 3], logit_bias=bias),
         )
@@ -183,11 +189,11 @@ def test_a_request_that_fails_inside_the_model_fails_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wanted = answers(engine_of(runner, model.tokenizer, limits=Limits(budget, 32, 64)), company())
-    runs = Failing(runner, lambda batch: any(map(is_marked, batch.parts)), error)
+    runs = Failing(runner, lambda batch: any(map(is_marked, batch.entries)), error)
     engine = engine_of(runner, model.tokenizer, limits=Limits(budget, 32, 64), runs=runs)
-    bad = [Ask((*drawn_tokens(count, 1), MARK, 3), greedy(9, n=n)) for count in (4, 47)]
-    asks = company()
-    found = answers(engine, [*asks[:3], bad[0], *asks[3:], bad[1]])
+    bad = [Request((*drawn_tokens(count, 1), MARK, 3), greedy(9, n=n)) for count in (4, 47)]
+    requests = company()
+    found = answers(engine, [*requests[:3], bad[0], *requests[3:], bad[1]])
     for mine in (found.pop(3), found.pop()):
         assert [got.reason for got in mine] == ["error"] * n
         assert not any(got.tokens for got in mine)
@@ -207,18 +213,18 @@ def test_an_answer_that_fails_takes_those_to_the_same_prompt_with_it(
 ) -> None:
     """After its fork, in a later step; those of the others before and after it were run already, or
     not yet."""
-    asks = company(2)
-    bad = Ask(drawn_tokens(5, 0), SamplingParams(seed=1, n=3, max_tokens=9))
-    wanted = answers(engine_of(runner, model.tokenizer), asks)
+    requests = company(2)
+    bad = Request(drawn_tokens(5, 0), SamplingParams(seed=1, n=3, max_tokens=9))
+    wanted = answers(engine_of(runner, model.tokenizer), requests)
     engine = engine_of(
         runner,
         model.tokenizer,
         runs=Failing(
             runner,
-            lambda batch: any(part.id in failing and part.start == 7 for part in batch.parts),
+            lambda batch: any(entry.id in failing and entry.start == 7 for entry in batch.entries),
         ),
     )
-    found = answers(engine, [asks[0], bad, asks[1]])
+    found = answers(engine, [requests[0], bad, requests[1]])
     assert [got.reason for got in found[1]] == ["error"] * 3
     assert [len(got.tokens) for got in found[1]] == [3] * 3
     assert [[got.said for got in found[number]] for number in (0, 2)] == [
@@ -229,7 +235,7 @@ def test_an_answer_that_fails_takes_those_to_the_same_prompt_with_it(
 def test_a_batch_that_is_too_much_is_run_part_by_part(model: LoadedModel, runner: Runner) -> None:
     wanted = answers(engine_of(runner, model.tokenizer), company(8))
     engine = engine_of(
-        runner, model.tokenizer, runs=Failing(runner, lambda batch: len(batch.parts) > 1)
+        runner, model.tokenizer, runs=Failing(runner, lambda batch: len(batch.entries) > 1)
     )
     found = answers(engine, company(8))
     assert [[got.said for got in mine] for mine in found] == [
@@ -239,16 +245,15 @@ def test_a_batch_that_is_too_much_is_run_part_by_part(model: LoadedModel, runner
 
 
 @dataclass
-class Damaged(AsLeader):
+class Damaged(AsDriver):
     """A runner of a model whose logits are no numbers after MARK."""
 
-    def run(self, batch: Batch) -> Ran:
-        ran = self.runner.run(batch)
-        bad = {part.id for part in batch.parts if is_marked(part)}
-        return Ran(
-            {id: row * torch.nan if id in bad else row for id, row in ran.logits.items()},
-            ran.scores,
-        )
+    def run(self, batch: Batch) -> tuple[Logits, PromptLogprobs]:
+        logits, prompt_logprobs = self.runner.run(batch)
+        for entry in batch.entries:
+            if is_marked(entry) and entry.id in logits:
+                logits[entry.id] = logits[entry.id] * torch.nan
+        return logits, prompt_logprobs
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -257,7 +262,7 @@ def test_logits_that_are_no_numbers_end_one_request(
 ) -> None:
     wanted = answers(engine_of(runner, model.tokenizer), company())
     engine = engine_of(runner, model.tokenizer, runs=Damaged(runner))
-    bad = Ask((1, 2, MARK), SamplingParams(temperature=temperature, n=2, max_tokens=1))
+    bad = Request((1, 2, MARK), SamplingParams(temperature=temperature, n=2, max_tokens=1))
     *found, mine = answers(engine, [*company(), bad])
     assert [(got.reason, got.tokens) for got in mine] == [("error", [])] * 2
     assert [[got.said for got in mine] for mine in found] == [
@@ -267,20 +272,20 @@ def test_logits_that_are_no_numbers_end_one_request(
 
 @pytest.mark.parametrize("moment", ["queued", "prompt", "first", "answering", "ended", "twice"])
 def test_an_abort_leaves_nothing_behind(model: LoadedModel, runner: Runner, moment: str) -> None:
-    asks = company()
-    wanted = answers(engine_of(runner, model.tokenizer), asks)
+    requests = company()
+    wanted = answers(engine_of(runner, model.tokenizer), requests)
     asked = Asked(engine_of(runner, model.tokenizer, limits=Limits(40, 8, 64)))
-    for ask in asks[:3]:
-        asked.add(ask)
+    for request in requests[:3]:
+        asked.add(request)
     asked.step()
-    name = asked.add(Ask(drawn_tokens(55, 3), greedy(9, n=1 if moment == "ended" else 3)))
-    for ask in asks[3:]:
-        asked.add(ask)
+    name = asked.add(Request(drawn_tokens(55, 3), greedy(9, n=1 if moment == "ended" else 3)))
+    for request in requests[3:]:
+        asked.add(request)
     engine = asked.engine
     mine = asked.got[name]
     until: dict[str, Callable[[], bool]] = {
         "queued": lambda: True,
-        "prompt": lambda: 0 < engine.jobs[name].request.num_computed < 55,
+        "prompt": lambda: 0 < engine.requests[name][0].num_computed < 55,
         "first": lambda: len(mine[0].tokens) == 1,
         "answering": lambda: len(mine[0].tokens) == 4,
         "ended": lambda: mine[0].reason is not None,
@@ -304,14 +309,14 @@ def test_an_abort_leaves_nothing_behind(model: LoadedModel, runner: Runner, mome
 def test_a_full_queue_says_when_to_come_back(model: LoadedModel, runner: Runner) -> None:
     engine = engine_of(runner, model.tokenizer, limits=Limits(9, 1, 2))
     for name in range(2):
-        engine.add(name, Ask((1, 2, 3), greedy(5)))
+        engine.add(Request((1, 2, 3), greedy(5), request_id=name))
     with pytest.raises(QueueFull) as full:
-        engine.add(2, Ask((1, 2, 3), greedy(5)))
+        engine.add(Request((1, 2, 3), greedy(5), request_id=2))
     assert full.value.retry_after_s >= 1
     engine.step()
-    engine.add(2, Ask((1, 2, 3), greedy(5)))
+    engine.add(Request((1, 2, 3), greedy(5), request_id=2))
     with pytest.raises(QueueFull):
-        engine.add(3, Ask((1, 2, 3), greedy(5)))
+        engine.add(Request((1, 2, 3), greedy(5), request_id=3))
     while engine.has_work:
         engine.step()
     assert_empty(engine)
@@ -319,51 +324,51 @@ def test_a_full_queue_says_when_to_come_back(model: LoadedModel, runner: Runner)
 
 
 @pytest.mark.parametrize(
-    ("ask", "said"),
+    ("wrong", "said"),
     [
-        (Ask((), greedy(4)), "at least one token"),
-        (Ask((1, 264), greedy(4)), "vocabulary"),
-        (Ask((-1,), greedy(4)), "vocabulary"),
-        (Ask((1,) * 64, greedy(1)), "a prompt of 63 tokens works"),
-        (Ask((1,) * 64, greedy(None)), "a prompt of 63 tokens works"),
-        (Ask((1,) * 60, greedy(5)), "max_tokens=4 works"),
-        (Ask((1,), greedy(4, n=33)), "only 32 sequences"),
-        (Ask((1,), greedy(4, n=10**9)), "only 32 sequences"),
-        (Ask((1,), greedy(4, stop_token_ids=(300,))), "from 0 to 263, and 300 is not"),
-        (Ask((1,), greedy(4, n=33, structure=("regex", "a"))), "only 32 sequences"),
+        (Request((), greedy(4)), "at least one token"),
+        (Request((1, 264), greedy(4)), "vocabulary"),
+        (Request((-1,), greedy(4)), "vocabulary"),
+        (Request((1,) * 64, greedy(1)), "a prompt of 63 tokens works"),
+        (Request((1,) * 64, greedy(None)), "a prompt of 63 tokens works"),
+        (Request((1,) * 60, greedy(5)), "max_tokens=4 works"),
+        (Request((1,), greedy(4, n=33)), "only 32 sequences"),
+        (Request((1,), greedy(4, n=10**9)), "only 32 sequences"),
+        (Request((1,), greedy(4, stop_token_ids=(300,))), "from 0 to 263, and 300 is not"),
+        (Request((1,), greedy(4, n=33, structure=("regex", "a"))), "only 32 sequences"),
     ],
 )
 def test_what_can_never_be_served_is_refused_when_it_is_added(
-    model: LoadedModel, runner: Runner, ask: Ask, said: str
+    model: LoadedModel, runner: Runner, wrong: Request, said: str
 ) -> None:
     engine = engine_of(runner, model.tokenizer)
     with pytest.raises(ValueError, match=said):
-        engine.check(ask)
+        engine.check(wrong)
     with pytest.raises(ValueError, match=said):
-        engine.add(0, ask)
+        engine.add(wrong)
     assert_empty(engine)
 
 
 def test_a_request_beyond_all_pages_is_refused(model: LoadedModel, runner: Runner) -> None:
     engine = engine_of(runner, model.tokenizer, num_pages=2)
     with pytest.raises(ValueError, match="max_tokens=23 works"):
-        engine.add(0, Ask((1,) * 10, greedy(30)))
-    assert len(answers(engine, [Ask((1,) * 10, greedy(23))])[0][0].tokens) == 23
+        engine.add(Request((1,) * 10, greedy(30)))
+    assert len(answers(engine, [Request((1,) * 10, greedy(23))])[0][0].tokens) == 23
 
 
 def test_lengths_are_kept(model: LoadedModel, runner: Runner) -> None:
     engine = engine_of(runner, model.tokenizer)
-    (whole,) = answers(engine, [Ask((1, 2, 3), greedy(30))])[0]
+    (whole,) = answers(engine, [Request((1, 2, 3), greedy(30))])[0]
     end = next(token for token in whole.tokens if whole.tokens.index(token) > 3)
     place = whole.tokens.index(end)
-    asks = [
-        Ask((1, 2, 3), greedy(30, stop_token_ids=(end,))),
-        Ask((1, 2, 3), greedy(30, stop_token_ids=(end,), min_tokens=place + 2)),
-        Ask((1, 2, 3), greedy(1)),
-        Ask((1, 2, 3), greedy(None)),
-        Ask((1,) * 63, greedy(1)),
+    requests = [
+        Request((1, 2, 3), greedy(30, stop_token_ids=(end,))),
+        Request((1, 2, 3), greedy(30, stop_token_ids=(end,), min_tokens=place + 2)),
+        Request((1, 2, 3), greedy(1)),
+        Request((1, 2, 3), greedy(None)),
+        Request((1,) * 63, greedy(1)),
     ]
-    (stopped,), (longer,), (one,), (most,), (last,) = answers(engine, asks)
+    (stopped,), (longer,), (one,), (most,), (last,) = answers(engine, requests)
     assert (stopped.reason, stopped.tokens) == ("stop", whole.tokens[: place + 1])
     assert len(longer.tokens) >= place + 2 and end not in longer.tokens[: place + 1]
     assert [len(each.tokens) for each in (one, most, last)] == [1, 61, 1]
@@ -380,20 +385,20 @@ def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(
     pytest.importorskip("llguidance")
     engine = engine_of(runner, byte_tokenizer(), limits=Limits(20, 4, 4))
     ends = greedy(9, structure=("regex", "ab+"))
-    engine.add(0, Ask((1, 2), greedy(9, structure=("json_schema", '{"type": 3}'))))
-    engine.add(1, Ask((1, 2), greedy(9, structure=("regex", "(("))))
-    engine.add(2, Ask((1, 2), ends))
-    engine.add(3, Ask((1, 2), ends))
+    engine.add(Request((1, 2), greedy(9, structure=("json_schema", '{"type": 3}')), request_id=0))
+    engine.add(Request((1, 2), greedy(9, structure=("regex", "((")), request_id=1))
+    engine.add(Request((1, 2), ends, request_id=2))
+    engine.add(Request((1, 2), ends, request_id=3))
     with pytest.raises(QueueFull):
-        engine.add(4, Ask((1, 2), ends))
+        engine.add(Request((1, 2), ends, request_id=4))
     engine.abort(2)
     refused: list[tuple[int, Exception]] = []
     texts = ""
     while engine.compiling or engine.has_work:
-        refused += engine.begin_compiled()
-        for name, piece in engine.step():
-            assert name == 3
-            texts += piece.text
+        refused += engine.start_compiled()
+        for delta in engine.step():
+            assert delta.request_id == 3
+            texts += delta.text
     refused.sort(key=lambda each: each[0])
     assert [(name, type(error)) for name, error in refused] == [(0, ValueError), (1, ValueError)]
     assert "json_schema cannot be used" in str(refused[0][1]) and "regex cannot be used" in str(
@@ -410,7 +415,7 @@ def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(
 def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Runner) -> None:
     """Some are aborted, some fail, memory is short."""
     chance = random.Random(0)
-    runs = Failing(runner, lambda batch: any(map(is_marked, batch.parts)))
+    runs = Failing(runner, lambda batch: any(map(is_marked, batch.entries)))
     asked = Asked(engine_of(runner, model.tokenizer, 14, Limits(60, 10, 40), runs))
     engine = asked.engine
     aborted = set()
@@ -433,7 +438,7 @@ def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Ru
             fails = chance.random() < 0.06
             try:
                 name = asked.add(
-                    Ask(
+                    Request(
                         (*prompt, MARK) if fails else prompt,
                         params,
                         chance.randrange(3),
@@ -445,7 +450,9 @@ def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Ru
                 del asked.got[len(asked.got) - 1]
             else:
                 failing |= {name} if fails else set()
-        for name in chance.sample(sorted(engine.jobs), min(len(engine.jobs), chance.randrange(2))):
+        for name in chance.sample(
+            sorted(engine.requests), min(len(engine.requests), chance.randrange(2))
+        ):
             engine.abort(name)
             aborted.add(name)
         asked.step()
@@ -459,7 +466,7 @@ def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Ru
     counters = engine.scheduler.counters()
     assert (
         counters.num_preemptions > 0
-        and counters.num_found_tokens > 0
+        and counters.num_hit_tokens > 0
         and num_full > 0
         and len(aborted) > 100
     )

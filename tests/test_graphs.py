@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.batch import NO_SLOT, TableBatch, table_batch
-from shardwise.serve.engine.batch import Part
 from shardwise.serve.engine.cuda_graphs import DecodeGraphs, Step, captured_sizes, only_decodes
+from shardwise.serve.engine.sequence import BatchEntry
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
@@ -58,8 +58,8 @@ def graphs_of(played: Played, max_running: int) -> DecodeGraphs:
     return DecodeGraphs(played.decode, max_running, WIDTH, PAGE_TOKENS, 16, CPU, played.capture)
 
 
-def part_of(id: int, token: int, start: int, pages: Sequence[int]) -> Part:
-    return Part(id, (token,), start, tuple(pages), 1, False)
+def part_of(id: int, token: int, start: int, pages: Sequence[int]) -> BatchEntry:
+    return BatchEntry(id, (token,), start, tuple(pages), 1, False)
 
 
 parts = st.lists(
@@ -80,7 +80,7 @@ parts = st.lists(
 @settings(max_examples=50)
 @given(steps=st.lists(parts, min_size=1, max_size=3), max_running=st.sampled_from([7, 8, 12]))
 def test_a_step_reads_what_its_batch_says_whatever_was_there_before(
-    steps: list[list[Part]], max_running: int
+    steps: list[list[BatchEntry]], max_running: int
 ) -> None:
     played = Played()
     graphs = graphs_of(played, max_running)
@@ -90,12 +90,12 @@ def test_a_step_reads_what_its_batch_says_whatever_was_there_before(
         size = played.replayed[-1]
         assert size in captured_sizes(max_running) and len(batch) <= size
         assert size == 1 or size // 2 < len(batch) or size == max_running
-        spans = [Span(part.start, 1, part.pages) for part in batch]
+        spans = [Span(entry.start, 1, entry.pages) for entry in batch]
         wanted = table_batch(spans, 1, PAGE_TOKENS, (16,), CPU)
-        assert found[:, 0].tolist() == [part.tokens[0] for part in batch]
+        assert found[:, 0].tolist() == [entry.tokens[0] for entry in batch]
         assert torch.equal(found[:, 1], wanted.starts) and torch.equal(found[:, 2], wanted.slots)
-        for row, part in zip(found[:, 3:].tolist(), batch, strict=True):
-            assert row[: len(part.pages)] == list(part.pages)
+        for row, entry in zip(found[:, 3:].tolist(), batch, strict=True):
+            assert row[: len(entry.pages)] == list(entry.pages)
         assert played.lengths[-1] == [1] * len(batch) + [0] * (size - len(batch))
         assert played.slots[-1][len(batch) :] == [NO_SLOT] * (size - len(batch))
         kept.append((found, found.clone()))
@@ -125,9 +125,9 @@ def test_which_batches_decode() -> None:
     decoding = part_of(0, 5, 20, [1, 2])
     assert only_decodes([decoding, decoding])
     assert only_decodes(
-        [Part(0, (5,), 20, (1, 2), 3, True)]
+        [BatchEntry(0, (5,), 20, (1, 2), 3, True)]
     )  # it forks, and no token follows one whose score is wanted
-    assert not only_decodes([decoding, Part(1, (5, 6), 0, (3,), 1, False)])
+    assert not only_decodes([decoding, BatchEntry(1, (5, 6), 0, (3,), 1, False)])
     assert not only_decodes(
-        [decoding, Part(1, (5,), 0, (3,), 0, False)]
+        [decoding, BatchEntry(1, (5,), 0, (3,), 0, False)]
     )  # a prompt of which more is to come

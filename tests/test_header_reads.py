@@ -9,7 +9,7 @@ import torch
 from shardwise.commands.serve import describe_engine
 from shardwise.formats.gguf import gguf_file
 from shardwise.parallel.launch import Place
-from shardwise.serve.engine.worker import start
+from shardwise.serve.engine.worker import start_rank
 from smollm2 import smollm2_gguf
 
 
@@ -30,7 +30,7 @@ def test_starting_a_server_reads_the_header_twice(
     args = Namespace(model=str(smollm2_gguf()), tp=None, kv_bytes=1 << 26, max_len=64, **flags)
     settings, config, tokenizer = describe_engine(args)
     assert len(reads) == 1
-    started = start(Place(0, 1, torch.device("cpu")), settings)
+    started = start_rank(Place(0, 1, torch.device("cpu")), settings)
     assert started.runner.config == config
     assert started.tokenizer.vocab_size == tokenizer.vocab_size
     assert len(reads) == 2

@@ -25,7 +25,7 @@ from engines import (
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.engine.scheduler import Limits
 from shardwise.serve.generate import LoadedModel, load_model
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.request import Request, SamplingParams
 from smollm2 import smollm2_gguf
 
 ERROR = 3e-2  # of log-probabilities, on average, against a plain forward in bf16, which is 3e-2 from fp32; ours 2.5e-2
@@ -51,9 +51,9 @@ def test_smollm2_is_as_a_plain_forward_has_it(smollm2: LoadedModel, smollm2_runn
     prompts = [
         smollm2.tokenizer.encode(text) for text in ("The capital of France is", "1, 2, 3, 4,")
     ]
-    asks = [Ask(tuple(prompt), greedy(16, prompt_logprobs=2)) for prompt in prompts]
+    requests = [Request(tuple(prompt), greedy(16, prompt_logprobs=2)) for prompt in prompts]
     for prompt, (got,) in zip(
-        prompts, answers(engine_of(smollm2_runner, smollm2.tokenizer), asks), strict=True
+        prompts, answers(engine_of(smollm2_runner, smollm2.tokenizer), requests), strict=True
     ):
         expected = plain_logprobs(smollm2, [*prompt, *got.tokens])
         told = torch.tensor([each.logprob for each in got.logprobs])
@@ -65,7 +65,7 @@ def test_smollm2_is_as_a_plain_forward_has_it(smollm2: LoadedModel, smollm2_runn
 
 
 @pytest.fixture(scope="module")
-def asks(smollm2: LoadedModel) -> list[Ask]:
+def requests(smollm2: LoadedModel) -> list[Request]:
     """24, greedy; the last 8 begin like each other."""
     shared = smollm2.tokenizer.encode(
         "You are a helpful assistant who answers every question in one short sentence. "
@@ -93,16 +93,16 @@ def asks(smollm2: LoadedModel) -> list[Ask]:
         shared + smollm2.tokenizer.encode(f"Question {number}: what is {number}?")
         for number in range(8)
     ]
-    return [Ask(tuple(prompt), greedy(4 + number % 5)) for number, prompt in enumerate(prompts)]
+    return [Request(tuple(prompt), greedy(4 + number % 5)) for number, prompt in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
-def alone(smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask]) -> list[list[Got]]:
+def alone(smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request]) -> list[list[Got]]:
     """What each answers when it has an engine for itself."""
     engine = engine_of(smollm2_runner, smollm2.tokenizer)
     found = []
-    for number, ask in enumerate(asks):
-        found += answers(engine, [replace(ask, salt=str(number))])
+    for number, request in enumerate(requests):
+        found += answers(engine, [replace(request, salt=str(number))])
         assert found[-1][0].num_cached == 0
     return found
 
@@ -117,55 +117,59 @@ def assert_same(found: Sequence[Sequence[Got]], wanted: Sequence[Sequence[Got]])
 def test_smollm2_says_the_same_in_company(
     smollm2: LoadedModel,
     smollm2_runner: Runner,
-    asks: list[Ask],
+    requests: list[Request],
     alone: list[list[Got]],
     budget: int,
     num_running: int,
 ) -> None:
     engine = engine_of(smollm2_runner, smollm2.tokenizer, limits=Limits(budget, num_running, 64))
-    assert_same(answers(engine, asks), alone)
-    again = answers(engine, asks[-8:])
+    assert_same(answers(engine, requests), alone)
+    again = answers(engine, requests[-8:])
     assert_same(again, alone[-8:])
     assert all(
-        got.num_cached == 16 * ((len(ask.tokens) - 1) // 16)
-        for ask, (got,) in zip(asks[-8:], again, strict=True)
+        got.num_cached == 16 * ((len(request.tokens) - 1) // 16)
+        for request, (got,) in zip(requests[-8:], again, strict=True)
     )
 
 
 def test_smollm2_says_the_same_after_it_was_preempted(
-    smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask]
+    smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request]
 ) -> None:
-    longer = [replace(ask, params=greedy(20)) for ask in asks[:8]]
+    longer = [replace(request, params=greedy(20)) for request in requests[:8]]
     engine = engine_of(smollm2_runner, smollm2.tokenizer)
-    alone = [each for ask in longer for each in answers(engine, [ask])]
+    alone = [each for request in longer for each in answers(engine, [request])]
     engine = engine_of(smollm2_runner, smollm2.tokenizer, 3, Limits(100, 12, 64))
     assert_same(answers(engine, longer), alone)
     assert engine.scheduler.counters().num_preemptions > 0
 
 
 def test_smollm2_says_the_same_beside_all_kinds(
-    smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask], alone: list[list[Got]]
+    smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request], alone: list[list[Got]]
 ) -> None:
     pytest.importorskip("llguidance")
     engine = engine_of(smollm2_runner, smollm2.tokenizer)
-    mine = [replace(ask, params=replace(ask.params, n=2)) for ask in asks[::6]]
+    mine = [replace(request, params=replace(request.params, n=2)) for request in requests[::6]]
     drawn = [
-        Ask(
-            ask.tokens,
+        Request(
+            request.tokens,
             SamplingParams(seed=number, max_tokens=8, n=2, min_p=0.01, repetition_penalty=1.2),
         )
-        for number, ask in enumerate(asks[1::6])
+        for number, request in enumerate(requests[1::6])
     ]
     formed = [
-        Ask(ask.tokens, replace(ask.params, structure=("regex", "[a-z ]{4,9}"), max_tokens=8))
-        for ask in asks[2::6]
+        Request(
+            request.tokens,
+            replace(request.params, structure=("regex", "[a-z ]{4,9}"), max_tokens=8),
+        )
+        for request in requests[2::6]
     ]
     scored = [
-        Ask(ask.tokens, replace(ask.params, prompt_logprobs=1, logit_bias={5: 1.0}))
-        for ask in asks[3::6]
+        Request(request.tokens, replace(request.params, prompt_logprobs=1, logit_bias={5: 1.0}))
+        for request in requests[3::6]
     ]
     found = answers(
-        engine, [ask for each in zip(mine, drawn, formed, scored, strict=True) for ask in each]
+        engine,
+        [request for each in zip(mine, drawn, formed, scored, strict=True) for request in each],
     )
     assert_same(found[::4], alone[::6])
     for kind, number in ((drawn, 1), (formed, 2), (scored, 3)):
@@ -180,18 +184,18 @@ def test_drawn_company_changes_nothing(dtype: torch.dtype) -> None:
     runner = runner_of(model)
     memo: dict[str, list[tuple[object, ...]]] = {}
 
-    def said(ask: Ask) -> list[tuple[object, ...]]:
-        if repr(ask) not in memo:
-            memo[repr(ask)] = [
-                got.said for got in answers(engine_of(runner, model.tokenizer), [ask])[0]
+    def said(request: Request) -> list[tuple[object, ...]]:
+        if repr(request) not in memo:
+            memo[repr(request)] = [
+                got.said for got in answers(engine_of(runner, model.tokenizer), [request])[0]
             ]
-        return memo[repr(ask)]
+        return memo[repr(request)]
 
     @given(data=st.data())
     @settings(max_examples=12)
     def check(data: st.DataObject) -> None:
         kinds = st.builds(
-            lambda seed, count, n, hot, most: Ask(
+            lambda seed, count, n, hot, most: Request(
                 (*drawn_tokens(20, seed % 2), *drawn_tokens(count, seed)),
                 SamplingParams(
                     temperature=hot,
@@ -213,14 +217,14 @@ def test_drawn_company_changes_nothing(dtype: torch.dtype) -> None:
         limits = Limits(data.draw(st.integers(num_running + 1, 80)), num_running, 64)
         engine = engine_of(runner, model.tokenizer, data.draw(st.integers(4, 40)), limits)
         found = answers(engine, some)
-        for ask, mine in zip(some, found, strict=True):
-            assert [got.said for got in mine] == said(ask)
+        for request, mine in zip(some, found, strict=True):
+            assert [got.said for got in mine] == said(request)
 
     check()
 
 
 def test_smollm2_answers_in_json_while_others_go_on(
-    smollm2: LoadedModel, smollm2_runner: Runner, asks: list[Ask], alone: list[list[Got]]
+    smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request], alone: list[list[Got]]
 ) -> None:
     pytest.importorskip("llguidance")
     asked = Asked(engine_of(smollm2_runner, smollm2.tokenizer))
@@ -231,11 +235,11 @@ def test_smollm2_answers_in_json_while_others_go_on(
     params = SamplingParams(
         seed=5, temperature=0.7, n=2, max_tokens=60, structure=("json_schema", json.dumps(SCHEMA))
     )
-    formed = asked.add(Ask(prompt, params))
+    formed = asked.add(Request(prompt, params))
     assert not asked.engine.has_work  # it is being compiled
-    plain = asked.add(asks[0])
+    plain = asked.add(requests[0])
     asked.step()
-    assert asked.got[plain][0].tokens or asked.engine.jobs  # others need not wait for it
+    assert asked.got[plain][0].tokens or asked.engine.requests  # others need not wait for it
     asked.drain()
     assert_same([asked.got[plain]], alone[:1])
     for got in asked.got[formed]:

@@ -22,9 +22,9 @@ from shardwise.plan import plan
 from shardwise.plan.ledger import serving_ledgers
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.serve.engine.scheduler import Limits
-from shardwise.serve.engine.worker import start
+from shardwise.serve.engine.worker import start_rank
 from shardwise.serve.llm import LLM
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import EngineSettings
 from test_paged import (
     DTYPES,
@@ -165,17 +165,20 @@ def test_an_engine_says_the_same_after_hits_preemption_and_in_company(
     model = tiny("llama", dtype, head_dim=head_dim)
     runner = runner_of(model, kv_dtype)
     shared = drawn_tokens(20, 7)
-    asks = [Ask((*shared, *drawn_tokens(3 + 4 * n, n)), greedy(24)) for n in range(5)]
-    asks.append(Ask((*shared, 1, 2), SamplingParams(seed=3, n=3, max_tokens=14, logprobs=1)))
+    requests = [Request((*shared, *drawn_tokens(3 + 4 * n, n)), greedy(24)) for n in range(5)]
+    requests.append(
+        Request((*shared, 1, 2), SamplingParams(seed=3, n=3, max_tokens=14, logprobs=1))
+    )
     alone = [
-        [got.said for got in answers(engine_of(runner, model.tokenizer), [ask])[0]] for ask in asks
+        [got.said for got in answers(engine_of(runner, model.tokenizer), [request])[0]]
+        for request in requests
     ]
     engine = engine_of(runner, model.tokenizer, 7, Limits(33, 8, 64))
-    assert [[got.said for got in each] for each in answers(engine, asks)] == alone
+    assert [[got.said for got in each] for each in answers(engine, requests)] == alone
     assert engine.scheduler.counters().num_preemptions > 0
-    again = answers(engine, asks[-1:])
+    again = answers(engine, requests[-1:])
     assert again[0][0].num_cached == 16 and [got.said for got in again[0]] == alone[-1]
-    plain = answers(engine_of(runner_of(model), model.tokenizer), asks[:1])[0][0]
+    plain = answers(engine_of(runner_of(model), model.tokenizer), requests[:1])[0][0]
     _, tokens, logprobs, _ = alone[0][0]
     num_same = next((n for n in range(24) if tokens[n] != plain.tokens[n]), 23) + 1
     assert max(abs(logprobs[n].logprob - plain.logprobs[n].logprob) for n in range(num_same)) < 0.1
@@ -228,7 +231,7 @@ def test_bytes_of_published_shapes() -> None:
 def test_a_server_has_as_many_pages_as_memory_allows(folder: Path) -> None:
     given = 1 << 18
     found = {
-        kv_dtype: start(
+        kv_dtype: start_rank(
             Place(0, 1, CPU),
             EngineSettings(folder, dtype="bf16", kv_bytes=given, kv_dtype=kv_dtype),
         )

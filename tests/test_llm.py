@@ -63,7 +63,7 @@ def test_smollm2_completes_chats_and_streams() -> None:
         [{"role": "user", "content": "What is the capital of France?"}], GREEDY, use_tqdm=False
     )
     assert chatted.prompt is None and "Paris" in chatted.outputs[0].text
-    streamed = [piece.text for _, piece in llm.stream(prompts[0], GREEDY)]
+    streamed = [delta.text for _, delta in llm.stream(prompts[0], GREEDY)]
     assert len(streamed) > 2 and "".join(streamed) == paris.outputs[0].text
     assert_empty(llm.engine)
 
@@ -86,9 +86,9 @@ def test_outputs_are_in_the_order_of_prompts(llm: LLM) -> None:
 
 def test_the_queue_is_never_longer_than_it_may_be(llm: LLM) -> None:
     most = 0
-    for _, piece in llm.stream(["a"] * 20, SamplingParams(max_tokens=4, ignore_eos=True)):
+    for _, delta in llm.stream(["a"] * 20, SamplingParams(max_tokens=4, ignore_eos=True)):
         most = max(most, llm.engine.stats().num_waiting)
-        assert piece.tokens
+        assert delta.tokens
     assert most == 3
 
 
@@ -162,7 +162,7 @@ def test_who_stops_early_leaves_nothing(llm: LLM) -> None:
     next(stream)
     with pytest.raises(ValueError, match="another stream of this LLM is under way"):
         llm.generate("b", GREEDY, use_tqdm=False)
-    assert sum(len(piece.tokens) for _, piece in stream) == 99
+    assert sum(len(delta.tokens) for _, delta in stream) == 99
     assert llm.generate("b", GREEDY, use_tqdm=False)[0].finished
 
 

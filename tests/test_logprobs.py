@@ -11,10 +11,9 @@ from torch import Tensor
 from shardwise.kernels.reference.logprobs import most_probable
 from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.serve.request import Logprob, SamplingParams
-from shardwise.serve.sampling.logprobs import log_probabilities
-from shardwise.serve.sampling.penalties import Sampling
-from shardwise.serve.sampling.sampler import pick
-from test_sampler import KERNELS
+from shardwise.serve.sampling.penalties import SamplerState
+from shardwise.serve.sampling.sampler import log_probabilities
+from test_sampler import KERNELS, sample
 
 of_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
 
@@ -39,7 +38,7 @@ def test_log_probabilities_are_of_the_logits_as_they_came(
     ]
     expected = logits.double().log_softmax(-1)
     for row, picked in enumerate(
-        pick(logits, [Sampling(each, [5, 6]) for each in params], kernels=kernels)
+        sample(logits, [SamplerState(each, [5, 6]) for each in params], kernels=kernels)
     ):
         assert picked.logprob and picked.logprob.id == picked.token
         assert picked.logprob.logprob == pytest.approx(float(expected[row, picked.token]), abs=1e-5)
@@ -101,7 +100,9 @@ def test_what_is_no_number_stays_none(kernels: ServingKernels, fault: float) -> 
 @of_kernels
 def test_log_probabilities_are_told_to_those_who_ask(kernels: ServingKernels) -> None:
     asked = [SamplingParams(logprobs=num) for num in (None, 0, 2)]
-    none, zero, two = pick(torch.randn(3, 20), [Sampling(each) for each in asked], kernels=kernels)
+    none, zero, two = sample(
+        torch.randn(3, 20), [SamplerState(each) for each in asked], kernels=kernels
+    )
     assert (
         none.logprob is None
         and zero.logprob

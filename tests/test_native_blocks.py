@@ -21,8 +21,8 @@ from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme, quantizable
 from shardwise.quant.weight import QuantizedWeight
 from shardwise.quantize.load_quantized import Weights
-from shardwise.serve.engine.batch import Batch, Part
 from shardwise.serve.engine.runner import Runner
+from shardwise.serve.engine.sequence import Batch, BatchEntry
 
 pytestmark = pytest.mark.skipif(
     not instruction_sets(), reason="the native kernels are not built: no compiler"
@@ -65,9 +65,18 @@ def batches() -> list[Batch]:
     first = tuple(range(40))
     second = tuple(range(7, 30))
     return [
-        Batch((Part(0, first, 0, (3, 1, 2), 1, 0),), ()),
-        Batch((Part(0, (5,), 40, (3, 1, 2), 1, None), Part(1, second, 0, (0, 5), 1, None)), ()),
-        Batch((Part(0, (6,), 41, (3, 1, 2), 1, None), Part(1, (9,), 23, (0, 5), 1, None)), ()),
+        Batch((BatchEntry(0, first, 0, (3, 1, 2), 1, 0),), ()),
+        Batch(
+            (
+                BatchEntry(0, (5,), 40, (3, 1, 2), 1, None),
+                BatchEntry(1, second, 0, (0, 5), 1, None),
+            ),
+            (),
+        ),
+        Batch(
+            (BatchEntry(0, (6,), 41, (3, 1, 2), 1, None), BatchEntry(1, (9,), 23, (0, 5), 1, None)),
+            (),
+        ),
     ]
 
 
@@ -75,11 +84,11 @@ def check_bits(together: Runner, apart: Runner) -> None:
     assert together.blocks is not None
     apart.blocks = None
     for batch in batches():
-        found = together.run(batch)
-        expected = apart.run(batch)
-        assert found.scores == expected.scores
-        for id, logits in expected.logits.items():
-            assert torch.equal(found.logits[id], logits)
+        found, found_logprobs = together.run(batch)
+        expected, expected_logprobs = apart.run(batch)
+        assert found_logprobs == expected_logprobs
+        for id, logits in expected.items():
+            assert torch.equal(found[id], logits)
 
 
 @pytest.mark.parametrize("name", instruction_sets())
@@ -168,5 +177,6 @@ def test_what_has_no_kernel_is_run_block_by_block(
 ) -> None:
     made = runner_of_family(family, "auto", quant, instruction_sets()[0], **changes)
     assert isinstance(made.attention, NativePagedAttention) and made.blocks is None
-    (logits,) = made.run(batches()[0]).logits.values()
+    by_id, _ = made.run(batches()[0])
+    (logits,) = by_id.values()
     assert logits.isfinite().all()

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shardwise.serve.engine.pages import Counts, Pages
+from shardwise.serve.engine.pages import PageCounts, Pages
 
 MODULUS = 2**61 - 1  # of Python's hash of integers: its multiples all have hash 0
 TOKENS = (0, MODULUS, 2 * MODULUS)
@@ -82,7 +82,7 @@ class PagesAndMemory(RuleBasedStateMachine):
         if one.num_computed == len(one.tokens):
             one.tokens += more
         start = one.num_computed
-        room = self.pages.room(one.table, one.num_computed)
+        room = self.pages.space(one.table, one.num_computed)
         stop = min(len(one.tokens), start + room, start + data.draw(st.integers(1, 8)))
         if start == stop:
             assert self.pages.num_available == 0
@@ -95,7 +95,7 @@ class PagesAndMemory(RuleBasedStateMachine):
         assert available - self.pages.num_available == len(set(one.table) - set(before))
         for position in range(start, stop):
             page = one.table[position // self.pages.page_tokens]
-            assert self.pages.num_holders[page] == 1 and page not in self.pages.index.values()
+            assert self.pages.ref_counts[page] == 1 and page not in self.pages.index.values()
             self.memory[page][position % self.pages.page_tokens] = (
                 one.salt,
                 tuple(one.tokens[: position + 1]),
@@ -199,7 +199,7 @@ def test_the_last_holder_of_a_shared_page_writes_it_without_a_copy() -> None:
     second = pages.fork(first)
     third = pages.fork(first)
     shared = first[1]
-    assert pages.counts() == Counts(free=6, used=2, cached=0)
+    assert pages.counts() == PageCounts(free=6, used=2, cached=0)
     assert pages.grow(first, 6, 7) == ((shared, first[1]),)
     assert pages.grow(second, 6, 7) == ((shared, second[1]),)
     assert pages.grow(third, 6, 7) == () and third[1] == shared
@@ -224,7 +224,7 @@ def test_of_two_equal_pages_computed_side_by_side_the_first_serves_both() -> Non
     for table in tables:
         pages.commit(table, range(9), 0, 9, "")
     assert tables[0][:2] == tables[1][:2] and tables[0][2] != tables[1][2]
-    assert pages.counts() == Counts(free=4, used=4, cached=0)
+    assert pages.counts() == PageCounts(free=4, used=4, cached=0)
     pages.audit(tables)
 
 
@@ -236,20 +236,20 @@ def test_least_recently_used_goes_first_and_each_chain_from_its_end() -> None:
     last = list(new)
     pages.release(old)
     pages.release(new)
-    assert pages.counts() == Counts(free=0, used=0, cached=6)
+    assert pages.counts() == PageCounts(free=0, used=0, cached=6)
     assert (
         pages.begin([1, 0], "") == first[:1]
     )  # used again: the newest of all once it is given back
     pages.release([first[0]])
-    assert [pages.take() for _ in range(6)] == [first[2], first[1], *reversed(last), first[0]]
-    assert pages.counts() == Counts(free=0, used=6, cached=0) and not pages.index
+    assert [pages.allocate() for _ in range(6)] == [first[2], first[1], *reversed(last), first[0]]
+    assert pages.counts() == PageCounts(free=0, used=6, cached=0) and not pages.index
 
 
 def test_cached_pages_are_taken_only_when_none_is_free() -> None:
     pages = Pages(4, 1)
     table = computed(pages, [1, 2])
     pages.release(table)
-    assert pages.counts() == Counts(free=2, used=0, cached=2)
+    assert pages.counts() == PageCounts(free=2, used=0, cached=2)
     computed(pages, [5, 6])
     assert len(pages.begin([1, 2, 3], "")) == 2
 
@@ -257,11 +257,11 @@ def test_cached_pages_are_taken_only_when_none_is_free() -> None:
 def test_room_is_what_grow_can_do() -> None:
     pages = Pages(3, 4)
     first = computed(pages, range(6))
-    assert pages.room(first, 6) == 6
+    assert pages.space(first, 6) == 6
     second = pages.fork(first)
-    assert pages.room(first, 6) == 2  # the free page is for the copy
+    assert pages.space(first, 6) == 2  # the free page is for the copy
     pages.grow(first, 6, 8)
-    assert pages.room(first, 8) == 0 and pages.room(second, 6) == 2
+    assert pages.space(first, 8) == 0 and pages.space(second, 6) == 2
 
 
 @pytest.mark.parametrize(("num_pages", "page_tokens"), [(0, 16), (4, 0)])
@@ -277,7 +277,7 @@ def test_audit_tells_what_does_not_agree(fault: str) -> None:
     pages.release(computed(pages, [7, 8, 9, 10]))
     pages.audit([table])
     if fault == "holder":
-        pages.num_holders[table[0]] += 1
+        pages.ref_counts[table[0]] += 1
     elif fault == "lost":
         pages.free.pop()
     elif fault == "key":

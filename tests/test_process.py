@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import AsLeader, answers, drawn_tokens, engine_of, greedy, plain_logprobs, runner_of
+from engines import AsDriver, answers, drawn_tokens, engine_of, greedy, plain_logprobs, runner_of
 from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
@@ -30,13 +30,13 @@ from shardwise.parallel.launch import Place
 from shardwise.precision import Precision
 from shardwise.serve.engine import remote as process
 from shardwise.serve.engine import worker
-from shardwise.serve.engine.batch import Batch
 from shardwise.serve.engine.remote import RemoteEngine
-from shardwise.serve.engine.runner import SCORED_ROWS
+from shardwise.serve.engine.runner import LOGPROB_ROWS
 from shardwise.serve.engine.scheduler import QueueFull
+from shardwise.serve.engine.sequence import Batch
 from shardwise.serve.engine_client import EngineDied
 from shardwise.serve.generate import load_model
-from shardwise.serve.request import MAX_LOGPROBS, Ask, SamplingParams
+from shardwise.serve.request import MAX_LOGPROBS, Request, SamplingParams
 from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
@@ -88,7 +88,9 @@ def remote(path: Path, said: list[str] | None = None, **settings: Any) -> Remote
 async def tokens_of(
     engine: RemoteEngine, params: SamplingParams = SHORT, prompt: tuple[int, ...] = PROMPT
 ) -> list[int]:
-    return [token async for piece in engine.generate(Ask(prompt, params)) for token in piece.tokens]
+    return [
+        token async for delta in engine.generate(Request(prompt, params)) for token in delta.tokens
+    ]
 
 
 def pid_of(engine: RemoteEngine) -> int:
@@ -142,18 +144,21 @@ def test_smollm2_starts_answers_and_ends(own_temporary_folder: Path) -> None:
         assert all(re.fullmatch(r".*: \d+\.\d\d s", line) for line in said[:3])
         assert "728 pages of 16 tokens: 11,648 in all, 8,192 in a request at most" in said[3]
         prompt = tuple(engine.tokenizer.encode("The capital of France is"))
-        texts = [piece.text async for piece in engine.generate(Ask(prompt, SHORT))]
+        texts = [delta.text async for delta in engine.generate(Request(prompt, SHORT))]
         assert "Paris" in "".join(texts)
         assert sum(x * x for x in await engine.embed(prompt)) == pytest.approx(1)
-        for ask, what in ((Ask((), SHORT), "token"), (Ask((10**6,), SHORT), "vocabulary")):
+        for request, what in (
+            (Request((), SHORT), "token"),
+            (Request((10**6,), SHORT), "vocabulary"),
+        ):
             with pytest.raises(ValueError, match=what):
-                [piece async for piece in engine.generate(ask)]
+                [delta async for delta in engine.generate(request)]
         with pytest.raises(ValueError, match="vocabulary"):
             await engine.embed([10**6])
-        pieces = engine.generate(Ask(prompt, LONG))
-        await anext(pieces)
+        deltas = engine.generate(Request(prompt, LONG))
+        await anext(deltas)
         assert (await engine.stats()).num_running == 1
-        await pieces.aclose()
+        await deltas.aclose()
         stats = await engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
         assert stats.prompt_tokens == 2 * len(prompt) and stats.generated_tokens >= 13
@@ -258,14 +263,14 @@ def test_the_event_loop_does_not_wait_for_a_step(folder: Path) -> None:
         rescue = threading.Timer(PATIENCE_S / 4, os.kill, (pid, signal.SIGKILL))
         rescue.start()
         os.kill(pid, signal.SIGSTOP)
-        asks = [asyncio.create_task(tokens_of(engine, SHORT, (1,) * 4000)) for _ in range(200)]
+        requests = [asyncio.create_task(tokens_of(engine, SHORT, (1,) * 4000)) for _ in range(200)]
         await asyncio.sleep(0)
         assert (
             len(engine.waiting) == 200 and Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
         )
-        for task in asks:
+        for task in requests:
             task.cancel()
-        await asyncio.gather(*asks, return_exceptions=True)
+        await asyncio.gather(*requests, return_exceptions=True)
         os.kill(pid, signal.SIGCONT)
         while (await engine.stats()).pages_used:
             pass
@@ -339,7 +344,7 @@ def test_two_ranks_say_what_one_says(folder: Path, dtype: Precision) -> None:
     model = load_model(folder, worker.DTYPES[dtype], torch.device("cpu"))
     prompts = [tuple(range(5, 5 + count)) for count in (1, 17, 90)]
     expected = answers(
-        engine_of(runner_of(model), model.tokenizer), [Ask(prompt, SHORT) for prompt in prompts]
+        engine_of(runner_of(model), model.tokenizer), [Request(prompt, SHORT) for prompt in prompts]
     )
 
     async def check() -> None:
@@ -420,7 +425,7 @@ def test_ranks_end_together_and_are_started_again(
 
 
 @dataclass
-class Idle(AsLeader):
+class Idle(AsDriver):
     """A runner that is no good at embedding, and remembers that it was told to go on waiting."""
 
     kept: threading.Event = field(default_factory=threading.Event)
@@ -448,17 +453,17 @@ def test_ranks_are_kept_alive_while_only_questions_come(
     talk.start()
     for name in range(3):
         ours.send(("stats", name))
-        assert ours.recv()[:2] == ("answer", name)
+        assert ours.recv()[:2] == ("result", name)
     ours.send(("embed", 3, [1, 2]))
     assert ours.recv() == ("failed", 3, "no memory")
-    ours.send(("add", 4, Ask(PROMPT, SHORT)))
-    what, pieces = ours.recv()
-    assert what == "pieces" and pieces[0][0] == 4
-    while ours.poll(0.2) and ours.recv()[1][0][1].finish_reason is None:
+    ours.send(("add", 4, Request(PROMPT, SHORT, request_id=4)))
+    what, deltas = ours.recv()
+    assert what == "deltas" and deltas[0].request_id == 4
+    while ours.poll(0.2) and ours.recv()[1][0].finish_reason is None:
         pass
     runs.kept.clear()
     ours.send(("stats", 5))
-    assert ours.recv()[:2] == ("answer", 5) and runs.kept.wait(PATIENCE_S)
+    assert ours.recv()[:2] == ("result", 5) and runs.kept.wait(PATIENCE_S)
     ours.close()
     talk.join(PATIENCE_S)
     assert not talk.is_alive()
@@ -468,7 +473,7 @@ def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> N
     model = load_model(folder, torch.float32, torch.device("cpu"))
     engine = engine_of(runner_of(model), model.tokenizer)
     ours, its = Pipe()
-    ours.send(("add", 0, Ask(PROMPT, SHORT)))
+    ours.send(("add", 0, Request(PROMPT, SHORT)))
     for name in range(1, 7):
         ours.send(("embed", name, [name, name]))
     ours.send(("embed", 7, [264]))
@@ -477,12 +482,12 @@ def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> N
     talk.start()
     refused, *heard = (ours.recv() for _ in range(1 + 5 + SHORT.max_tokens))  # type: ignore[operator]
     assert refused[:2] == ("refused", 7) and "from 0 to 263" in refused[2]
-    assert [message[0] for message in heard] == ["answer", "pieces"] * 5 + ["pieces"] * (
+    assert [message[0] for message in heard] == ["result", "deltas"] * 5 + ["deltas"] * (
         len(heard) - 10
     )
-    assert [name for what, name, *_ in heard if what == "answer"] == [1, 2, 3, 4, 5]
+    assert [name for what, name, *_ in heard if what == "result"] == [1, 2, 3, 4, 5]
     ours.send(("stats", 8))
-    assert ours.recv()[:2] == ("answer", 8)
+    assert ours.recv()[:2] == ("result", 8)
     ours.close()
     talk.join(PATIENCE_S)
     assert not talk.is_alive()
@@ -510,13 +515,13 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
 def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder: Path) -> None:
     place = Place(0, 1, torch.device("cpu"))
     with pytest.raises(ValueError) as refused:
-        worker.start(place, EngineSettings(folder, dtype="fp32", kv_bytes=1 << 50))
+        worker.start_rank(place, EngineSettings(folder, dtype="fp32", kv_bytes=1 << 50))
     told = re.fullmatch(
         r"a KV cache of 1.13e\+06 GB was asked for, but each rank has ([\d.,]+) GB left; --kv-bytes (\d+) fits",
         str(refused.value),
     )
     assert told and int(told[2]) <= 0.51 * 1e9 * float(told[1].replace(",", ""))
-    fits = worker.start(
+    fits = worker.start_rank(
         place, EngineSettings(folder, dtype="fp32", kv_bytes=min(int(told[2]), 1 << 23))
     )
     assert fits.num_pages == (1 << 23) // fits.runner.page_bytes
@@ -528,17 +533,19 @@ def test_scored_prompts_are_in_what_a_batch_is_measured_with(folder: Path) -> No
     seen = list[Batch]()
     genuine = runner.run
     runner.run = lambda batch: seen.append(batch) or genuine(batch)  # type: ignore[method-assign, func-returns-value]
-    assert worker.batch_bytes(runner, EngineSettings(folder, dtype="fp32")) >= 0
+    num_pages, largest = worker.largest_batch(runner.config, EngineSettings(folder, dtype="fp32"))
+    runner.make_pages(num_pages)
+    assert worker.measure_batch_bytes(runner, largest) >= 0
     (batch,) = seen
-    assert [len(part.tokens) for part in batch.parts] == [512, SCORED_ROWS + 1]
-    pages = [page for part in batch.parts for page in part.pages]
-    assert batch.parts[1].scores == MAX_LOGPROBS and sorted(pages) == list(
+    assert [len(entry.tokens) for entry in batch.entries] == [512, LOGPROB_ROWS + 1]
+    pages = [page for entry in batch.entries for page in entry.pages]
+    assert batch.entries[1].num_prompt_logprobs == MAX_LOGPROBS and sorted(pages) == list(
         range(runner.pages[0].keys.numbers.shape[1])
     )
 
 
 def test_logits_of_a_scored_prompt_are_held_in_pieces(folder: Path) -> None:
-    """No more than SCORED_ROWS of them at a time, whatever the chunk."""
+    """No more than LOGPROB_ROWS of them at a time, whatever the chunk."""
     model = load_model(folder, torch.float32, torch.device("cpu"))
     runner = runner_of(model)
     rows = list[int]()
@@ -546,14 +553,14 @@ def test_logits_of_a_scored_prompt_are_held_in_pieces(folder: Path) -> None:
     runner.logits = lambda x: rows.append(len(x)) or genuine(x)  # type: ignore[method-assign, func-returns-value]
     prompt = drawn_tokens(200, 0)
     ((got,),) = answers(
-        engine_of(runner, model.tokenizer), [Ask(prompt, greedy(1, prompt_logprobs=2))]
+        engine_of(runner, model.tokenizer), [Request(prompt, greedy(1, prompt_logprobs=2))]
     )
     expected = plain_logprobs(model, prompt)[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[
         :, 0
     ]
     assert got.prompt is not None and [each.id for each in got.prompt] == list(prompt[1:])
     assert [each.logprob for each in got.prompt] == pytest.approx(expected.tolist(), abs=1e-4)
-    assert rows == [SCORED_ROWS] * 3 + [199 - 3 * SCORED_ROWS, 1]
+    assert rows == [LOGPROB_ROWS] * 3 + [199 - 3 * LOGPROB_ROWS, 1]
 
 
 def test_the_log_has_the_traceback_and_clients_the_rank() -> None:
@@ -572,7 +579,7 @@ def test_the_log_has_the_traceback_and_clients_the_rank() -> None:
         ({"dtype": "fp16"}, "bf16 or fp32"),
         ({"page_tokens": 24}, "16 works"),
         ({"page_tokens": 0}, "16 works"),
-        ({"max_batch_tokens": 64}, "at least 65"),
+        ({"max_batch_tokens": 64}, "65 works"),
         ({"max_queued": 0}, "at least 1"),
         ({"max_len": 1}, "at least 2"),
         ({"kv_bytes": 0}, "at least 1"),

@@ -38,11 +38,11 @@ from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.scheme import Scheme, can_stay_quantized, quantizable
 from shardwise.quant.weight import QuantizedWeight
 from shardwise.quantize.load_quantized import load_quantized
-from shardwise.serve.engine.batch import Batch, Part
 from shardwise.serve.engine.remote import RemoteEngine
 from shardwise.serve.engine.runner import Runner
+from shardwise.serve.engine.sequence import Batch, BatchEntry
 from shardwise.serve.generate import load_model
-from shardwise.serve.request import Ask
+from shardwise.serve.request import Request
 from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
@@ -193,7 +193,8 @@ def test_a_kept_embedding_is_looked_up_where_a_batch_runs(
     )
     runner.make_pages(2)
     ids = torch.randint(96, (20,), generator=torch.Generator().manual_seed(0))
-    found = runner.run(Batch((Part(0, tuple(ids.tolist()), 0, (1, 0), 1, None),), ())).logits[0]
+    by_id, _ = runner.run(Batch((BatchEntry(0, tuple(ids.tolist()), 0, (1, 0), 1, None),), ()))
+    found = by_id[0]
     plain = load_weights(path, config, specs, one, one.coord(0), torch.float32)
     expected = Transformer(config, REFERENCE).forward(
         plain, ids[None], torch.arange(20)[None], Causal(config, causal_attention)
@@ -263,10 +264,13 @@ def test_answers_have_the_same_bits_in_any_company() -> None:
         "E = mc",
         "def f(",
     )
-    asks = [Ask(tuple(model.tokenizer.encode(text)), greedy(5)) for text in texts]
+    requests = [Request(tuple(model.tokenizer.encode(text)), greedy(5)) for text in texts]
     runner = runner_of(model)
-    alone = [answers(engine_of(runner, model.tokenizer), [ask])[0][0].said for ask in asks[:3]]
-    together = answers(engine_of(runner, model.tokenizer), asks)
+    alone = [
+        answers(engine_of(runner, model.tokenizer), [request])[0][0].said
+        for request in requests[:3]
+    ]
+    together = answers(engine_of(runner, model.tokenizer), requests)
     assert alone == [got.said for (got,) in together[:3]]
 
 
@@ -373,8 +377,8 @@ def test_two_ranks_say_what_one_says(folder: Path) -> None:
     """In fp32, greedy; each with its slices of the quantized weights, and its heads of the
     quantized cache."""
     model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g16")
-    ask = Ask(tuple(range(5, 40)), greedy(8))
-    ((wanted,),) = answers(engine_of(runner_of(model, "int8"), model.tokenizer), [ask])
+    request = Request(tuple(range(5, 40)), greedy(8))
+    ((wanted,),) = answers(engine_of(runner_of(model, "int8"), model.tokenizer), [request])
     (planned,) = serving_ledgers(model.config, Layout(tp=2), 16, "fp32", kv_dtype="int8")
     said: list[str] = []
 
@@ -385,7 +389,7 @@ def test_two_ranks_say_what_one_says(folder: Path) -> None:
         engine = RemoteEngine(settings, model.config, model.tokenizer, said.append)
         await engine.start()
         try:
-            return [token async for piece in engine.generate(ask) for token in piece.tokens]
+            return [token async for delta in engine.generate(request) for token in delta.tokens]
         finally:
             await engine.close()
 

@@ -1,8 +1,9 @@
 """Sampling against definitions written for one row of plain Python numbers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,11 +16,10 @@ from shardwise.kernels.native.library import instruction_sets
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import native_kernels
 from shardwise.kernels.serving_interface import SamplingRow, ServingKernels
-from shardwise.serve.request import SamplingParams, check_ids
-from shardwise.serve.sampling.filters import draw, keep
-from shardwise.serve.sampling.penalties import Sampling, generator_for
-from shardwise.serve.sampling.sampler import Picked, at_once, by_row, pick
-from shardwise.serve.sampling.stopping import end_ids
+from shardwise.serve.request import Logprob, SamplingParams, check_ids
+from shardwise.serve.sampling.filters import apply_filters, sample_from_logits
+from shardwise.serve.sampling.penalties import SamplerState, generator_for
+from shardwise.serve.sampling.sampler import sample_by_row, sample_together, sample_tokens
 
 ROWS = st.lists(st.integers(-24, 24).map(lambda quarter: quarter / 4), min_size=1, max_size=12)
 PARAMS = st.builds(
@@ -43,7 +43,24 @@ def draw_at(params: SamplingParams, point: float) -> SamplingRow:
     return SamplingRow(params.temperature, params.min_p, params.top_k, params.top_p, point)
 
 
-def tokens_of(picked: list[Picked]) -> list[int | None]:
+class Sampled(NamedTuple):
+    """The token of one row, and its log-probability if it was requested."""
+
+    token: int | None
+    logprob: Logprob | None = None
+
+
+def sample(
+    logits: Tensor,
+    samplers: Sequence[SamplerState],
+    masks: Sequence[Tensor | None] | None = None,
+    kernels: ServingKernels = REFERENCE,
+) -> list[Sampled]:
+    tokens, logprobs = sample_tokens(logits, samplers, masks, kernels)
+    return [Sampled(token, logprobs.get(row)) for row, token in enumerate(tokens)]
+
+
+def tokens_of(picked: list[Sampled]) -> list[int | None]:
     return [each.token for each in picked]
 
 
@@ -94,7 +111,7 @@ def test_filters_by_definition(rows: list[tuple[list[float], SamplingParams]]) -
     answers = [distribution(row, params) for row, (_, params) in zip(padded, rows, strict=True)]
     assume(all(gap > 1e-6 for _, gap in answers))
     expected = torch.tensor([probabilities for probabilities, _ in answers])
-    probabilities = keep(torch.tensor(padded), [params for _, params in rows]).softmax(-1)
+    probabilities = apply_filters(torch.tensor(padded), [params for _, params in rows]).softmax(-1)
     assert torch.equal(probabilities > 0, expected > 0)
     torch.testing.assert_close(probabilities, expected, rtol=1e-5, atol=1e-7)
 
@@ -106,7 +123,7 @@ def test_top_p_of_a_large_vocabulary_with_ties(top_p: float, spread: float) -> N
     logits = (spread * torch.randn(3, 6000, generator=torch.Generator().manual_seed(8))).round(
         decimals=1
     )
-    stays = keep(logits, [SamplingParams(top_p=top_p)] * 3).isfinite()
+    stays = apply_filters(logits, [SamplingParams(top_p=top_p)] * 3).isfinite()
     for row, kept in zip(logits, stays, strict=True):
         order = row.argsort(descending=True, stable=True)
         before = row.double().softmax(-1)[order].cumsum(-1).roll(1)
@@ -135,11 +152,11 @@ def test_frequencies(kernels: ServingKernels, params: SamplingParams) -> None:
     value 24.3."""
     row = [1.0, -0.5, 0.25, 2.0, -2.0, 0.0, 1.5, -30.0]
     expected = [8_000 * each for each in distribution(row, params)[0]]
-    sampling = Sampling(replace(params, seed=0))
+    sampling = SamplerState(replace(params, seed=0))
     drawn = [
         token or 0
         for _ in range(20)
-        for token in tokens_of(pick(torch.tensor([row] * 400), [sampling] * 400, kernels=kernels))
+        for token in tokens_of(sample(torch.tensor([row] * 400), [sampling] * 400, kernels=kernels))
     ]
     counts = torch.tensor(drawn).bincount(minlength=len(row)).tolist()
     assert all(count == 0 for count, mean in zip(counts, expected, strict=True) if mean < 1e-6)
@@ -150,8 +167,8 @@ def test_frequencies(kernels: ServingKernels, params: SamplingParams) -> None:
 def test_first_draws_of_many_seeds_have_the_frequencies_too() -> None:
     """Requests differ by seed alone; 4 degrees of freedom, 0.1 % critical value 18.5."""
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.08, 0.02])
-    points = [Sampling(SamplingParams(seed=seed)).point() for seed in range(5000)]
-    tokens = draw(probabilities.log().expand(5000, 5), points)
+    points = [SamplerState(SamplingParams(seed=seed)).uniform() for seed in range(5000)]
+    tokens = sample_from_logits(probabilities.log().expand(5000, 5), points)
     means = 5000 * probabilities
     assert float(((tokens.bincount(minlength=5) - means) ** 2 / means).sum()) < 18.5
 
@@ -169,7 +186,7 @@ def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
     assume(all(distribution(row, params)[1] > 1e-6 for row, params in rows))
     for row, params in rows:
         logits = torch.tensor([row])
-        expected = int(draw(keep(logits.clone(), [params]), [point])[0])
+        expected = int(sample_from_logits(apply_filters(logits.clone(), [params]), [point])[0])
         for kernels in KERNELS:
             assert kernels.sample([logits[0]], [draw_at(params, point)]) == [expected], kernels.name
 
@@ -196,8 +213,8 @@ def test_a_row_of_a_large_vocabulary_too(
     random = torch.Generator().manual_seed(9)
     logits = (spread * torch.randn(20_011, generator=random)).round(decimals=2)
     points = [0.0, 1 - 2**-53, *torch.rand(38, generator=random, dtype=torch.float64).tolist()]
-    filtered = keep(logits[None].clone(), [params])
-    expected = draw(filtered.expand(40, -1), points).tolist()
+    filtered = apply_filters(logits[None].clone(), [params])
+    expected = sample_from_logits(filtered.expand(40, -1), points).tolist()
     assert kernels.sample([logits] * 40, [draw_at(params, point) for point in points]) == expected
 
 
@@ -254,7 +271,8 @@ def test_what_a_sequence_changes_by_definition(
     row: list[float], params: SamplingParams, prompt: list[int], answer: list[int]
 ) -> None:
     """Within 1e-5; and again after a fork, whose own tokens change only its own."""
-    sampling = Sampling(params, prompt, end_ids(params, {1}))
+    end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (1,))}
+    sampling = SamplerState(params, prompt, end_ids)
     for token in answer:
         sampling.add(token)
     other = sampling.fork(1)
@@ -272,7 +290,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     ids = torch.randint(60, (3, 40), generator=torch.Generator().manual_seed(11))
     expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits)
     for row, tokens, theirs in zip(logits.clone(), ids.tolist(), expected, strict=True):
-        sampling = Sampling(SamplingParams(repetition_penalty=1.7), tokens[:25])
+        sampling = SamplerState(SamplingParams(repetition_penalty=1.7), tokens[:25])
         for token in tokens[25:]:
             sampling.add(token)
         sampling.change(row)
@@ -280,12 +298,12 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
 
 
 def run_on(
-    steps: Tensor, samplings: list[Sampling], masks: list[Tensor | None]
-) -> list[list[Picked]]:
+    steps: Tensor, samplings: list[SamplerState], masks: list[Tensor | None]
+) -> list[list[Sampled]]:
     """What each row gets, step after step."""
-    told: list[list[Picked]] = [[] for _ in samplings]
+    told: list[list[Sampled]] = [[] for _ in samplings]
     for logits in steps:
-        for row, picked in enumerate(pick(logits, samplings, masks)):
+        for row, picked in enumerate(sample(logits, samplings, masks)):
             told[row].append(picked)
             samplings[row].add(picked.token or 0)
     return told
@@ -309,8 +327,8 @@ def test_a_row_is_the_same_alone_and_in_company(
     if masked:
         masks[2] = torch.full((-(-vocab_size // 32),), 0x55555555, dtype=torch.int32)
 
-    def fresh() -> list[Sampling]:
-        return [Sampling(each, [1, 2, 2], {1}) for each in params]
+    def fresh() -> list[SamplerState]:
+        return [SamplerState(each, [1, 2, 2], {1}) for each in params]
 
     company = run_on(steps, fresh(), masks)
     for row in range(5):
@@ -333,12 +351,12 @@ def test_rows_at_once_are_rows_one_by_one(params: list[SamplingParams], fault: f
     logits[2, 7] += fault
     masks = [None, torch.full((10,), 0x77777777, dtype=torch.int32), None, None]
 
-    def fresh() -> list[Sampling]:
+    def fresh() -> list[SamplerState]:
         return [
-            Sampling(replace(each, seed=row), [1, 2, 2], {1}) for row, each in enumerate(params)
+            SamplerState(replace(each, seed=row), [1, 2, 2], {1}) for row, each in enumerate(params)
         ]
 
-    assert at_once(logits, fresh(), masks) == by_row(logits, fresh(), masks)
+    assert sample_together(logits, fresh(), masks) == sample_by_row(logits, fresh(), masks)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -352,9 +370,9 @@ def test_threads_leave_a_row_the_same(kernels: ServingKernels, threads: int) -> 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        company = pick(logits, [Sampling(each) for each in params], kernels=kernels)
+        company = sample(logits, [SamplerState(each) for each in params], kernels=kernels)
         alone = [
-            pick(logits[row : row + 1], [Sampling(params[row])], kernels=kernels)[0]
+            sample(logits[row : row + 1], [SamplerState(params[row])], kernels=kernels)[0]
             for row in range(5)
         ]
     finally:
@@ -368,9 +386,9 @@ def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing(
     logits = torch.tensor(
         [[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, -1.0]]
     )
-    sampling = Sampling(SamplingParams(temperature=0, top_k=2))
+    sampling = SamplerState(SamplingParams(temperature=0, top_k=2))
     before = sampling.generator.get_state()
-    assert tokens_of(pick(logits, [sampling] * 3, kernels=kernels)) == [1, 0, 2]
+    assert tokens_of(sample(logits, [sampling] * 3, kernels=kernels)) == [1, 0, 2]
     assert torch.equal(sampling.generator.get_state(), before)
 
 
@@ -389,10 +407,15 @@ def test_the_narrowest_settings_are_greedy(kernels: ServingKernels, params: dict
     logits = 20 * torch.randn(16, 300, generator=torch.Generator().manual_seed(3))
     expected = logits.argmax(-1).tolist()
     assert (
-        tokens_of(pick(logits, [Sampling(SamplingParams(**params))] * 16, kernels=kernels))
+        tokens_of(sample(logits, [SamplerState(SamplingParams(**params))] * 16, kernels=kernels))
         == expected
     )
-    assert draw(keep(logits, [SamplingParams(**params)] * 16), [0.999] * 16).tolist() == expected
+    assert (
+        sample_from_logits(
+            apply_filters(logits, [SamplingParams(**params)] * 16), [0.999] * 16
+        ).tolist()
+        == expected
+    )
 
 
 def test_tokens_without_probability_are_never_drawn(kernels: ServingKernels) -> None:
@@ -400,17 +423,16 @@ def test_tokens_without_probability_are_never_drawn(kernels: ServingKernels) -> 
     that flattens."""
     logits = torch.full((1, 1000), -math.inf)
     logits[:, [3, 20, 621, 960]] = torch.tensor([0.0, -1.0, -2.0, 1.0])
-    sampling = Sampling(SamplingParams(temperature=5.0, seed=4))
+    sampling = SamplerState(SamplingParams(temperature=5.0, seed=4))
     assert set(
-        tokens_of(pick(logits.expand(10_000, -1), [sampling] * 10_000, kernels=kernels))
+        tokens_of(sample(logits.expand(10_000, -1), [sampling] * 10_000, kernels=kernels))
     ) == {3, 20, 621, 960}
     points = torch.rand(10_000, dtype=torch.float64).tolist()
-    assert set(draw(keep(logits, [sampling.params]).expand(10_000, -1), points).tolist()) == {
-        3,
-        20,
-        621,
-        960,
-    }
+    assert set(
+        sample_from_logits(
+            apply_filters(logits, [sampling.params]).expand(10_000, -1), points
+        ).tolist()
+    ) == {3, 20, 621, 960}
     ends = [draw_at(sampling.params, point) for point in (0.0, 1 - 2**-53)]
     assert kernels.sample([logits[0]] * 2, ends) == [3, 960]
 
@@ -420,8 +442,8 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn(kernels: ServingKernels) ->
     of 400 draws."""
     logits = torch.zeros(1, 200_000)
     logits[0, 0] = math.log(199_999)
-    sampling = Sampling(SamplingParams(seed=5))
-    drawn = [tokens_of(pick(logits, [sampling], kernels=kernels))[0] for _ in range(400)]
+    sampling = SamplerState(SamplingParams(seed=5))
+    drawn = [tokens_of(sample(logits, [sampling], kernels=kernels))[0] for _ in range(400)]
     assert abs(drawn.count(0) - 200) < 50 and len(set(drawn)) > 150
 
 
@@ -440,11 +462,11 @@ def test_a_row_that_nothing_can_be_chosen_from_fails_alone(
 ) -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(6))
     params = SamplingParams(seed=7, **fields, **changes)
-    expected = pick(logits, [Sampling(params) for _ in range(3)], kernels=kernels)
+    expected = sample(logits, [SamplerState(params) for _ in range(3)], kernels=kernels)
     for place, value in fault:
         logits[1, place] = value
-    picked = pick(logits, [Sampling(params) for _ in range(3)], kernels=kernels)
-    assert picked == [expected[0], Picked(None), expected[2]] and None not in tokens_of(expected)
+    picked = sample(logits, [SamplerState(params) for _ in range(3)], kernels=kernels)
+    assert picked == [expected[0], Sampled(None), expected[2]] and None not in tokens_of(expected)
 
 
 def bits(ids: set[int], vocab_size: int) -> Tensor:
@@ -461,16 +483,18 @@ def test_only_what_is_allowed_is_taken(kernels: ServingKernels, temperature: flo
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(15))
     logits[:, 50] = 60.0
     params = SamplingParams(temperature=temperature, min_tokens=1, logprobs=0)
-    samplings = [Sampling(params, (), {31}) for _ in range(3)]
-    picked = pick(
+    samplings = [SamplerState(params, (), {31}) for _ in range(3)]
+    picked = sample(
         logits, samplings, [bits({0, 31, 63, 64, 99}, 100), bits({31}, 100), None], kernels=kernels
     )
     assert (
-        picked[0].token in {0, 63, 64, 99} and picked[1] == Picked(None) and picked[2].token == 50
+        picked[0].token in {0, 63, 64, 99} and picked[1] == Sampled(None) and picked[2].token == 50
     )
     assert picked[0].logprob and picked[0].logprob.logprob < -50, "told of the logits as they came"
     samplings[1].add(0)
-    assert tokens_of(pick(logits[1:2], samplings[1:2], [bits({31}, 100)], kernels=kernels)) == [31]
+    assert tokens_of(sample(logits[1:2], samplings[1:2], [bits({31}, 100)], kernels=kernels)) == [
+        31
+    ]
 
 
 def test_answers_to_one_request_have_seeds_of_their_own() -> None:
@@ -479,12 +503,14 @@ def test_answers_to_one_request_have_seeds_of_their_own() -> None:
 
     def answer(seed: int, index: int, forked: bool) -> list[int | None]:
         params = SamplingParams(seed=seed)
-        sampling = Sampling(params).fork(index) if forked else Sampling(params, index=index)
+        sampling = SamplerState(params).fork(index) if forked else SamplerState(params, index=index)
         return tokens_of(run_on(steps, [sampling], [None])[0])
 
     answers = [answer(seed, index, True) for seed in (-3, 4, 5) for index in range(4)]
     assert answers == [answer(seed, index, False) for seed in (-3, 4, 5) for index in range(4)]
-    assert answers[0] == tokens_of(run_on(steps, [Sampling(SamplingParams(seed=-3))], [None])[0])
+    assert answers[0] == tokens_of(
+        run_on(steps, [SamplerState(SamplingParams(seed=-3))], [None])[0]
+    )
     assert len({tuple(each) for each in answers}) == 12
 
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from shardwise.serve.api.server import make_app
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
@@ -238,9 +238,9 @@ def test_every_sampling_field_reaches_the_engine(client: TestClient, engine: Tin
     answer = post(
         client, "/v1/completions", {**ours, **fields, "user": "somebody", "not_known_yet": 1}
     )
-    (ask,) = engine.asked
-    assert ask.params == SamplingParams(**{**fields, "stop": ("zz",), "logit_bias": {5: -1.5}})
-    assert (ask.tokens, ask.priority, ask.salt) == ((97, 98), -2, "mine")
+    (request,) = engine.asked
+    assert request.params == SamplingParams(**{**fields, "stop": ("zz",), "logit_bias": {5: -1.5}})
+    assert (request.tokens, request.priority, request.salt) == ((97, 98), -2, "mine")
     assert len(answer["choices"][1]["prompt_logprobs"]) == 2
 
 
@@ -567,7 +567,9 @@ def test_a_full_queue_is_a_429_and_a_dead_engine_a_503(
     body = {**PROMPT, **CHAT, "stream": stream}
     engine = TinyEngine(model, queue=1)
     with client_of(engine) as client:
-        engine.engine.add(-1, Ask((1,), SamplingParams()))  # it waits until somebody steps
+        engine.engine.add(
+            Request((1,), SamplingParams(), request_id=-1)
+        )  # it waits until somebody steps
         full = client.post(path, json=body)
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
         assert full.json()["error"]["type"] == "rate_limit_error"
@@ -684,23 +686,24 @@ def test_a_request_has_an_id(client: TestClient, given: str, is_taken: bool) -> 
 
 
 def test_pages_of_others_may_ask_only_where_that_is_wanted(engine: TinyEngine) -> None:
-    asks = {"origin": "http://a.example", "access-control-request-method": "POST"}
+    requests = {"origin": "http://a.example", "access-control-request-method": "POST"}
     with client_of(engine) as client:
         assert (
             "access-control-allow-origin"
-            not in client.options("/v1/completions", headers=asks).headers
+            not in client.options("/v1/completions", headers=requests).headers
         )
-        assert "access-control-allow-origin" not in client.get("/health", headers=asks).headers
+        assert "access-control-allow-origin" not in client.get("/health", headers=requests).headers
     with client_of(engine, cors_origins=("http://a.example",), api_keys=("key",)) as client:
         allowed = client.options(
-            "/v1/completions", headers={**asks, "access-control-request-headers": "authorization"}
+            "/v1/completions",
+            headers={**requests, "access-control-request-headers": "authorization"},
         )
         assert (
             allowed.status_code == 200
             and allowed.headers["access-control-allow-origin"] == "http://a.example"
         )
         refused = client.get(
-            "/v1/models", headers=asks
+            "/v1/models", headers=requests
         )  # a browser shows an error only to pages that are allowed
         assert (
             refused.status_code == 401
@@ -708,7 +711,7 @@ def test_pages_of_others_may_ask_only_where_that_is_wanted(engine: TinyEngine) -
         )
         assert (
             client.options(
-                "/v1/completions", headers={**asks, "origin": "http://b.example"}
+                "/v1/completions", headers={**requests, "origin": "http://b.example"}
             ).status_code
             == 400
         )
@@ -751,7 +754,7 @@ def test_metrics_count_what_was_done(client: TestClient) -> None:
     assert samples["shardwise_time_to_first_token_seconds_count",] == 3
     assert samples["shardwise_time_between_tokens_seconds_count",] == 33
     assert samples["shardwise_request_seconds_count",] == 2
-    assert samples["shardwise_answers_total", "length"] == 3
+    assert samples["shardwise_completions_total", "length"] == 3
     assert samples["shardwise_errors_total", "invalid_value"] == 1
     assert (
         samples["shardwise_request_failures_total",] == samples["shardwise_requests_inside",] == 0

@@ -19,7 +19,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.serve.api.server import Server, bind, make_app
 from shardwise.serve.api.streaming import ClientLeft, EventStream, merge
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
 
@@ -177,7 +177,7 @@ def test_the_official_client_knows_our_errors(model: TinyModel) -> None:
                 with pytest.raises(openai.AuthenticationError):
                     await stranger.models.list()
             for name in range(-64, 0):
-                engine.engine.add(name, Ask((1,), SamplingParams(max_tokens=1)))
+                engine.engine.add(Request((1,), SamplingParams(max_tokens=1), request_id=name))
             with pytest.raises(openai.RateLimitError):
                 await client.completions.create(model="tiny", prompt="a")
             for name in range(-64, 0):

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engines import sequence_of
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.serve.request import SamplingParams
-from shardwise.serve.sampling.grammar import Structure, Structures
-from shardwise.serve.sampling.penalties import Sampling
-from shardwise.serve.sampling.sampler import pick
-from shardwise.serve.sampling.stopping import Answer
+from shardwise.serve.sampling.grammar import GrammarCompiler, GrammarState
+from shardwise.serve.sampling.penalties import SamplerState
+from shardwise.serve.sampling.sampler import sample_tokens
 from smollm2 import smollm2_gguf
 
 pytest.importorskip("llguidance")
@@ -36,31 +36,30 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def structures(tokenizer: Tokenizer) -> Iterator[Structures]:
-    made = Structures(tokenizer, VOCAB)
+def structures(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(tokenizer, VOCAB)
     yield made
     made.close()
 
 
 def drawn(
-    structure: Structure, tokenizer: Tokenizer, seed: int, num_tokens: int = 200
+    structure: GrammarState, tokenizer: Tokenizer, seed: int, num_tokens: int = 200
 ) -> tuple[str, str | None]:
     """What a model says that knows nothing but that it should come to an end, and why it ended."""
     ends = {id: 9.0 for id in (*tokenizer.eos_ids, *tokenizer.encode("]}"))}
     params = SamplingParams(seed=seed, max_tokens=num_tokens, logit_bias=ends)
-    answer = Answer(tokenizer, params, num_tokens)
-    sampling = Sampling(params)
+    answer = sequence_of(tokenizer, params, num_tokens)
+    answer.grammar = structure
     text = ""
     while answer.finish_reason is None:
-        (picked,) = pick(torch.zeros(1, VOCAB), [sampling], [structure.allowed()])
-        assert picked.token is not None
-        sampling.add(picked.token)
-        structure.add(picked.token)
-        text += answer.add(picked.token).text
+        allowed = [structure.allowed()]
+        (token,), _ = sample_tokens(torch.zeros(1, VOCAB), [answer.sampler], allowed)
+        assert token is not None
+        text += answer.append(token).text
     return text, answer.finish_reason
 
 
-def test_a_schema_is_followed(structures: Structures, tokenizer: Tokenizer) -> None:
+def test_a_schema_is_followed(structures: GrammarCompiler, tokenizer: Tokenizer) -> None:
     """Five answers forked from one compilation."""
     start = structures.compile("json_schema", json.dumps(SCHEMA)).result()
     for seed in range(5):
@@ -71,7 +70,7 @@ def test_a_schema_is_followed(structures: Structures, tokenizer: Tokenizer) -> N
         assert all(isinstance(age, int) for age in told["ages"])
 
 
-def test_a_regex_is_followed_to_its_end(structures: Structures, tokenizer: Tokenizer) -> None:
+def test_a_regex_is_followed_to_its_end(structures: GrammarCompiler, tokenizer: Tokenizer) -> None:
     for seed in range(5):
         text, reason = drawn(
             structures.compile("regex", r"[a-f]{3}-(yes|no)-[0-9]{2}").result(), tokenizer, seed
@@ -79,7 +78,7 @@ def test_a_regex_is_followed_to_its_end(structures: Structures, tokenizer: Token
         assert reason == "stop" and re.fullmatch(r"[a-f]{3}-(yes|no)-[0-9]{2}", text)
 
 
-def test_any_object(structures: Structures, tokenizer: Tokenizer) -> None:
+def test_any_object(structures: GrammarCompiler, tokenizer: Tokenizer) -> None:
     structure = structures.compile("json").result()
     for token in tokenizer.encode('{"a": [1, {"b": null}]}'):
         assert allows(structure, token)
@@ -87,20 +86,19 @@ def test_any_object(structures: Structures, tokenizer: Tokenizer) -> None:
     assert all(allows(structure, end) for end in tokenizer.eos_ids)
 
 
-def allows(structure: Structure, token: int) -> bool:
+def allows(structure: GrammarState, token: int) -> bool:
     return bool(int(structure.allowed()[token // 32]) >> token % 32 & 1)
 
 
 def test_after_a_token_that_was_not_allowed_nothing_is(
-    structures: Structures, tokenizer: Tokenizer
+    structures: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     structure = structures.compile("json").result()
     structure.add(tokenizer.encode("x")[0])
     assert not structure.allowed().any() and len(structure.allowed()) == VOCAB // 32
-    assert (
-        pick(torch.zeros(1, VOCAB), [Sampling(SamplingParams())], [structure.allowed()])[0].token
-        is None
-    )
+    samplers = [SamplerState(SamplingParams())]
+    tokens, _ = sample_tokens(torch.zeros(1, VOCAB), samplers, [structure.allowed()])
+    assert tokens == [None]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +111,8 @@ def test_after_a_token_that_was_not_allowed_nothing_is(
         ("json_schema", '{"$ref": "#"}'),
     ],
 )
-def test_what_cannot_be_used_is_a_sentence(structures: Structures, form: str, text: str) -> None:
+def test_what_cannot_be_used_is_a_sentence(
+    structures: GrammarCompiler, form: str, text: str
+) -> None:
     with pytest.raises(ValueError, match=f"^the {form} cannot be used: [^\n]+$"):
         structures.compile(form, text).result()  # type: ignore[arg-type]

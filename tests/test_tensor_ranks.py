@@ -11,7 +11,13 @@ from ranks import RankFailed, Ranks
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.serve.engine import tensor_ranks
-from shardwise.serve.engine.tensor_ranks import Leader, agreement_of, attempt, follow, tell
+from shardwise.serve.engine.tensor_ranks import (
+    DriverRunner,
+    broadcast_command,
+    failure_axis,
+    run_on_all,
+    worker_loop,
+)
 
 
 @dataclass
@@ -30,22 +36,22 @@ class Breaking:
 
 
 def embed_thrice(rank: int, world: int, alone: int | None) -> list[str]:
-    """What the leader gets."""
+    """What the driver gets."""
     tensor_ranks.AGREE_S = 2.0 if alone is not None else 60.0
     runner: Any = Breaking(make_mesh(Layout(tp=world), rank, torch.device("cpu")), alone)
     if rank:
-        follow(runner)
+        worker_loop(runner)
         return []
-    leader = Leader(runner)
+    driver = DriverRunner(runner)
     found = []
     for token in (1, 0, 2):
         try:
-            found.append(str(leader.embed([token])))
+            found.append(str(driver.embed([token])))
         except RuntimeError as error:
             if alone is not None:
                 raise
             found.append(str(error))
-    tell(runner.mesh.tp, None)
+    broadcast_command(runner.mesh.tp, None)
     return found
 
 
@@ -63,7 +69,7 @@ def test_a_rank_that_fails_alone_says_so(ranks: Ranks, alone: int) -> None:
 
 
 def test_one_that_has_no_others_fails_by_itself() -> None:
-    agreement = agreement_of(make_mesh(Layout(), 0, torch.device("cpu")))
+    agreement = failure_axis(make_mesh(Layout(), 0, torch.device("cpu")).tp)
     with pytest.raises(ZeroDivisionError):
-        attempt(lambda: 1 // 0, agreement)
-    assert attempt(lambda: 2, agreement) == 2
+        run_on_all(lambda: 1 // 0, agreement)
+    assert run_on_all(lambda: 2, agreement) == 2

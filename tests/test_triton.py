@@ -46,7 +46,7 @@ from shardwise.kernels.triton.batch import table_batch
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.serve.engine.cuda_graphs import Step
 from shardwise.serve.engine.runner import Runner
-from shardwise.serve.request import Ask
+from shardwise.serve.request import Request
 from test_kv import KV_DTYPES, kept
 from test_paged import PAGE_TOKENS, Drawn, Runs, cut, definition, drawn, whole
 
@@ -409,26 +409,26 @@ def record(step: Step) -> Step:
 def answered(
     runner: Runner,
     model: LoadedModel,
-    asks: Sequence[Ask],
+    requests: Sequence[Request],
     capture: Callable[[Step], Step] | None = None,
 ) -> list[Got]:
     """Prompts in chunks; single tokens by captured steps, if there are."""
     engine = engine_of(runner, model.tokenizer, num_pages=16)
     if capture is not None:
         runner.capture_graphs(3, 64, capture)
-    return [got for (got,) in answers(engine, asks)]
+    return [got for (got,) in answers(engine, requests)]
 
 
 def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_tokens: int = 3) -> None:
     """It answers as with torch's kernels, in fp32 with the same tokens, and has the same bits in
     company, in captured steps, and alone."""
-    asks = [Ask(drawn_tokens(n, n), greedy(num_tokens)) for n in (17, 4)]
+    requests = [Request(drawn_tokens(n, n), greedy(num_tokens)) for n in (17, 4)]
     runner = runner_of(model, kv_dtype, triton_kernels())
-    alone = answered(runner, model, asks[:1])
-    together = answered(runner, model, asks, record)
+    alone = answered(runner, model, requests[:1])
+    together = answered(runner, model, requests, record)
     assert alone[0].said == together[0].said
     for ours, theirs in zip(
-        together, answered(runner_of(model, kv_dtype, REFERENCE), model, asks), strict=True
+        together, answered(runner_of(model, kv_dtype, REFERENCE), model, requests), strict=True
     ):
         assert model.dtype != torch.float32 or ours.tokens == theirs.tokens
         for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):

@@ -1,5 +1,5 @@
 """An engine of the kind that the server is given, without its process: the real one around a drawn
-model. Whoever waits for a piece steps it, and a test can hold all steps."""
+model. Whoever waits for a delta steps it, and a test can hold all steps."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -16,13 +16,13 @@ from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
-from shardwise.serve.engine.batch import Batch
 from shardwise.serve.engine.engine import Engine
 from shardwise.serve.engine.pages import Pages
-from shardwise.serve.engine.runner import Ran, Runner
+from shardwise.serve.engine.runner import Logits, PromptLogprobs, Runner
 from shardwise.serve.engine.scheduler import Limits, Scheduler
+from shardwise.serve.engine.sequence import Batch
 from shardwise.serve.engine_client import EngineDied, Stats
-from shardwise.serve.request import Ask, Piece
+from shardwise.serve.request import Delta, Request
 from tiny_models import our_weights, tiny_model
 
 TEMPLATE = (
@@ -58,17 +58,13 @@ class FragileRunner(Runner):
 
     fails_at: int | None = None
 
-    def run(self, batch: Batch) -> Ran:
-        ran = super().run(batch)
-        bad = {
-            part.id
-            for part in batch.parts
-            if self.fails_at is not None and part.start + len(part.tokens) > self.fails_at
-        }
-        return Ran(
-            {id: row * torch.nan if id in bad else row for id, row in ran.logits.items()},
-            ran.scores,
-        )
+    def run(self, batch: Batch) -> tuple[Logits, PromptLogprobs]:
+        logits, prompt_logprobs = super().run(batch)
+        for entry in batch.entries:
+            end = entry.start + len(entry.tokens)
+            if self.fails_at is not None and end > self.fails_at and entry.id in logits:
+                logits[entry.id] = logits[entry.id] * torch.nan
+        return logits, prompt_logprobs
 
     def keep_alive(self) -> None:
         pass
@@ -88,67 +84,67 @@ class TinyEngine:
             model.config, dict(model.weights), mesh, torch.float32, PAGE_TOKENS
         )
         self.runner.make_pages(NUM_PAGES)
-        self.scheduler = Scheduler(Pages(NUM_PAGES, PAGE_TOKENS), Limits(64, 16, queue))
-        self.engine = Engine(model.config, model.tokenizer, self.runner, self.scheduler, MAX_LEN)
-        self.names = count()
-        self.pieces: dict[int, list[Piece | Exception]] = {}
+        self.scheduler = Scheduler(Pages(NUM_PAGES, PAGE_TOKENS), Limits(64, 16, queue), MAX_LEN)
+        self.engine = Engine(model.config, model.tokenizer, self.runner, self.scheduler)
+        self.request_ids = count()
+        self.deltas: dict[int, list[Delta | Exception]] = {}
         self.may_step = asyncio.Event()
         self.may_step.set()
-        self.asked: list[Ask] = []
+        self.asked: list[Request] = []
         self.death: str | None = None
         self.is_closed = self.is_lost = False
 
     @property
     def num_running(self) -> int:
-        return len(self.engine.jobs)
+        return len(self.engine.requests)
 
     def check(self) -> None:
         if self.death:
             raise EngineDied(self.death)
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         self.check()
-        name = next(self.names)
-        self.engine.add(name, ask)
-        self.asked.append(ask)
-        self.pieces[name] = []
-        left = ask.params.n
+        request_id = next(self.request_ids)
+        self.engine.add(replace(request, request_id=request_id))
+        self.asked.append(request)
+        self.deltas[request_id] = []
+        left = request.params.n
         try:
             while left:
-                while not self.pieces[name]:
+                while not self.deltas[request_id]:
                     await asyncio.sleep(0)
                     await self.may_step.wait()
                     self.step()
-                piece = self.pieces[name].pop(0)
-                if isinstance(piece, Exception):
-                    raise piece
-                left -= piece.finish_reason is not None
-                yield piece
+                delta = self.deltas[request_id].pop(0)
+                if isinstance(delta, Exception):
+                    raise delta
+                left -= delta.finish_reason is not None
+                yield delta
         finally:
-            del self.pieces[name]
-            self.engine.abort(name)
+            del self.deltas[request_id]
+            self.engine.abort(request_id)
 
     def step(self) -> None:
         self.check()
-        for name, error in self.engine.begin_compiled():
-            if name in self.pieces:
-                self.pieces[name].append(error)
-        for name, piece in self.engine.step():
-            if name in self.pieces:
-                self.pieces[name].append(piece)
+        for request_id, error in self.engine.start_compiled():
+            if request_id in self.deltas:
+                self.deltas[request_id].append(error)
+        for delta in self.engine.step():
+            if delta.request_id in self.deltas:
+                self.deltas[delta.request_id].append(delta)
 
     async def embed(self, tokens: Sequence[int]) -> list[float]:
         self.check()
-        return self.engine.embed(tokens)
+        return self.engine.embed(list(tokens))
 
     async def stats(self) -> Stats:
         self.check()
-        self.scheduler.pages.audit([request.pages for request in self.scheduler.running])
+        self.scheduler.pages.audit([sequence.pages for sequence in self.scheduler.running])
         return self.engine.stats()
 
     async def close(self) -> None:
         """Whoever waits is told so."""
         self.is_closed = True
-        for waiting in self.pieces.values():
+        for waiting in self.deltas.values():
             waiting.append(EngineDied("the server is shutting down"))
         self.may_step.set()

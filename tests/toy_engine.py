@@ -4,13 +4,49 @@ theirs."""
 from collections.abc import Iterable
 from itertools import count, pairwise
 
-from shardwise.serve.engine.batch import Batch, Part
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.scheduler import Limits, Scheduler
-from shardwise.serve.engine.sequence import Request
+from shardwise.serve.engine.sequence import Batch, BatchEntry, Sequence
+from shardwise.serve.request import Request, SamplingParams
+from shardwise.serve.sampling.detokenize import Detokenizer
+from shardwise.serve.sampling.penalties import SamplerState
 
 VOCAB = 5
 END = 0
+BYTES = byte_tokenizer()
+
+
+def sequence(
+    id: int,
+    prompt: list[int],
+    max_tokens: int,
+    priority: int = 0,
+    salt: str = "",
+    n: int = 1,
+    prompt_logprobs: int | None = None,
+    ends: bool = False,
+) -> Sequence:
+    """The first sample of a request, with its siblings; END ends it if `ends`."""
+    params = SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        prompt_logprobs=prompt_logprobs,
+        stop_token_ids=(END,) if ends else (),
+    )
+    request = Request(tuple(prompt), params, priority, salt, request_id=id)
+    end_ids = frozenset(params.stop_token_ids)
+
+    def sample(index: int) -> Sequence:
+        sampler = SamplerState(params, prompt, end_ids, index)
+        text = Detokenizer(BYTES)
+        return Sequence(
+            id + index, request, max_tokens, end_ids, frozenset(), sampler, text, index=index
+        )
+
+    first, *siblings = map(sample, range(n))
+    first.siblings = tuple(siblings)
+    return first
 
 
 def state(before: int, token: int) -> int:
@@ -42,7 +78,7 @@ def alone(prompt: list[int], max_tokens: int, sample: int, ends: bool) -> list[i
 
 
 class ToyEngine:
-    """Scheduler, model and memory. A part runs as a real one does: its first token reads the state
+    """Scheduler, model and memory. A entry runs as a real one does: its first token reads the state
     before it through the block table, each writes its own, and all of its sequence must be there
     once the whole batch has been written."""
 
@@ -52,14 +88,12 @@ class ToyEngine:
         self.limits = limits
         self.memory = [[0] * pages.page_tokens for _ in range(pages.num_pages)]
         self.outputs: dict[int, list[int]] = {}  # of each sequence that was not aborted
-        self.ends: dict[int, bool] = {}
         self.scored: dict[int, list[int]] = {}
         self.num_ever_run: dict[int, int] = {}
         self.num_tokens = self.num_recomputed = 0
 
-    def add(self, request: Request, ends: bool = False) -> None:
-        self.scheduler.add(request)
-        self.ends |= dict.fromkeys(request.ids, ends)
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
 
     def step(self) -> Batch | None:
         batch = self.scheduler.next_batch()
@@ -69,69 +103,68 @@ class ToyEngine:
         return batch
 
     def check(self, batch: Batch) -> None:
-        sizes = [len(part.tokens) for part in batch.parts]
+        sizes = [len(entry.tokens) for entry in batch.entries]
         assert 0 < sum(sizes) <= self.limits.max_batch_tokens and min(sizes) > 0
         assert all(one == 1 or other > 1 for one, other in pairwise(sizes)), "ones come first"
-        assert all(len(part.tokens) > 1 or part.samples for part in batch.parts), (
+        assert all(len(entry.tokens) > 1 or entry.num_samples for entry in batch.entries), (
             "no chunks of one token"
         )
-        assert self.scheduler.running[0].id in {part.id for part in batch.parts}, (
+        assert self.scheduler.running[0].id in {entry.id for entry in batch.entries}, (
             "the first always goes on"
         )
 
-    def run(self, batch: Batch) -> dict[int, list[int]]:
+    def run(self, batch: Batch) -> dict[int, int | None]:
         size = self.pages.page_tokens
         for source, target in batch.copies:
             self.memory[target] = list(self.memory[source])
-        for part in batch.parts:
-            before = self.read(part, part.start - 1) if part.start else 0
-            for position, token in enumerate(part.tokens, part.start):
-                before = self.memory[part.pages[position // size]][position % size] = state(
+        for entry in batch.entries:
+            before = self.read(entry, entry.start - 1) if entry.start else 0
+            for position, token in enumerate(entry.tokens, entry.start):
+                before = self.memory[entry.pages[position // size]][position % size] = state(
                     before, token
                 )
-        for part in batch.parts:
-            request = self.scheduler.requests[part.id]
-            stop = part.start + len(part.tokens)
-            assert list(part.tokens) == request.tokens[part.start : stop]
-            assert [self.read(part, position) for position in range(stop)] == states(
-                request.tokens[:stop]
+        for entry in batch.entries:
+            sequence = self.scheduler.sequences[entry.id]
+            stop = entry.start + len(entry.tokens)
+            assert list(entry.tokens) == sequence.tokens[entry.start : stop]
+            assert [self.read(entry, position) for position in range(stop)] == states(
+                sequence.tokens[:stop]
             )
-            assert len(part.pages) == self.pages.num_needed(stop)
-        return {
-            part.id: next_tokens(self.read(part, part.start + len(part.tokens) - 1), part.samples)
-            for part in batch.parts
-            if part.samples
-        }
+            assert len(entry.pages) == self.pages.num_needed(stop)
+        tokens: dict[int, int | None] = {}
+        for entry in batch.entries:
+            last = self.read(entry, entry.start + len(entry.tokens) - 1)
+            tokens |= enumerate(next_tokens(last, entry.num_samples), entry.id)
+        return tokens
 
-    def read(self, part: Part, position: int) -> int:
+    def read(self, entry: BatchEntry, position: int) -> int:
         size = self.pages.page_tokens
-        return self.memory[part.pages[position // size]][position % size]
+        return self.memory[entry.pages[position // size]][position % size]
 
-    def count(self, part: Part) -> None:
-        self.num_tokens += len(part.tokens)
-        stop = part.start + len(part.tokens)
-        ever = self.num_ever_run.get(part.id, 0)
-        overlap = int(part.scores is not None and part.start > 0)
-        self.num_recomputed += max(0, min(stop, ever) - part.start - overlap)
-        self.num_ever_run[part.id] = max(stop, ever)
-        if part.scores is not None:
-            self.scored.setdefault(part.id, []).extend(range(part.start + 1, stop))
+    def count(self, entry: BatchEntry) -> None:
+        self.num_tokens += len(entry.tokens)
+        stop = entry.start + len(entry.tokens)
+        ever = self.num_ever_run.get(entry.id, 0)
+        overlap = int(entry.num_prompt_logprobs is not None and entry.start > 0)
+        self.num_recomputed += max(0, min(stop, ever) - entry.start - overlap)
+        self.num_ever_run[entry.id] = max(stop, ever)
+        if entry.num_prompt_logprobs is not None:
+            self.scored.setdefault(entry.id, []).extend(range(entry.start + 1, stop))
 
-    def commit(self, batch: Batch, picked: dict[int, list[int]]) -> None:
-        for part in batch.parts:
-            if part.id in self.scheduler.requests:
-                self.count(part)
-        for one in self.scheduler.commit(batch, picked):
+    def commit(self, batch: Batch, tokens: dict[int, int | None]) -> None:
+        for entry in batch.entries:
+            if entry.id in self.scheduler.sequences:
+                self.count(entry)
+        for delta in self.scheduler.commit(batch, tokens):
+            id = delta.request_id + delta.index
             owner = next(
-                part for part in batch.parts if 0 <= one.id - part.id < max(1, part.samples)
+                entry for entry in batch.entries if 0 <= id - entry.id < max(1, entry.num_samples)
             )
-            if one.id not in self.outputs:
-                self.outputs[one.id] = []
-                self.num_ever_run[one.id] = self.num_ever_run[owner.id]
-            self.outputs[one.id].append(one.token)
-            assert one.last == (one.id not in self.scheduler.requests)
-            if self.ends[one.id] and one.token == END:
-                self.scheduler.finish(one.id)
+            if id not in self.outputs:
+                self.outputs[id] = []
+                self.num_ever_run[id] = self.num_ever_run[owner.id]
+            self.outputs[id] += delta.tokens
+            assert (delta.finish_reason is not None) == (id not in self.scheduler.sequences)
 
     def drain(self) -> None:
         """Run until nothing is left; if somebody could go on forever without progress, this would
@@ -149,6 +182,6 @@ def engine(num_pages: int = 64, page_tokens: int = 4, limits: Limits | None = No
 
 
 def ran(batch: Batch | None) -> list[tuple[int, int, int]]:
-    """(id, first position, tokens) of each part."""
+    """(id, first position, tokens) of each entry."""
     assert batch is not None
-    return [(part.id, part.start, len(part.tokens)) for part in batch.parts]
+    return [(entry.id, entry.start, len(entry.tokens)) for entry in batch.entries]

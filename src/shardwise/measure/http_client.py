@@ -12,14 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shardwise.measure.load_test import RequestFailed
-from shardwise.serve.engine_client import Engine, EngineDied, QueueFull
-from shardwise.serve.request import Ask, SamplingParams
+from shardwise.serve.engine_client import EngineClient, EngineDied, QueueFull
+from shardwise.serve.request import Request, SamplingParams
 
 
 class EngineBackend:
     """An engine in its own process, called as the HTTP server calls it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self.vocab_size: int | None = engine.vocab_size
         self.max_len: int | None = engine.max_len
@@ -30,7 +30,7 @@ class EngineBackend:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         num_tokens = 0
         try:
-            async with aclosing(self.engine.generate(Ask(tuple(prompt), params))) as deltas:
+            async with aclosing(self.engine.generate(Request(tuple(prompt), params))) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "error":
                         raise RequestFailed("the request failed inside the model")

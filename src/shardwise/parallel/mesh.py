@@ -9,6 +9,7 @@ the ring.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import Literal
 
@@ -336,3 +337,12 @@ def make_mesh(
             name, mine.index(rank), len(mine), device, groups.get((apart, mine)), trace=trace
         )
     return Mesh(layout, rank, device, axes, trace)
+
+
+def control_axis(axis: Axis, name: str, timeout_s: float) -> Axis:
+    """Return an axis of the same ranks for control messages on CPUs, whose collectives fail after
+    `timeout_s`. `axis` must span all ranks, and all must call it.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.new_group(backend="gloo", timeout=timeout) if axis.size > 1 else None
+    return Axis(name, axis.rank, axis.size, CPU, group)

@@ -1,5 +1,6 @@
-"""What the server sees of the engine, which lives in a process of its own. Imports no torch, and so
-neither does the server."""
+"""The engine as the server sees it. Imports no torch, and so neither does the server: the engine
+lives in a process of its own.
+"""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -8,22 +9,41 @@ from typing import Protocol
 from shardwise.config import ModelConfig
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.serve.engine.scheduler import QueueFull
-from shardwise.serve.request import Ask, Piece
+from shardwise.serve.request import Delta, Request
 
-__all__ = ["Engine", "EngineDied", "QueueFull", "Ready", "Stats"]
+__all__ = ["EngineClient", "EngineDied", "QueueFull", "Ready", "Stats"]
 
 
 class EngineDied(Exception):
-    """The engine's process has ended; the sentence says why."""
+    """The engine's process has ended; the message says why."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of the engine: requests and pages as they are now, the rest since it started."""
+    """Counters of the engine: sequences and pages now, the rest since it started.
+
+    Attributes:
+        num_waiting: Sequences in the queue.
+        num_running: Sequences in the batch.
+        num_preemptions: Sequences that lost their pages.
+        recomputed_tokens: Tokens computed again because of that.
+        prefix_cache_queried_tokens: Prompt tokens that were looked up in the prefix cache.
+        prefix_cache_hit_tokens: Those of them that were found.
+        pages_free: Pages that hold nothing.
+        pages_used: Pages of running sequences.
+        pages_cached: Pages that only the prefix cache holds.
+        prompt_tokens: Tokens of all prompts.
+        generated_tokens: Tokens generated.
+        steps: Steps of the engine.
+        failures: Requests that failed inside the model.
+    """
 
     num_waiting: int = 0
     num_running: int = 0
     num_preemptions: int = 0
+    recomputed_tokens: int = 0
+    prefix_cache_queried_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
     pages_free: int = 0
     pages_used: int = 0
     pages_cached: int = 0
@@ -35,37 +55,41 @@ class Stats:
 
 @dataclass(frozen=True)
 class Ready:
-    """What the server needs to know of an engine that has started."""
+    """What an engine reports once it has started: the most tokens per request, and its pages."""
 
     max_len: int
     num_pages: int
     page_tokens: int
 
 
-class Engine(Protocol):
-    """One model that answers many requests at once. `max_len` is the most tokens of prompt and
-    answer together."""
+class EngineClient(Protocol):
+    """One model that serves many requests at once.
+
+    Attributes:
+        max_len: The most tokens that prompt and completion may have together.
+        is_lost: The engine has ended, and is not restarted.
+    """
 
     tokenizer: Tokenizer
     config: ModelConfig
     max_len: int
     vocab_size: int
     is_lost: bool
-    """It has ended, and is not started again."""
 
-    def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
-        """The answers piece by piece; closing the generator aborts the request at once.
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of all n completions; closing the generator aborts the request.
 
-        Raises at the first step ValueError (can never be served), QueueFull or EngineDied.
+        Assigns the request its id. Raises at the first step ValueError (can never be served),
+        QueueFull or EngineDied.
         """
         ...
 
     async def embed(self, tokens: Sequence[int]) -> list[float]:
-        """The last hidden state, averaged over the tokens, of length 1."""
+        """Return the mean of the last hidden states, scaled to length 1."""
         ...
 
     async def stats(self) -> Stats: ...
 
     async def close(self) -> None:
-        """Let no new request in, end those that are there, then the process."""
+        """Refuse new requests, end those that run, then end the process."""
         ...

@@ -1,4 +1,4 @@
-"""What a user asks of a generation, and what comes back."""
+"""What a client asks of the engine, and what it gets back. Imports no torch."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -6,31 +6,40 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Form = Literal["json", "json_schema", "regex"]
+GrammarKind = Literal["json", "json_schema", "regex"]
 MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when a generation ends; names, ranges and defaults are OpenAI's and
-    vLLM's.
+    """How tokens are sampled and when a completion ends.
 
-    temperature: 0 always takes the most probable token; otherwise logits are divided by it (1
-    leaves them alone). top_k: choose among the k most probable tokens; 0 or -1 means all. top_p:
-    choose among the fewest most probable tokens that together have at least this probability.
-    min_p: choose among tokens at least this times as probable as the most probable one.
-    repetition_penalty: divides positive logits of tokens in prompt or answer by this, multiplies
-    negative ones. frequency_penalty: taken from a token's logit once for each time that the answer
-    has it. presence_penalty: taken from the logit of a token that the answer has. logit_bias: added
-    to the logits of these ids. seed: makes the choice repeatable, whatever else is in the batch. n:
-    how many answers to one prompt, each with a seed of its own. max_tokens: how many tokens are
-    generated at most; None: as many as there is room for. min_tokens: before that many, no end
-    token is chosen and no stop string ends it. stop: texts that end the generation and are not part
-    of it; stop_token_ids: ids that do. ignore_eos: the model's own end tokens are tokens like
-    others. logprobs: how many of the most probable tokens are told beside the chosen one, with
-    their log-probabilities under the logits as they came; None: none, not even that of the chosen.
-    prompt_logprobs: the same of the prompt's tokens. structure: what all of the answer must follow:
-    a JSON schema or a regex, as text, or any JSON object ("json", "").
+    Names, ranges and defaults are those of OpenAI and vLLM.
+
+    Attributes:
+        temperature: Divides the logits; 0 is greedy decoding.
+        top_k: Sample among the k most probable tokens; 0 or -1 is all.
+        top_p: Sample among the fewest most probable tokens whose probabilities sum to this.
+        min_p: Sample among tokens at least this times as probable as the most probable one.
+        repetition_penalty: Divides positive logits of tokens in the prompt or the completion,
+            multiplies negative ones.
+        frequency_penalty: Subtracted from a token's logit for each occurrence in the completion.
+        presence_penalty: Subtracted from the logit of each token in the completion.
+        logit_bias: Added to the logits of these token ids.
+        seed: Makes sampling reproducible, whatever else is in the batch; None is random.
+        n: Completions of the prompt, each with a seed of its own.
+        max_tokens: Tokens to generate at most; None is what the context length leaves.
+        min_tokens: Tokens before which no end token is sampled and no stop string counts.
+        stop: Texts that end the completion and are not part of it.
+        stop_token_ids: Token ids that end the completion.
+        ignore_eos: Treat the model's end tokens like any other token.
+        logprobs: Most probable tokens to return next to each sampled one, with their
+            log-probabilities under the unmodified logits; None returns no log-probabilities.
+        prompt_logprobs: The same for the tokens of the prompt.
+        structure: What the whole completion must follow: ("json_schema", schema),
+            ("regex", pattern), or ("json", "") for any JSON object.
+
+    Raises ValueError for a value out of range, with the range.
     """
 
     temperature: float = 1.0
@@ -50,114 +59,124 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structure: tuple[Form, str] | None = None
+    structure: tuple[GrammarKind, str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError("stop must be texts that are not empty.")
-        for name, value, says, holds in self._rules():
-            if not holds:
-                raise ValueError(f"{name} is {value}, but it must be {says}.")
+        for name, value, allowed, is_valid in self._rules():
+            if not is_valid:
+                raise ValueError(f"{name} is {value}, but it must be {allowed}.")
 
     def _rules(self) -> Iterator[tuple[str, object, str, bool]]:
-        """(name, value, what it must be, whether it is)."""
-        for name, least, most in (
+        """Yield (field, value, what is allowed, whether the value is valid)."""
+        for name, low, high in (
             ("frequency_penalty", -2, 2),
             ("presence_penalty", -2, 2),
             ("min_p", 0, 1),
         ):
             value = getattr(self, name)
-            yield name, value, f"between {least} and {most}", least <= value <= most
-        yield (
-            "temperature",
-            self.temperature,
-            "0 (greedy) or a positive number",
-            math.isfinite(self.temperature) and self.temperature >= 0,
-        )
-        top_k = self.top_k
-        yield (
-            "top_k",
-            top_k,
-            "a whole number, 0 for all tokens",
-            top_k >= -1 and top_k == int(top_k),
-        )
+            yield name, value, f"between {low} and {high}", low <= value <= high
+        temperature = self.temperature
+        is_valid = math.isfinite(temperature) and temperature >= 0
+        yield "temperature", temperature, "0 (greedy) or a positive number", is_valid
+        is_valid = self.top_k >= -1 and self.top_k == int(self.top_k)
+        yield "top_k", self.top_k, "a whole number, 0 for all tokens", is_valid
         yield "top_p", self.top_p, "above 0 and at most 1 (all tokens)", 0 < self.top_p <= 1
-        penalty = self.repetition_penalty
-        yield (
-            "repetition_penalty",
-            penalty,
-            "from 0.01 to 100",
-            0.01 <= penalty <= 100,
-        )  # beyond, logits overflow
+        penalty = self.repetition_penalty  # out of this range, logits overflow
+        yield "repetition_penalty", penalty, "from 0.01 to 100", 0.01 <= penalty <= 100
         yield "n", self.n, "at least 1", self.n >= 1
-        yield (
-            "seed",
-            self.seed,
-            "a whole number of 64 bits",
-            self.seed is None or -(2**63) <= self.seed < 2**63,
-        )
-        yield (
-            "max_tokens",
-            self.max_tokens,
-            "at least 1",
-            self.max_tokens is None or self.max_tokens >= 1,
-        )
-        longest = math.inf if self.max_tokens is None else self.max_tokens
-        yield "min_tokens", self.min_tokens, "from 0 to max_tokens", 0 <= self.min_tokens <= longest
+        is_valid = self.seed is None or -(2**63) <= self.seed < 2**63
+        yield "seed", self.seed, "a whole number of 64 bits", is_valid
+        limit = math.inf if self.max_tokens is None else self.max_tokens
+        yield "max_tokens", self.max_tokens, "at least 1", limit >= 1
+        yield "min_tokens", self.min_tokens, "from 0 to max_tokens", 0 <= self.min_tokens <= limit
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(self, name)
-            yield (
-                name,
-                asked,
-                f"from 0 to {MAX_LOGPROBS}",
-                asked is None or 0 <= asked <= MAX_LOGPROBS,
-            )
-        for id, bias in self.logit_bias.items():
-            yield (
-                f"logit_bias of {id}",
-                bias,
-                "between -100 and 100, of an id from 0 up",
-                abs(bias) <= 100 and id >= 0,
-            )
+            num = getattr(self, name)
+            is_valid = num is None or 0 <= num <= MAX_LOGPROBS
+            yield name, num, f"from 0 to {MAX_LOGPROBS}", is_valid
+        for token, bias in self.logit_bias.items():
+            allowed = "between -100 and 100, of an id from 0 up"
+            yield f"logit_bias of {token}", bias, allowed, abs(bias) <= 100 and token >= 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError if a token is named that the vocabulary does not have."""
+        """Raise ValueError if a field has a token id outside the vocabulary."""
         check_ids("logit_bias", self.logit_bias, vocab_size)
         check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
 
     @property
     def greedy(self) -> bool:
-        """Whether chance has no part in it."""
         return self.temperature == 0
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Raise ValueError if the field `name` has an id that is no token's."""
-    for id in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= id < vocab_size:
-            says = f"{name} must have ids of the vocabulary, from 0 to {vocab_size - 1}, and {id!s:.30} is not"
-            raise ValueError(says)
+    """Raise ValueError if the field `name` has an id outside the vocabulary."""
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{name} must have ids of the vocabulary, from 0 to {vocab_size - 1}, "
+                f"and {token!s:.30} is not"
+            )
+
+
+class ContextLengthExceeded(ValueError):
+    """A prompt and its completion exceed the context length.
+
+    `param` is the field to change: "max_tokens", or None if the prompt itself is too long.
+    """
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def check_length(num_prompt: int, max_tokens: int | None, max_len: int) -> int:
+    """Return `max_tokens`, or what `max_len` leaves after the prompt if it is None.
+
+    Raises ValueError for an empty prompt, and ContextLengthExceeded, with what would work, if
+    prompt and completion together exceed `max_len` tokens.
+    """
+    if num_prompt == 0:
+        raise ValueError("the prompt is empty; give it at least one token")
+    num_left = max_len - num_prompt
+    num_new = max(1, num_left) if max_tokens is None else max_tokens
+    if num_new > num_left:
+        works = f"max_tokens={num_left}" if num_left > 0 else f"a prompt of {max_len - 1} tokens"
+        raise ContextLengthExceeded(
+            f"{num_prompt} prompt tokens and max_tokens={num_new} exceed the {max_len} tokens that "
+            f"a request may have; {works} works",
+            "max_tokens" if num_left > 0 else None,
+        )
+    return num_new
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request as it reaches the engine: a prompt as ids, and what is wanted. Lower `priority`
-    goes first; prompts share what was computed of them only under the same `salt`."""
+class Request:
+    """What a client asks of the engine: a prompt and its sampling parameters.
+
+    Attributes:
+        tokens: The prompt.
+        params: How to sample, and when to stop.
+        priority: Lower is served first.
+        salt: Requests share the prefix cache only if their salts are equal.
+        request_id: Identifies the request within one engine; whoever submits it assigns it.
+    """
 
     tokens: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
     salt: str = ""
+    request_id: int = 0
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token with its log-probability, and the most probable tokens at its place with theirs,
-    likeliest first."""
+    """A token with its log-probability, and the most probable tokens at its position with theirs,
+    most probable first.
+    """
 
     id: int
     logprob: float
@@ -165,18 +184,80 @@ class Logprob:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one of a request's n answers has got since the last: ids, the text that is certain by
-    now, and at the end why it ended. `stopped_by` is the stop string or id that ended it. `prompt`
-    comes once, with the first piece of answer 0, if prompt_logprobs were asked for: of the prompt's
-    tokens from the second on."""
+class Delta:
+    """What a step adds to one completion of a request.
 
+    Attributes:
+        request_id: The request.
+        index: Which of its n completions.
+        text: Text that no later token can change.
+        tokens: The sampled tokens.
+        logprobs: Their log-probabilities, if requested.
+        finish_reason: Set in the last delta of the completion.
+        stop_reason: The stop string or stop token id that ended it.
+        prompt_logprobs: In the first delta of completion 0, if requested: the log-probabilities
+            of the prompt's tokens from the second on.
+        num_cached_tokens: In the first delta of completion 0: prompt tokens whose keys and values
+            were in the prefix cache.
+    """
+
+    request_id: int
     index: int
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     finish_reason: FinishReason | None = None
-    stopped_by: str | int | None = None
-    prompt: tuple[Logprob, ...] | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: tuple[Logprob, ...] | None = None
     num_cached_tokens: int = 0
-    """Of the prompt, those whose keys and values were there already."""
+
+
+@dataclass
+class CompletionOutput:
+    """One of the n completions of a request: the sum of its deltas so far."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.tokens
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+@dataclass
+class RequestOutput:
+    """A request and its completions so far.
+
+    `prompt` is None if the prompt was given as token ids; `prompt_logprobs` begin with its second
+    token.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[Logprob] | None = None
+    num_cached_tokens: int = 0
+
+    @classmethod
+    def empty(cls, request: Request, prompt: str | None = None) -> "RequestOutput":
+        """Return the output of a request before its first delta."""
+        outputs = [CompletionOutput(index) for index in range(request.params.n)]
+        return cls(request.request_id, prompt, list(request.tokens), outputs)
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+    def add(self, delta: Delta) -> None:
+        self.outputs[delta.index].add(delta)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)

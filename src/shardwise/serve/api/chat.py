@@ -1,9 +1,8 @@
-"""`POST /v1/chat/completions`: messages are answered.
+"""`POST /v1/chat/completions`: the model answers a conversation.
 https://platform.openai.com/docs/api-reference/chat"""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from shardwise.serve.api.requests import ChatRequest
 from shardwise.serve.api.responses import (
@@ -18,94 +17,81 @@ from shardwise.serve.api.responses import (
     TokenLogprob,
     now_s,
 )
-from shardwise.serve.api.service import Choice, Counts, Service, prompt_logprobs
-from shardwise.serve.request import Ask, Logprob
+from shardwise.serve.api.service import Service, prompt_logprobs, usage_of
+from shardwise.serve.request import Logprob, Request, RequestOutput
 
 
-@dataclass(frozen=True)
-class Chatting:
-    """A request that was understood."""
-
-    id: str
-    model: str
-    body: ChatRequest
-    ask: Ask
-
-    @property
-    def num_answers(self) -> int:
-        return self.body.n or 1
-
-
-async def understand(service: Service, body: ChatRequest, request_id: str) -> Chatting:
-    model = service.model_name(body)
+async def chat_request(service: Service, body: ChatRequest) -> Request:
+    """Return the request of the engine for a conversation."""
+    service.model_name(body)
     params = body.params()
-    ask = service.ask(await service.chat_tokens(body), params, body)
-    return Chatting(f"chatcmpl-{request_id}", model, body, ask)
+    return service.request(await service.chat_tokens(body), params, body)
 
 
-async def chat(service: Service, request: Chatting) -> Chat:
-    """The answers in one object."""
-    counts = Counts([request.ask])
-    answers = [Choice() for _ in range(request.num_answers)]
-    scores = None
-    async with aclosing(service.pieces([request.ask])) as pieces:
-        async for number, piece in pieces:
-            counts.add(number, piece)
-            answers[piece.index].add(piece)
-            if piece.prompt is not None:
-                scores = prompt_logprobs(service, piece.prompt)
+async def chat(service: Service, body: ChatRequest, request: Request, id: str) -> Chat:
+    """Return all completions of a conversation in one object."""
+    output = RequestOutput.empty(request)
+    async with aclosing(service.deltas([request])) as deltas:
+        async for _, delta in deltas:
+            output.add(delta)
     choices = [
         ChatChoice(
-            index=index,
-            message=ChatMessage(content=answer.text),
-            finish_reason=answer.finish_reason or "length",
-            stop_reason=answer.stopped_by,
-            logprobs=logprobs(service, request, answer.logprobs),
+            index=completion.index,
+            message=ChatMessage(content=completion.text),
+            finish_reason=completion.finish_reason or "length",
+            stop_reason=completion.stop_reason,
+            logprobs=chat_logprobs(service, body, completion.logprobs),
         )
-        for index, answer in enumerate(answers)
+        for completion in output.outputs
     ]
+    scores = output.prompt_logprobs
     return Chat(
-        id=request.id,
-        model=request.model,
+        id=id,
+        model=service.model_name(body),
         choices=choices,
-        usage=counts.usage(),
-        prompt_logprobs=scores,
+        usage=usage_of([output]),
+        prompt_logprobs=None if scores is None else prompt_logprobs(service, scores),
     )
 
 
-async def stream_chat(service: Service, request: Chatting) -> AsyncGenerator[str, None]:
-    """The same in chunks, each with one choice: first who speaks, then what is said, in the last
-    why it ended."""
-    counts = Counts([request.ask])
+async def stream_chat(
+    service: Service, body: ChatRequest, request: Request, id: str
+) -> AsyncGenerator[str, None]:
+    """Yield the same in chunks, each with one choice: first the role, then the content, and in the
+    last the finish reason.
+    """
+    output = RequestOutput.empty(request)
     created = now_s()
-    begun = set[int]()
+    model = service.model_name(body)
+    started = set[int]()
 
     def chunk(*choices: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(id=request.id, created=created, model=request.model, choices=list(choices))
+        return ChatChunk(id=id, created=created, model=model, choices=list(choices))
 
-    async with aclosing(service.pieces([request.ask])) as pieces:
-        async for number, piece in pieces:
-            counts.add(number, piece)
-            if piece.index not in begun:
-                begun.add(piece.index)
+    async with aclosing(service.deltas([request])) as deltas:
+        async for _, delta in deltas:
+            output.add(delta)
+            if delta.index not in started:
+                started.add(delta.index)
                 role = ChatDelta(role="assistant", content="")
-                yield chunk(ChatChunkChoice(index=piece.index, delta=role)).model_dump_json()
-            if piece.text or piece.finish_reason or piece.logprobs:
-                yield chunk(
-                    ChatChunkChoice(
-                        index=piece.index,
-                        delta=ChatDelta(content=piece.text or None),
-                        finish_reason=piece.finish_reason,
-                        stop_reason=piece.stopped_by,
-                        logprobs=logprobs(service, request, piece.logprobs),
-                    )
-                ).model_dump_json()
-    if request.body.wants_usage:
-        yield chunk().model_copy(update={"usage": counts.usage()}).model_dump_json()
+                yield chunk(ChatChunkChoice(index=delta.index, delta=role)).model_dump_json()
+            if delta.text or delta.finish_reason or delta.logprobs:
+                choice = ChatChunkChoice(
+                    index=delta.index,
+                    delta=ChatDelta(content=delta.text or None),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                    logprobs=chat_logprobs(service, body, delta.logprobs),
+                )
+                yield chunk(choice).model_dump_json()
+    if body.wants_usage:
+        yield chunk().model_copy(update={"usage": usage_of([output])}).model_dump_json()
 
 
-def logprobs(service: Service, request: Chatting, scores: Sequence[Logprob]) -> ChatLogprobs | None:
-    if not request.body.logprobs:
+def chat_logprobs(
+    service: Service, body: ChatRequest, scores: Sequence[Logprob]
+) -> ChatLogprobs | None:
+    if not body.logprobs:
         return None
 
     def entry(id: int, logprob: float) -> TokenLogprob:

@@ -1,127 +1,118 @@
-"""`POST /v1/completions`: a text is gone on with.
+"""`POST /v1/completions`: the model continues a text.
 https://platform.openai.com/docs/api-reference/completions"""
 
 import codecs
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardwise.serve.api.requests import CompletionRequest
 from shardwise.serve.api.responses import Completion, CompletionChoice, CompletionLogprobs
-from shardwise.serve.api.service import Choice, Counts, Service, prompt_logprobs
-from shardwise.serve.request import Ask, Logprob, Piece
+from shardwise.serve.api.service import Service, prompt_logprobs, usage_of
+from shardwise.serve.request import Delta, Logprob, Request, RequestOutput
 
 
-@dataclass(frozen=True)
-class Completing:
-    """A request that was understood: a prompt each has an `Ask` and, if it is echoed, a text."""
-
-    id: str
-    model: str
-    body: CompletionRequest
-    asks: Sequence[Ask]
-    echoes: Sequence[str]
-
-    @property
-    def num_answers(self) -> int:
-        return self.body.n or 1
-
-
-async def understand(service: Service, body: CompletionRequest, request_id: str) -> Completing:
-    model = service.model_name(body)
+async def completion_requests(service: Service, body: CompletionRequest) -> list[Request]:
+    """Return a request of the engine for each prompt."""
+    service.model_name(body)
     params = body.params()
-    asks = []
-    echoes = []
+    requests = []
     for prompt in body.prompt:
         tokens = await service.prompt_tokens(prompt, body.add_special_tokens is not False)
-        asks.append(service.ask(tokens, params, body))
-        text = (
-            prompt
-            if isinstance(prompt, str)
-            else service.tokenizer.decode(prompt, skip_special=False)
-        )
-        echoes.append(text if body.echo else "")
-    return Completing(f"cmpl-{request_id}", model, body, asks, echoes)
+        requests.append(service.request(tokens, params, body))
+    return requests
 
 
-async def pieces_of(
-    service: Service, request: Completing
-) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The engine's pieces; of a request that wants the echo alone (max_tokens is 0), without what
-    the model went on."""
-    async with aclosing(service.pieces(request.asks)) as pieces:
-        async for number, piece in pieces:
-            if request.body.max_tokens == 0:
-                ended = piece.finish_reason and "length"
-                piece = replace(
-                    piece, text="", tokens=(), logprobs=(), finish_reason=ended, stopped_by=None
+async def completion_deltas(
+    service: Service, body: CompletionRequest, requests: Sequence[Request]
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Yield (number of the prompt, delta). If only the echo is requested (max_tokens is 0), deltas
+    come without what the model has generated.
+    """
+    async with aclosing(service.deltas(requests)) as deltas:
+        async for number, delta in deltas:
+            if body.max_tokens == 0:
+                reason = delta.finish_reason and "length"
+                delta = replace(
+                    delta, text="", tokens=(), logprobs=(), finish_reason=reason, stop_reason=None
                 )
-            yield number, piece
+            yield number, delta
 
 
-async def complete(service: Service, request: Completing) -> Completion:
-    """The answers in one object; those to prompt i are choices i * n and on."""
-    counts = Counts(request.asks)
-    n = request.num_answers
-    answers = [Choice() for _ in range(len(request.asks) * n)]
-    scores: dict[int, Sequence[Logprob]] = {}
-    async with aclosing(pieces_of(service, request)) as pieces:
-        async for number, piece in pieces:
-            counts.add(number, piece)
-            answers[number * n + piece.index].add(piece)
-            if piece.prompt is not None:
-                scores[number] = piece.prompt
+def echo_of(service: Service, body: CompletionRequest, number: int) -> str:
+    """Return the text of prompt `number` if prompts are echoed, else nothing."""
+    if not body.echo:
+        return ""
+    prompt = body.prompt[number]
+    if isinstance(prompt, str):
+        return prompt
+    return service.tokenizer.decode(prompt, skip_special=False)
+
+
+async def complete(
+    service: Service, body: CompletionRequest, requests: Sequence[Request], id: str
+) -> Completion:
+    """Return all completions in one object; those of prompt i are choices i * n and on."""
+    outputs = [RequestOutput.empty(request) for request in requests]
+    async with aclosing(completion_deltas(service, body, requests)) as deltas:
+        async for number, delta in deltas:
+            outputs[number].add(delta)
     choices = []
-    for index, answer in enumerate(answers):
-        number = index // n
-        choice = CompletionChoice(
-            index=index,
-            text=request.echoes[number] + answer.text,
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stopped_by,
-        )
-        if request.body.logprobs is not None:
-            table = LogprobTable(service)
-            if request.body.echo:
-                table.add_prompt(request.asks[number].tokens, scores.get(number, ()))
-            table.add(answer.logprobs)
-            choice.logprobs = table.take()
-        if request.body.prompt_logprobs is not None and number in scores:
-            choice.prompt_logprobs = prompt_logprobs(service, scores[number])
-        choices.append(choice)
-    return Completion(id=request.id, model=request.model, choices=choices, usage=counts.usage())
+    for number, output in enumerate(outputs):
+        scores = output.prompt_logprobs
+        for completion in output.outputs:
+            choice = CompletionChoice(
+                index=number * len(output.outputs) + completion.index,
+                text=echo_of(service, body, number) + completion.text,
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+            )
+            if body.logprobs is not None:
+                table = LogprobTable(service)
+                if body.echo:
+                    table.add_prompt(output.prompt_token_ids, scores or ())
+                table.add(completion.logprobs)
+                choice.logprobs = table.take()
+            if body.prompt_logprobs is not None and scores is not None:
+                choice.prompt_logprobs = prompt_logprobs(service, scores)
+            choices.append(choice)
+    model = service.model_name(body)
+    return Completion(id=id, model=model, choices=choices, usage=usage_of(outputs))
 
 
-async def stream_completion(service: Service, request: Completing) -> AsyncGenerator[str, None]:
-    """The same in chunks, each an object with one choice; an echo comes with the first of its
-    choice."""
-    counts = Counts(request.asks)
-    n = request.num_answers
+async def stream_completion(
+    service: Service, body: CompletionRequest, requests: Sequence[Request], id: str
+) -> AsyncGenerator[str, None]:
+    """Yield the same in chunks, each an object with one choice; the echo comes with the first chunk
+    of its choice.
+    """
+    outputs = [RequestOutput.empty(request) for request in requests]
     tables: dict[int, LogprobTable] = {}
-    chunk = Completion(id=request.id, model=request.model, choices=[])
-    async with aclosing(pieces_of(service, request)) as pieces:
-        async for number, piece in pieces:
-            counts.add(number, piece)
-            index = number * n + piece.index
+    chunk = Completion(id=id, model=service.model_name(body), choices=[])
+    async with aclosing(completion_deltas(service, body, requests)) as deltas:
+        async for number, delta in deltas:
+            output = outputs[number]
+            output.add(delta)
+            index = number * len(output.outputs) + delta.index
             is_first = index not in tables
             table = tables.setdefault(index, LogprobTable(service))
-            echo = request.echoes[number] if is_first else ""
-            if request.body.logprobs is not None:
-                if is_first and request.body.echo:
-                    table.add_prompt(request.asks[number].tokens, piece.prompt or ())
-                table.add(piece.logprobs)
-            if not (echo or piece.text or piece.finish_reason or piece.logprobs):
+            echo = echo_of(service, body, number) if is_first else ""
+            if body.logprobs is not None:
+                if is_first and body.echo:
+                    table.add_prompt(output.prompt_token_ids, delta.prompt_logprobs or ())
+                table.add(delta.logprobs)
+            if not (echo or delta.text or delta.finish_reason or delta.logprobs):
                 continue
             choice = CompletionChoice(
                 index=index,
-                text=echo + piece.text,
-                finish_reason=piece.finish_reason,
-                stop_reason=piece.stopped_by,
-                logprobs=None if request.body.logprobs is None else table.take(),
+                text=echo + delta.text,
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+                logprobs=None if body.logprobs is None else table.take(),
             )
             yield chunk.model_copy(update={"choices": [choice]}).model_dump_json()
-    if request.body.wants_usage:
-        yield chunk.model_copy(update={"usage": counts.usage()}).model_dump_json()
+    if body.wants_usage:
+        yield chunk.model_copy(update={"usage": usage_of(outputs)}).model_dump_json()
 
 
 class LogprobTable:

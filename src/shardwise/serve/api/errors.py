@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from shardwise.serve.engine_client import EngineDied, QueueFull
+from shardwise.serve.request import ContextLengthExceeded
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 WRONG_BODY = "the body must be a JSON object, sent with the header content-type: application/json"
@@ -56,6 +57,8 @@ def as_refused(error: Exception) -> Refused:
             return error
         case RequestValidationError():
             return from_validation(error)
+        case ContextLengthExceeded():
+            return Refused(400, str(error), "context_length_exceeded", error.param)
         case ValueError():
             return Refused(400, str(error), "invalid_value", first_word(str(error)))
         case QueueFull():

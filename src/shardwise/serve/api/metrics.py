@@ -49,8 +49,8 @@ class Metrics:
             registry=self.registry,
         )
         self.finished = Counter(
-            "shardwise_answers",
-            "Answers that have ended, by why.",
+            "shardwise_completions",
+            "Completions that have ended, by finish reason.",
             ["finish_reason"],
             registry=self.registry,
         )
@@ -92,6 +92,21 @@ class EngineCounters(Collector):
                 "preemptions",
                 "Requests that lost their pages and were computed again.",
                 stats.num_preemptions,
+            ),
+            (
+                "recomputed_tokens",
+                "Tokens computed again because of preemptions.",
+                stats.recomputed_tokens,
+            ),
+            (
+                "prefix_cache_queried_tokens",
+                "Prompt tokens that were looked up in the prefix cache.",
+                stats.prefix_cache_queried_tokens,
+            ),
+            (
+                "prefix_cache_hit_tokens",
+                "Prompt tokens that were found in the prefix cache.",
+                stats.prefix_cache_hit_tokens,
             ),
             ("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
             ("generated_tokens", "Tokens generated.", stats.generated_tokens),

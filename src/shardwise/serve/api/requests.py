@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from shardwise.serve.request import Form, SamplingParams
+from shardwise.serve.request import GrammarKind, SamplingParams
 
 MAX_PROMPTS = 1024  # no more than an engine's queue holds
 MAX_CHOICES = 128
@@ -96,7 +96,7 @@ Stop = Annotated[
 Content = Annotated[
     str | None, PlainValidator(read_content, json_schema_input_type=str | list[TextPart] | None)
 ]
-Structure = tuple[Form, str]
+Structure = tuple[GrammarKind, str]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 

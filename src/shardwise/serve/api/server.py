@@ -1,7 +1,7 @@
 """The HTTP server: which path leads where, and how it starts and stops.
 
 A request passes the guard (id, key, size), is checked against its form in `protocol`, becomes one
-or more `Ask`s of the engine, and comes back whole or as a stream of events. All of it ends at once
+or more `Request`s of the engine, and returns whole or as a stream of events. All of it ends at once
 when its client leaves.
 """
 
@@ -54,7 +54,7 @@ from shardwise.serve.api.responses import (
 )
 from shardwise.serve.api.service import Service
 from shardwise.serve.api.streaming import EventStream, end, while_connected
-from shardwise.serve.engine_client import Engine, EngineDied, QueueFull
+from shardwise.serve.engine_client import EngineClient, EngineDied, QueueFull
 from shardwise.serve.request import check_ids
 from shardwise.serve.settings import ServerSettings
 
@@ -70,7 +70,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(engine: Engine, settings: ServerSettings) -> FastAPI:
+def make_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
     """The application around an engine, which is closed when the application ends."""
     gate = Gate()
     metrics = Metrics()
@@ -150,12 +150,12 @@ def add_generation(app: FastAPI, service: Service) -> None:
     )
     async def complete(body: CompletionRequest, request: Request) -> Response:
         async def answer() -> Response:
-            asked = await completions.understand(service, body, request.state.request_id)
+            requests = await completions.completion_requests(service, body)
+            id = f"cmpl-{request.state.request_id}"
             if body.stream:
-                return await EventStream.start(
-                    completions.stream_completion(service, asked), as_event
-                )
-            return as_json(await completions.complete(service, asked))
+                events = completions.stream_completion(service, body, requests, id)
+                return await EventStream.start(events, as_event)
+            return as_json(await completions.complete(service, body, requests, id))
 
         return await while_connected(request.receive, answer())
 
@@ -164,10 +164,12 @@ def add_generation(app: FastAPI, service: Service) -> None:
     )
     async def answer_chat(body: ChatRequest, request: Request) -> Response:
         async def answer() -> Response:
-            asked = await chat.understand(service, body, request.state.request_id)
+            chat_request = await chat.chat_request(service, body)
+            id = f"chatcmpl-{request.state.request_id}"
             if body.stream:
-                return await EventStream.start(chat.stream_chat(service, asked), as_event)
-            return as_json(await chat.chat(service, asked))
+                events = chat.stream_chat(service, body, chat_request, id)
+                return await EventStream.start(events, as_event)
+            return as_json(await chat.chat(service, body, chat_request, id))
 
         return await while_connected(request.receive, answer())
 
@@ -329,7 +331,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Starts(Engine, Protocol):
+class Starts(EngineClient, Protocol):
     """An engine that is not there yet."""
 
     async def start(self) -> None: ...
@@ -370,7 +372,7 @@ class Server(uvicorn.Server):
             )
         )
         self.gate: Gate = app.state.gate
-        self.engine: Engine = app.state.engine
+        self.engine: EngineClient = app.state.engine
         self.drain_s = drain_s
         self.draining: asyncio.Task[None] | None = None
         self.num_cut_off = 0

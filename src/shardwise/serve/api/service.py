@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from shardwise.serve.api.errors import Refused
@@ -13,54 +13,23 @@ from shardwise.serve.api.metrics import Metrics
 from shardwise.serve.api.requests import Body, ChatRequest, Generation, TokenizeRequest
 from shardwise.serve.api.responses import CachedTokens, Usage
 from shardwise.serve.api.streaming import merge
-from shardwise.serve.engine_client import Engine
-from shardwise.serve.request import Ask, Logprob, Piece, SamplingParams, check_ids
+from shardwise.serve.engine_client import EngineClient
+from shardwise.serve.request import (
+    Delta,
+    Logprob,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    check_ids,
+    check_length,
+)
 from shardwise.serve.settings import ServerSettings
-
-
-@dataclass
-class Choice:
-    """What one of the n answers to one prompt has come to so far."""
-
-    text: str = ""
-    num_tokens: int = 0
-    logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    stopped_by: str | int | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.num_tokens += len(piece.tokens)
-        self.logprobs += piece.logprobs
-        self.finish_reason = piece.finish_reason
-        self.stopped_by = piece.stopped_by
-
-
-class Counts:
-    """Tokens used by one HTTP request, counted as its pieces come."""
-
-    def __init__(self, asks: Sequence[Ask]) -> None:
-        self.prompt_tokens = sum(len(ask.tokens) for ask in asks)
-        self.new_tokens = 0
-        self.cached = [0] * len(asks)
-
-    def add(self, number: int, piece: Piece) -> None:
-        self.new_tokens += len(piece.tokens)
-        self.cached[number] = max(self.cached[number], piece.num_cached_tokens)
-
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.new_tokens,
-            total_tokens=self.prompt_tokens + self.new_tokens,
-            prompt_tokens_details=CachedTokens(cached_tokens=sum(self.cached)),
-        )
 
 
 class Service:
     """The engine as endpoints see it."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineClient, settings: ServerSettings, metrics: Metrics) -> None:
         self.engine = engine
         self.settings = settings
         self.metrics = metrics
@@ -100,61 +69,49 @@ class Service:
         )
         return await self.prompt_tokens(text, bool(body.add_special_tokens))
 
-    def ask(self, tokens: list[int], params: SamplingParams, body: Generation) -> Ask:
-        """Raises a 400 that says what fits if prompt and answer are too long."""
-        room = self.engine.max_len - len(tokens)
-        if body.max_tokens is None and params.max_tokens is not None and room < params.max_tokens:
-            params = replace(params, max_tokens=max(room, 1))  # it was our default
-        wanted = params.max_tokens or 1
-        if wanted > room:
-            fits = (
-                f"max_tokens of {room} fits"
-                if room > 0
-                else f"a prompt of {self.engine.max_len - 1} tokens fits"
-            )
-            raise Refused(
-                400,
-                f"{len(tokens)} tokens of prompt and {wanted} of answer need {len(tokens) + wanted}, but this "
-                f"server has room for {self.engine.max_len} in a request; {fits}",
-                "context_length_exceeded",
-                "max_tokens" if room > 0 else None,
-            )
-        return Ask(tuple(tokens), params, body.priority or 0, body.cache_salt or "")
+    def request(self, tokens: list[int], params: SamplingParams, body: Generation) -> Request:
+        """Return the engine's request. Raises ValueError if prompt and completion are too long."""
+        if body.max_tokens is None and params.max_tokens is not None:  # our default: what fits
+            num_left = self.engine.max_len - len(tokens)
+            params = replace(params, max_tokens=max(1, min(params.max_tokens, num_left)))
+        check_length(len(tokens), params.max_tokens, self.engine.max_len)
+        return Request(tuple(tokens), params, body.priority or 0, body.cache_salt or "")
 
-    async def pieces(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Piece], None]:
-        """(number of the prompt, piece of one of its answers), as they come."""
+    async def deltas(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield (number of the request, delta of one of its completions), as they come."""
         began_s = time.perf_counter()
-        async with aclosing(merge([self.timed(ask, began_s) for ask in asks])) as pieces:
-            async for number, piece in pieces:
-                yield number, piece
+        sources = [self.timed(request, began_s) for request in requests]
+        async with aclosing(merge(sources)) as deltas:
+            async for number, delta in deltas:
+                yield number, delta
         self.metrics.request_s.observe(time.perf_counter() - began_s)
 
-    async def timed(self, ask: Ask, began_s: float) -> AsyncGenerator[Piece, None]:
+    async def timed(self, request: Request, began_s: float) -> AsyncGenerator[Delta, None]:
         last_s: dict[int, float] = {}
-        async with aclosing(self.engine.generate(ask)) as pieces:
-            async for piece in pieces:
+        async with aclosing(self.engine.generate(request)) as deltas:
+            async for delta in deltas:
                 now_s = time.perf_counter()
-                if piece.tokens and not last_s:
+                if delta.tokens and not last_s:
                     self.metrics.first_token_s.observe(now_s - began_s)
-                if piece.tokens:
-                    if piece.index in last_s:
-                        self.metrics.between_tokens_s.observe(now_s - last_s[piece.index])
-                    last_s[piece.index] = now_s
-                if piece.finish_reason is not None:
-                    self.metrics.finished.labels(piece.finish_reason).inc()
-                if piece.finish_reason == "error":
+                if delta.tokens:
+                    if delta.index in last_s:
+                        self.metrics.between_tokens_s.observe(now_s - last_s[delta.index])
+                    last_s[delta.index] = now_s
+                if delta.finish_reason is not None:
+                    self.metrics.finished.labels(delta.finish_reason).inc()
+                if delta.finish_reason == "error":
                     raise Refused(
                         500,
                         "the model failed on this request; others are not affected",
                         "model_failed",
                     )
-                if piece.finish_reason == "abort":
+                if delta.finish_reason == "abort":
                     raise Refused(
                         503,
                         "the server ended this request before its answer was complete",
                         "aborted",
                     )
-                yield piece
+                yield delta
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character."""
@@ -197,3 +154,16 @@ def prompt_logprobs(
             }
         )
     return found
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
+    """Return the tokens that one HTTP request has used so far."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_new = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_new,
+        total_tokens=num_prompt + num_new,
+        prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
+    )

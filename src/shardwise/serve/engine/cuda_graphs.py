@@ -1,12 +1,12 @@
-"""Decode steps as CUDA graphs: the kernels of a step are recorded once, at the start, and started
-again by one call.
+"""Decode steps as CUDA graphs: the kernels of a step are captured once, at the start, and replayed by
+one call.
 
-A step of one token for each sequence has a few hundred kernels, each of which takes less time to
-run than Python takes to start it. What a graph reads lies where it lay when it was captured, so the
-integers of a step (`kernels/tables.py`) are written over those of the last one, and batches are
-filled up to the next number of sequences that was captured. Rows that fill up run nothing in
-attention, write nowhere, and since a row has the same bits in any company nobody can tell that they
-were there. All other steps, those with prompts in them, run operation by operation.
+A decode step has a few hundred kernels, each of which takes less time to run than Python takes to
+launch it. A graph reads from the addresses that it was captured with, so the integers of a step
+(`kernels/triton/batch.py`) overwrite those of the last one, and batches are padded to the next
+captured number of sequences. Padding rows skip attention and write nowhere; kernels are
+batch-invariant, so they cannot affect other rows. All other steps, those with prompts in them, run
+operation by operation.
 
 Shapes: S sequences, W pages of the longest, V vocabulary.
 """
@@ -18,29 +18,30 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.triton.batch import ALIGNED, NO_SLOT, TableBatch, decode_batch
-from shardwise.serve.engine.batch import Part
+from shardwise.serve.engine.sequence import BatchEntry
 
 Step = Callable[[], Tensor]
-"""Logits [S, V] from integers that lie in a fixed place."""
+"""Returns logits [S, V] from integers at fixed addresses."""
 Capture = Callable[[Step], Step]
-"""Records a step; what it returns does the same again, into the same place."""
+"""Records a step and returns its replay, which writes to the same addresses."""
 Decode = Callable[[Tensor, TableBatch], Tensor]
-"""Logits [S, V] after tokens [S]."""
+"""Returns logits [S, V] after tokens [S]."""
 
 
-def only_decodes(parts: Sequence[Part]) -> bool:
-    """Whether a batch is one token of each sequence, of which each samples."""
-    return all(len(part.tokens) == 1 and part.samples for part in parts)
+def only_decodes(entries: Sequence[BatchEntry]) -> bool:
+    """Return True if each entry is one token after which one is sampled."""
+    return all(len(entry.tokens) == 1 and entry.num_samples for entry in entries)
 
 
 def captured_sizes(max_running: int) -> list[int]:
-    """Numbers of sequences: powers of two, and the most that run at a time."""
+    """Return the batch sizes to capture: powers of two, and `max_running`."""
     return [*(1 << n for n in range((max_running - 1).bit_length())), max_running]
 
 
 class DecodeGraphs:
-    """Steps of one token of each of up to `max_running` sequences of up to W pages, in tiles of
-    `num_rows`."""
+    """Captured decode steps of up to `max_running` sequences with up to `width` pages each, with
+    attention in tiles of `num_rows` query rows.
+    """
 
     def __init__(
         self,
@@ -61,53 +62,52 @@ class DecodeGraphs:
             for shape in ((4, columns), (max_running, width))
         )
         self.numbers[2] = NO_SLOT
-        self.numbers_there = self.numbers.to(device, copy=True)
-        self.table_there = self.table.to(device, copy=True)
+        self.device_numbers = self.numbers.to(device, copy=True)
+        self.device_table = self.table.to(device, copy=True)
 
         def step(size: int) -> Tensor:
-            tokens, starts, slots, lengths = self.numbers_there[:, :size]
+            tokens, starts, slots, lengths = self.device_numbers[:, :size]
             return decode(
-                tokens, decode_batch(starts, slots, lengths, self.table_there[:size], num_rows)
+                tokens, decode_batch(starts, slots, lengths, self.device_table[:size], num_rows)
             )
 
-        # the largest first: smaller ones then find its memory
+        # the largest first: smaller ones then reuse its memory
         self.steps = {size: capture(partial(step, size)) for size in reversed(self.sizes)}
 
-    def run(self, parts: Sequence[Part]) -> Tensor:
-        """Logits [S, V] of parts of one token each."""
-        size = next(size for size in self.sizes if size >= len(parts))
-        self.write(parts)
-        self.numbers_there.copy_(self.numbers)
-        self.table_there[:size].copy_(self.table[:size])
-        return self.steps[size]()[: len(parts)].clone()
+    def run(self, entries: Sequence[BatchEntry]) -> Tensor:
+        """Return logits [S, V] of entries of one token each."""
+        size = next(size for size in self.sizes if size >= len(entries))
+        self.fill_tables(entries)
+        self.device_numbers.copy_(self.numbers)
+        self.device_table[:size].copy_(self.table[:size])
+        return self.steps[size]()[: len(entries)].clone()
 
-    def write(self, parts: Sequence[Part]) -> None:
-        """Into numbers, of each sequence: its token, its position, the slot where it goes, how many
-        tokens; and its pages. What a table has beyond them is not read."""
-        page_tokens = self.page_tokens
-        slots = (
-            part.pages[part.start // page_tokens] * page_tokens + part.start % page_tokens
-            for part in parts
-        )
-        written = [
-            (part.tokens[0], part.start, slot, 1) for part, slot in zip(parts, slots, strict=True)
-        ]
-        empty = [(0, 0, NO_SLOT, 0)] * (self.numbers.shape[1] - len(parts))
-        self.numbers[:] = torch.tensor(written + empty, dtype=torch.int32).t()
-        for row, part in zip(self.table, parts, strict=False):
-            row[: len(part.pages)] = torch.tensor(part.pages, dtype=torch.int32)
+    def fill_tables(self, entries: Sequence[BatchEntry]) -> None:
+        """Write the integers of a step: token, position, KV slot and number of tokens of each
+        sequence, and its pages. Table entries beyond the pages are not read.
+        """
+        columns = []
+        for entry in entries:
+            number, offset = divmod(entry.start, self.page_tokens)
+            slot = entry.pages[number] * self.page_tokens + offset
+            columns.append((entry.tokens[0], entry.start, slot, 1))
+        columns += [(0, 0, NO_SLOT, 0)] * (self.numbers.shape[1] - len(entries))
+        self.numbers[:] = torch.tensor(columns, dtype=torch.int32).t()
+        for row, entry in zip(self.table, entries, strict=False):
+            row[: len(entry.pages)] = torch.tensor(entry.pages, dtype=torch.int32)
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Capture CUDA graphs that share their memory: of what one leaves behind nobody reads anything
-    but its logits."""
+    """Return a capture of CUDA graphs that share one memory pool: only a graph's logits are read after
+    it has run.
+    """
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)
 
     def capture(step: Step) -> Step:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            step()  # compiles kernels and makes workspaces, neither of which can be captured
+            step()  # compiles kernels and allocates workspaces, which cannot be captured
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):

@@ -1,14 +1,11 @@
-"""The engine: a step anyone can recite. Requests come and go between steps.
+"""The engine: one step, repeated while requests come and go between steps.
 
-It knows nothing of processes, clients or HTTP: what is made goes out as pieces, under the name by
-which a request came in.
+It has nothing to do with processes, clients or HTTP: requests go in, deltas come out.
 """
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -17,317 +14,305 @@ from shardwise.config import ModelConfig
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.parallel.mesh import CollectiveFailed
-from shardwise.serve.engine.batch import Batch
-from shardwise.serve.engine.runner import Ran
+from shardwise.serve.engine.runner import Logits, PromptLogprobs
 from shardwise.serve.engine.scheduler import QueueFull, Scheduler
-from shardwise.serve.engine.scheduler import check as check_request
-from shardwise.serve.engine.sequence import Request
+from shardwise.serve.engine.sequence import Batch, Sequence
 from shardwise.serve.engine_client import Stats
-from shardwise.serve.request import Ask, Logprob, Piece, check_ids
-from shardwise.serve.sampling.grammar import Structure, Structures
-from shardwise.serve.sampling.penalties import Sampling
-from shardwise.serve.sampling.sampler import Picked, pick
-from shardwise.serve.sampling.stopping import Answer, end_ids
+from shardwise.serve.request import Delta, Logprob, Request, check_ids, check_length
+from shardwise.serve.sampling.detokenize import Detokenizer
+from shardwise.serve.sampling.grammar import GrammarCompiler, GrammarState
+from shardwise.serve.sampling.penalties import SamplerState
+from shardwise.serve.sampling.sampler import sample_tokens
 
 log = logging.getLogger(__name__)
 
-RATE_KEPT = 0.9
-"""Of the measured rate of tokens, from step to step."""
-
-Named = tuple[int, Piece]
-"""The name of a request, and a piece of it."""
+RATE_DECAY = 0.9
+"""Decay per step of the moving average of tokens per second."""
 
 
-class Runs(Protocol):
-    """A runner, or one that tells the other ranks first. `run` copies pages before it does what can
-    fail."""
+class BatchRunner(Protocol):
+    """A runner, or the driver rank's runner, which also runs the batch on the other ranks.
+
+    `run` copies pages before it does anything that can fail.
+    """
 
     @property
     def kernels(self) -> ServingKernels: ...
-    def run(self, batch: Batch) -> Ran: ...
-    def embed(self, tokens: Sequence[int]) -> list[float]: ...
+    def run(self, batch: Batch) -> tuple[Logits, PromptLogprobs]: ...
+    def embed(self, tokens: list[int]) -> list[float]: ...
     def keep_alive(self) -> None: ...
 
 
-@dataclass
-class Job:
-    """A request under way: its n answers by id, each with what it takes to choose its tokens."""
-
-    name: int
-    ask: Ask
-    request: Request
-    samplings: dict[int, Sampling]
-    answers: dict[int, Answer]
-    structures: dict[int, Structure]
-    """Of those that must follow one."""
-    prompt: dict[int, Logprob] = field(default_factory=dict)
-    """By position, of those that asked for the log-probabilities of their prompt."""
-    has_failed: bool = False
-
-
 class Engine:
-    """Everything of a model that answers requests but the process it lives in."""
+    """One model that serves many requests at once.
+
+    Attributes:
+        requests: The sequences that have not ended, by request id.
+        compiling: Requests whose grammar is being compiled, by request id.
+    """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        tokenizer: Tokenizer,
-        runner: Runs,
-        scheduler: Scheduler,
-        max_len: int,
+        self, config: ModelConfig, tokenizer: Tokenizer, runner: BatchRunner, scheduler: Scheduler
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.runner = runner
         self.scheduler = scheduler
-        self.max_len = max_len
-        self.jobs: dict[int, Job] = {}
-        """By the name of a request."""
-        self.job_of: dict[int, Job] = {}
-        """By the id of a sequence."""
-        self.structures: Structures | None = None
-        self.compiling: dict[int, tuple[Ask, Future[Structure]]] = {}
-        """By name, those that wait for their structure."""
-        self.num_steps = self.num_prompt_tokens = self.num_generated_tokens = self.num_failures = 0
+        self.requests: dict[int, list[Sequence]] = {}
+        self.compiling: dict[int, tuple[Request, Future[GrammarState]]] = {}
+        self.grammars: GrammarCompiler | None = None
+        self.failed_ids: set[int] = set()
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_failures = 0
         self.tokens_per_s = 0.0
 
     @property
+    def max_len(self) -> int:
+        """The most tokens that prompt and completion may have together."""
+        return self.scheduler.max_len
+
+    @property
     def has_work(self) -> bool:
-        return bool(self.jobs)
+        return bool(self.requests)
 
-    def add(self, name: int, ask: Ask) -> None:
-        """Queue a request, or have its structure compiled first. Raises QueueFull, and ValueError
-        for one that can never be served."""
-        self.check(ask)
-        if ask.params.structure is None:
-            self.begin(name, ask)
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, including those whose grammar is being compiled."""
+        return len(self.scheduler.waiting) + len(self.compiling)
+
+    # -- requests come and go
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError, with what would work, for a request that can never be served."""
+        check_ids("prompt", request.tokens, self.config.vocab_size)
+        request.params.check_vocabulary(self.config.vocab_size)
+        self.scheduler.check(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, after its grammar has been compiled if it has one.
+
+        Raises QueueFull, and ValueError as `check` does.
+        """
+        self.check(request)
+        if request.params.structure is None:
+            self.start(request)
+        elif self.num_waiting >= self.scheduler.limits.max_queued:
+            retry_after_s = self.scheduler.retry_after_s(self.tokens_per_s)
+            raise QueueFull(self.num_waiting, retry_after_s)
         else:
-            num_waiting = len(self.scheduler.waiting) + len(self.compiling)
-            scheduler = self.scheduler
-            if num_waiting >= scheduler.limits.max_queued:
-                raise QueueFull(num_waiting, scheduler.retry_after_s(self.tokens_per_s))
-            self.structures = self.structures or Structures(self.tokenizer, self.config.vocab_size)
-            self.compiling[name] = ask, self.structures.compile(*ask.params.structure)
+            self.grammars = self.grammars or GrammarCompiler(self.tokenizer, self.config.vocab_size)
+            grammar = self.grammars.compile(*request.params.structure)
+            self.compiling[request.request_id] = request, grammar
 
-    def begin_compiled(self) -> list[tuple[int, Exception]]:
-        """Queue those whose structure has been compiled; returns those that are refused, and
-        why."""
+    def start_compiled(self) -> list[tuple[int, Exception]]:
+        """Queue the requests whose grammar has been compiled.
+
+        Returns (request id, reason) of those that are refused.
+        """
         refused: list[tuple[int, Exception]] = []
-        for name, (ask, structure) in list(self.compiling.items()):
-            if structure.done():
-                del self.compiling[name]
-                if (failure := structure.exception()) is not None:
-                    refused.append(
-                        (
-                            name,
-                            failure
-                            if isinstance(failure, ValueError)
-                            else ValueError(str(failure)),
-                        )
-                    )
-                    continue
-                try:
-                    self.begin(name, ask, structure.result())
-                except (ValueError, QueueFull) as error:
-                    refused.append((name, error))
+        for request_id, (request, grammar) in list(self.compiling.items()):
+            if not grammar.done():
+                continue
+            del self.compiling[request_id]
+            if (failure := grammar.exception()) is not None:
+                reason = failure if isinstance(failure, ValueError) else ValueError(str(failure))
+                refused.append((request_id, reason))
+                continue
+            try:
+                self.start(request, grammar.result())
+            except (ValueError, QueueFull) as error:
+                refused.append((request_id, error))
         return refused
 
-    def begin(self, name: int, ask: Ask, structure: Structure | None = None) -> None:
-        params = ask.params
-        room = self.max_len - len(ask.tokens)
-        request = self.request(ask)
-        ends = end_ids(params, self.tokenizer.eos_ids)
-        samplings = {
-            id: Sampling(params, ask.tokens, ends, index) for index, id in enumerate(request.ids)
-        }
-        answers = {
-            id: Answer(self.tokenizer, params, room, index) for index, id in enumerate(request.ids)
-        }
-        structures = {id: structure.fork() for id in request.ids} if structure is not None else {}
-        self.scheduler.add(request, self.tokens_per_s)
-        self.jobs[name] = job = Job(name, ask, request, samplings, answers, structures)
-        self.job_of |= dict.fromkeys(request.ids, job)
-        self.num_prompt_tokens += len(ask.tokens)
-
-    def request(self, ask: Ask) -> Request:
-        params = ask.params
-        most = self.max_len - len(ask.tokens) if params.max_tokens is None else params.max_tokens
-        scores = params.prompt_logprobs
-        return Request(
-            self.scheduler.next_id, list(ask.tokens), most, ask.priority, ask.salt, params.n, scores
+    def start(self, request: Request, grammar: GrammarState | None = None) -> None:
+        """Make the sequences of a request and queue them."""
+        max_tokens = check_length(len(request.tokens), request.params.max_tokens, self.max_len)
+        first, *siblings = (
+            make_sequence(
+                self.scheduler.next_id + index, request, self.tokenizer, max_tokens, index, grammar
+            )
+            for index in range(request.params.n)
         )
+        first.siblings = tuple(siblings)
+        self.scheduler.add(first, self.tokens_per_s)
+        self.requests[request.request_id] = [first, *siblings]
+        self.num_prompt_tokens += len(request.tokens)
 
-    def check(self, ask: Ask) -> None:
-        """Raise ValueError, with what would work, for a request that can never be served."""
-        params = ask.params
-        vocab_size = self.config.vocab_size
-        num_prompt = len(ask.tokens)
-        check_ids("prompt", ask.tokens, vocab_size)
-        params.check_vocabulary(vocab_size)
-        wanted = params.max_tokens or 1
-        if num_prompt + wanted > self.max_len:
-            room = self.max_len - num_prompt
-            works = (
-                f"max_tokens={room} works"
-                if room > 0
-                else f"a prompt of {self.max_len - 1} tokens works"
-            )
-            raise ValueError(
-                f"{num_prompt} prompt tokens and {wanted} new ones are more than the {self.max_len} that a request may "
-                f"have; {works}"
-            )
-        check_request(self.request(ask), self.scheduler.pages, self.scheduler.limits)
-
-    def abort(self, name: int) -> None:
+    def abort(self, request_id: int) -> None:
         """End a request whose client has left. One that has ended is ignored."""
-        if name in self.compiling:
-            _, structure = self.compiling.pop(name)
-            structure.cancel()
-        if (job := self.jobs.get(name)) is not None:
-            self.scheduler.abort(job.request)
-            self.forget(job)
+        if request_id in self.compiling:
+            _, grammar = self.compiling.pop(request_id)
+            grammar.cancel()
+        for sequence in self.requests.pop(request_id, ()):
+            self.scheduler.finish(sequence.id)
+        self.failed_ids.discard(request_id)
 
-    def forget(self, job: Job) -> None:
-        del self.jobs[job.name]
-        for id in job.request.ids:
-            self.job_of.pop(id, None)
+    # -- one step
 
-    def step(self) -> list[Named]:
-        """Run one batch; what came of it."""
-        began = time.perf_counter()
+    def step(self) -> list[Delta]:
+        """Compute one batch and return what it adds to completions."""
+        start_s = time.perf_counter()
         batch = self.scheduler.next_batch()
         if batch is None:
             return []
-        ran, pieces = self.run(batch)
-        picked = self.pick(batch, ran)
-        tokens = {
-            id: [0 if each.token is None else each.token for each in row]
-            for id, row in picked.items()
-        }
-        chosen = {id: iter(row) for id, row in picked.items()}
-        for each in self.scheduler.commit(batch, tokens):
-            job = self.job_of[each.id]
-            source = each.id if each.id in chosen else job.request.id
-            pieces.append((job.name, self.advance(job, each.id, next(chosen[source]))))
-        self.count(
-            batch, sum(len(piece.tokens) for _, piece in pieces), time.perf_counter() - began
-        )
-        return pieces
+        logits, failed = self.run(batch)
+        tokens, logprobs = self.sample(batch, logits)
+        deltas = [*failed, *self.scheduler.commit(batch, tokens, logprobs)]
+        self.forget_ended(deltas)
+        self.count(batch, deltas, time.perf_counter() - start_s)
+        return deltas
 
-    def run(self, batch: Batch) -> tuple[Ran, list[Named]]:
-        """A batch that fails is run part by part, so that a request that fails inside the model
-        fails alone."""
+    def run(self, batch: Batch) -> tuple[Logits, list[Delta]]:
+        """Run a batch; return its logits, and the last deltas of requests that failed.
+
+        A batch that fails is run again entry by entry, so that a request that fails inside the
+        model fails alone.
+        """
         try:
-            return self.runner.run(batch), []
+            return self.forward(batch), []
         except CollectiveFailed:
             raise
         except Exception:
             log.exception("a batch has failed; its requests are run one by one")
-        logits: dict[int, Tensor] = {}
-        scores: dict[int, list[Logprob]] = {}
-        pieces: list[Named] = []
-        for part in batch.parts:
-            if part.id not in self.job_of:  # another answer to its prompt has failed
+        logits: Logits = {}
+        failed: list[Delta] = []
+        for entry in batch.entries:
+            sequence = self.scheduler.sequences.get(entry.id)
+            if sequence is None:  # another sample of its request has failed
                 continue
             try:
-                ran = self.runner.run(Batch((part,), ()))
-                logits |= ran.logits
-                scores |= ran.scores
+                logits |= self.forward(Batch((entry,), ()))
             except CollectiveFailed:
                 raise
             except Exception:
-                log.exception("request %d has failed inside the model", self.job_of[part.id].name)
-                pieces += self.fail(self.job_of[part.id])
-        return Ran(logits, scores), pieces
+                request_id = sequence.request.request_id
+                log.exception("request %d has failed inside the model", request_id)
+                failed += self.fail(request_id)
+        return logits, failed
 
-    def fail(self, job: Job) -> Iterator[Named]:
-        """End all answers of a request with an error."""
-        self.scheduler.abort(job.request)
-        self.forget(job)
-        self.num_failures += 1
-        for answer in job.answers.values():
-            yield job.name, answer.end("error")
+    def forward(self, batch: Batch) -> Logits:
+        """Run the model; store log-probabilities of prompts in their sequences, return logits."""
+        logits, prompt_logprobs = self.runner.run(batch)
+        for entry in batch.entries:
+            if entry.id in prompt_logprobs:
+                positions = range(entry.start + 1, entry.start + len(entry.tokens))
+                by_position = zip(positions, prompt_logprobs[entry.id], strict=True)
+                self.scheduler.sequences[entry.id].prompt_logprobs.update(by_position)
+        return logits
 
-    def pick(self, batch: Batch, ran: Ran) -> dict[int, list[Picked]]:
-        """The next tokens of each part that samples: n of the one that forks."""
+    def fail(self, request_id: int) -> list[Delta]:
+        """End all samples of a request with an error."""
+        deltas = []
+        for sequence in self.requests[request_id]:
+            self.scheduler.finish(sequence.id)
+            deltas.append(sequence.end("error"))
+        return deltas
+
+    def sample(
+        self, batch: Batch, logits: Logits
+    ) -> tuple[dict[int, int | None], dict[int, Logprob]]:
+        """Sample the next token of each sequence that has logits: n tokens where n samples fork.
+
+        Returns tokens and requested log-probabilities, by sequence id.
+        """
         rows: list[Tensor] = []
-        samplings: list[Sampling] = []
-        allowed: list[Tensor | None] = []
-        sampled = [part for part in batch.parts if part.id in ran.logits and part.id in self.job_of]
-        for part in batch.parts:
-            if part.id in self.job_of and part.id in ran.scores:
-                places = range(part.start + 1, part.start + len(part.tokens))
-                self.job_of[part.id].prompt |= zip(places, ran.scores[part.id], strict=True)
-        for part in sampled:
-            job = self.job_of[part.id]
-            ids = job.request.ids if part.samples > 1 else (part.id,)
-            rows += [ran.logits[part.id]] * part.samples
-            samplings += [job.samplings[id] for id in ids]
-            allowed += [job.structures[id].allowed() if job.structures else None for id in ids]
-        picked = iter(pick(rows, samplings, allowed, self.runner.kernels)) if rows else iter(())
-        return {part.id: [next(picked) for _ in range(part.samples)] for part in sampled}
-
-    def advance(self, job: Job, id: int, picked: Picked) -> Piece:
-        """One more token of an answer."""
-        answer = job.answers[id]
-        first = answer.num_tokens == 0 and answer.index == 0
-        if picked.token is None:
-            self.num_failures += not job.has_failed
-            job.has_failed = True
-            piece = answer.end("error")
-        else:
-            job.samplings[id].add(picked.token)
-            if job.structures:
-                job.structures[id].add(picked.token)
-            piece = answer.add(picked.token, picked.logprob)
-        if first:
-            scores = (
-                tuple(job.prompt[at] for at in sorted(job.prompt))
-                if job.ask.params.prompt_logprobs is not None
-                else None
-            )
-            piece = replace(piece, prompt=scores, num_cached_tokens=job.request.num_found)
-        if piece.finish_reason is not None:
-            self.scheduler.finish(id)
-            del job.answers[id]
-            if not job.answers:
-                self.forget(job)
-        return piece
-
-    def count(self, batch: Batch, num_tokens: int, seconds: float) -> None:
-        self.num_steps += 1
-        self.num_generated_tokens += num_tokens
-        rate = sum(len(part.tokens) for part in batch.parts) / seconds
-        self.tokens_per_s = (
-            rate
-            if not self.tokens_per_s
-            else RATE_KEPT * self.tokens_per_s + (1 - RATE_KEPT) * rate
+        sequences: list[Sequence] = []
+        for entry in batch.entries:
+            sequence = self.scheduler.sequences.get(entry.id)
+            if sequence is not None and entry.id in logits:
+                rows += [logits[entry.id]] * sequence.num_samples
+                sequences += sequence.samples
+        if not rows:
+            return {}, {}
+        masks = [None if each.grammar is None else each.grammar.allowed() for each in sequences]
+        samplers = [sequence.sampler for sequence in sequences]
+        tokens, logprobs = sample_tokens(rows, samplers, masks, self.runner.kernels)
+        ids = [sequence.id for sequence in sequences]
+        return (
+            dict(zip(ids, tokens, strict=True)),
+            {ids[row]: logprob for row, logprob in logprobs.items()},
         )
 
-    def embed(self, tokens: Sequence[int]) -> list[float]:
-        """The mean of the last hidden states, of length 1. Raises ValueError as `check_input`
-        does."""
+    def forget_ended(self, deltas: list[Delta]) -> None:
+        """Drop the sequences that ended in this step, and count the requests that failed."""
+        failed_ids = {delta.request_id for delta in deltas if delta.finish_reason == "error"}
+        self.num_failures += len(failed_ids - self.failed_ids)
+        self.failed_ids |= failed_ids
+        for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
+            live = [each for each in self.requests[request_id] if each.finish_reason is None]
+            if live:
+                self.requests[request_id] = live
+            else:
+                del self.requests[request_id]
+                self.failed_ids.discard(request_id)
+
+    def count(self, batch: Batch, deltas: list[Delta], seconds: float) -> None:
+        self.num_steps += 1
+        self.num_generated_tokens += sum(len(delta.tokens) for delta in deltas)
+        rate = sum(len(entry.tokens) for entry in batch.entries) / seconds
+        if self.tokens_per_s:
+            rate = RATE_DECAY * self.tokens_per_s + (1 - RATE_DECAY) * rate
+        self.tokens_per_s = rate
+
+    # -- embeddings and counters
+
+    def embed(self, tokens: list[int]) -> list[float]:
+        """Return the mean of the last hidden states, scaled to length 1.
+
+        Raises ValueError as `check_input` does.
+        """
         self.check_input(tokens)
         return self.runner.embed(tokens)
 
-    def check_input(self, tokens: Sequence[int]) -> None:
-        """Raise ValueError for what can never be embedded."""
+    def check_input(self, tokens: list[int]) -> None:
+        """Raise ValueError for an input that can never be embedded."""
         if not 0 < len(tokens) <= self.max_len:
             raise ValueError(f"an input must have 1 to {self.max_len} tokens, not {len(tokens)}")
         check_ids("input", tokens, self.config.vocab_size)
 
     def stats(self) -> Stats:
-        now = self.scheduler.counters()
+        counters = self.scheduler.counters()
         pages = self.scheduler.pages.counts()
         return Stats(
-            now.num_waiting,
-            now.num_running,
-            now.num_preemptions,
-            pages.free,
-            pages.used,
-            pages.cached,
-            self.num_prompt_tokens,
-            self.num_generated_tokens,
-            self.num_steps,
-            self.num_failures,
+            num_waiting=counters.num_waiting,
+            num_running=counters.num_running,
+            num_preemptions=counters.num_preemptions,
+            recomputed_tokens=counters.num_recomputed_tokens,
+            prefix_cache_queried_tokens=counters.num_queried_tokens,
+            prefix_cache_hit_tokens=counters.num_hit_tokens,
+            pages_free=pages.free,
+            pages_used=pages.used,
+            pages_cached=pages.cached,
+            prompt_tokens=self.num_prompt_tokens,
+            generated_tokens=self.num_generated_tokens,
+            steps=self.num_steps,
+            failures=self.num_failures,
         )
+
+
+def make_sequence(
+    id: int,
+    request: Request,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    index: int = 0,
+    grammar: GrammarState | None = None,
+    skip_special: bool = True,
+) -> Sequence:
+    """Return sample `index` of a request before its first token, with its own copy of `grammar`."""
+    params = request.params
+    eos_ids = frozenset() if params.ignore_eos else frozenset(tokenizer.eos_ids)
+    end_ids = eos_ids | frozenset(params.stop_token_ids)
+    return Sequence(
+        id,
+        request,
+        max_tokens,
+        end_ids,
+        eos_ids,
+        SamplerState(params, request.tokens, end_ids, index),
+        Detokenizer(tokenizer, params.stop, skip_special),
+        None if grammar is None else grammar.fork(),
+        index,
+    )

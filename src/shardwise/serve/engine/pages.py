@@ -1,28 +1,27 @@
-"""The KV cache in pages, handed out on demand, so that memory holds tokens and not reservations:
-PagedAttention (Kwon et al. 2023). Only the bookkeeping is here: pages are integers, and keys and
-values are where attention has them.
+"""The KV cache in pages that are allocated on demand, so that memory holds tokens and not
+reservations: PagedAttention (Kwon et al. 2023). Only the bookkeeping is here: pages are integers,
+and the tensors of keys and values belong to the runner.
 
-A page has room for the keys and values of `page_tokens` tokens that follow each other in one
-sequence; the list of a sequence's pages, in order, is its block table. Each page is in one of three
-states:
+A page has space for the keys and values of `page_tokens` consecutive tokens of one sequence; the
+list of a sequence's pages, in order, is its page table. Each page is in one of three states:
 
-    used    in at least one table
-    cached  in no table, but findable: the next prompt that begins as its sequence did takes it as it is
+    used    in at least one page table
+    cached  in no table, but indexed: the next prompt with the same prefix reuses it
     free    neither
 
-A full page becomes findable when its tokens have been computed. What is looked up is (the page
-before it, its tokens), so a page is found only through the very pages that its keys and values
-depend on; the first page of a sequence is looked up under the salt, a text that keeps the caches of
-those apart who must not learn of each other's prompts. The index is a dict, which compares what it
-looks up whenever hashes agree: a collision serves nobody another's prefix.
+A full page is indexed once its tokens have been computed. The key is (page before it, its tokens),
+so a page is found only through the pages that its keys and values depend on. The key of the first
+page of a sequence has the salt instead, a text that separates the prefix caches of clients who must
+not learn of each other's prompts. The index is a dict, which compares keys when hashes agree: a hash
+collision never returns another prefix.
 
-Two rules follow, and `audit` holds them:
+Two invariants follow, which `audit` checks:
 
-- The full pages of a table are always findable: one that turns out to be the same as a findable one gives way to it.
-- So who holds a page holds the one before it, and a table is given back from its end: among cached pages the least
-  recently used is never one that another still hangs on. Evicting that one strands no other.
+- The full pages of a table are always indexed: one that equals an indexed page is replaced by it.
+- So a table that holds a page holds the one before it, and tables are released from their end: the
+  least recently used cached page never has a cached successor. Evicting it strands no other.
 
-Everything is O(1) a page, and deterministic. Imports no torch.
+Everything is O(1) per page, and deterministic. Imports no torch.
 """
 
 from collections import Counter, OrderedDict
@@ -30,13 +29,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Key = tuple[int | str, tuple[int, ...]]
-"""What a findable page is looked up by: the page before it, or the salt if it is the first; and its
-tokens."""
+"""Key of an indexed page: the page before it, or the salt if it is the first, and its tokens."""
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How many pages are in which state; together they are all there are."""
+class PageCounts:
+    """Number of pages in each state."""
 
     free: int
     used: int
@@ -44,39 +42,40 @@ class Counts:
 
 
 class Pages:
-    """Which page belongs to whom. A table is a list of pages that its sequence keeps and only these
-    methods change."""
+    """Pages of the KV cache, reference-counted.
+
+    A page table is a list that its sequence owns and that only these methods change.
+    """
 
     def __init__(self, num_pages: int, page_tokens: int = 16) -> None:
         if num_pages < 1 or page_tokens < 1:
             raise ValueError(
-                f"{num_pages} pages of {page_tokens} tokens hold nothing; 1 of 1 is the least"
+                f"{num_pages} pages of {page_tokens} tokens hold nothing; 1 page of 1 token works"
             )
         self.num_pages = num_pages
         self.page_tokens = page_tokens
-        self.num_holders = [0] * num_pages
+        self.ref_counts = [0] * num_pages
         self.free = list(reversed(range(num_pages)))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.index: dict[Key, int] = {}
-        self.keys: list[Key | None] = [
-            None
-        ] * num_pages  # of each page, what it is looked up by, if it is findable
+        self.keys: list[Key | None] = [None] * num_pages  # None: not indexed
 
     @property
     def num_available(self) -> int:
-        """How many pages can be handed out."""
+        """Pages that can be allocated: free ones, and cached ones, which are then evicted."""
         return len(self.free) + len(self.cached)
 
-    def counts(self) -> Counts:
-        return Counts(len(self.free), self.num_pages - self.num_available, len(self.cached))
+    def counts(self) -> PageCounts:
+        return PageCounts(len(self.free), self.num_pages - self.num_available, len(self.cached))
 
     def num_needed(self, num_tokens: int) -> int:
-        """How many pages that many tokens fill, the last one perhaps in part."""
+        """Return the number of pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.page_tokens)
 
     def begin(self, tokens: Sequence[int], salt: str) -> list[int]:
-        """The table of a new sequence: the longest findable prefix of `tokens`, but never all of
-        them, since at least the last must be run to tell what comes next."""
+        """Return the page table of a new sequence: the longest cached prefix of `tokens`, but never
+        all of them, since at least the last must be computed to sample the next token.
+        """
         table: list[int] = []
         size = self.page_tokens
         before: int | str = salt
@@ -89,35 +88,34 @@ class Pages:
             before = page
         return table
 
-    def room(self, table: list[int], start: int) -> int:
-        """How many tokens from position `start` on have a place in the table's pages, or in such as
-        can be taken."""
+    def space(self, table: list[int], start: int) -> int:
+        """Return how many tokens from position `start` on fit into the table's pages and those that
+        can be allocated.
+        """
         available = self.num_available - self.shared(table, start)  # a shared page is copied first
         return max(0, (len(table) + available) * self.page_tokens - start)
 
     def grow(self, table: list[int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
-        """Make the table ready for tokens to be written at positions start to stop - 1, for which
-        there must be room.
+        """Make the table ready for tokens at positions start to stop - 1, which must have space.
 
-        If others share the page that `start` is in, the table gets one of its own: copy-on-write.
-        Returns the copies (from page, to page) to be made before anything is written.
+        If other tables share the page of `start`, this one gets a copy: copy-on-write. Returns the
+        copies (source page, target page) to make before anything is written.
         """
-        assert stop - start <= self.room(table, start)
+        assert stop - start <= self.space(table, start)
         copies: tuple[tuple[int, int], ...] = ()
         if self.shared(table, start):
             number = start // self.page_tokens
             shared = table[number]
-            own = self.take()
+            copy = self.allocate()
             self.drop(shared)
-            table[number] = own
-            copies = ((shared, own),)
+            table[number] = copy
+            copies = ((shared, copy),)
         while len(table) * self.page_tokens < stop:
-            table.append(self.take())
+            table.append(self.allocate())
         return copies
 
     def fork(self, table: list[int]) -> list[int]:
-        """The table of another sequence that has the same tokens so far and shares all their
-        pages."""
+        """Return the table of another sequence with the same tokens so far, which shares all pages."""
         for page in table:
             self.hold(page)
         return list(table)
@@ -125,39 +123,39 @@ class Pages:
     def commit(
         self, table: list[int], tokens: Sequence[int], start: int, stop: int, salt: str
     ) -> None:
-        """The tokens at positions start to stop - 1 have been computed: pages that are full now
-        become findable.
+        """Record that the tokens at positions start to stop - 1 have been computed: index the pages
+        that are full now.
 
-        `tokens` are those of the whole sequence. Where two sequences have computed the same page
-        side by side, the one that was first is kept and both share it.
+        `tokens` are all tokens of the sequence. Where two sequences have computed the same page
+        concurrently, both share the one that was indexed first.
         """
         size = self.page_tokens
         for number in range(start // size, stop // size):
             before: int | str = table[number - 1] if number else salt
             key = (before, tuple(tokens[number * size : (number + 1) * size]))
             page = table[number]
-            first = self.index.setdefault(key, page)
-            if first == page:
+            indexed = self.index.setdefault(key, page)
+            if indexed == page:
                 self.keys[page] = key
             else:
-                self.hold(first)
-                table[number] = first
+                self.hold(indexed)
+                table[number] = indexed
                 self.drop(page)
 
     def release(self, table: list[int]) -> None:
-        """The sequence has ended or gives way: its table is empty now. What is findable stays so
-        until evicted."""
+        """Empty the table of a sequence that has ended or is preempted. Its indexed pages stay cached
+        until evicted.
+        """
         while table:
             self.drop(table.pop())
 
     def shared(self, table: list[int], position: int) -> bool:
-        """Whether others hold the page that `position` is in."""
+        """Return True if other tables share the page of `position`."""
         number = position // self.page_tokens
-        return number < len(table) and self.num_holders[table[number]] > 1
+        return number < len(table) and self.ref_counts[table[number]] > 1
 
-    def take(self) -> int:
-        """A page for one holder: a free one, or else the cached one that has not been used for
-        longest."""
+    def allocate(self) -> int:
+        """Return a page with one reference: a free one, or else the least recently used cached one."""
         if self.free:
             page = self.free.pop()
         else:
@@ -166,38 +164,39 @@ class Pages:
             assert key is not None
             del self.index[key]
             self.keys[page] = None
-        self.num_holders[page] = 1
+        self.ref_counts[page] = 1
         return page
 
     def hold(self, page: int) -> None:
-        """One more holder of a page that is used or cached."""
-        if not self.num_holders[page]:
+        """Add a reference to a page that is used or cached."""
+        if not self.ref_counts[page]:
             del self.cached[page]
-        self.num_holders[page] += 1
+        self.ref_counts[page] += 1
 
     def drop(self, page: int) -> None:
-        """One holder less; after the last, a findable page is cached and another is free."""
-        self.num_holders[page] -= 1
-        if not self.num_holders[page]:
+        """Remove a reference; after the last, an indexed page is cached and any other is free."""
+        self.ref_counts[page] -= 1
+        if not self.ref_counts[page]:
             if self.keys[page] is None:
                 self.free.append(page)
             else:
                 self.cached[page] = None
 
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that all of this agrees with itself and with `tables`, which must be all there
-        are."""
+        """Assert that the bookkeeping is consistent with itself and with `tables`, which must be all
+        page tables.
+        """
         holders = Counter(page for table in tables for page in table)
-        assert self.num_holders == [holders[page] for page in range(self.num_pages)]
+        assert self.ref_counts == [holders[page] for page in range(self.num_pages)]
         assert sorted([*self.free, *self.cached, *holders]) == list(range(self.num_pages))
         assert all(self.keys[page] is None for page in self.free)
         assert all(self.keys[page] is not None for page in self.cached)
-        findable = {page: key for page, key in enumerate(self.keys) if key is not None}
-        assert self.index == {key: page for page, key in findable.items()}
+        indexed = {page: key for page, key in enumerate(self.keys) if key is not None}
+        assert self.index == {key: page for page, key in indexed.items()}
         age = {page: number for number, page in enumerate(self.cached)}
-        for page, (before, tokens) in findable.items():
+        for page, (before, tokens) in indexed.items():
             assert len(tokens) == self.page_tokens
             if isinstance(before, int):
-                assert before in findable
+                assert before in indexed
                 assert holders[before] >= holders[page]
                 assert before not in age or age[before] > age[page]

@@ -1,9 +1,9 @@
-"""The server's end of the engine, which lives in a process of its own: requests go in, pieces come
+"""The server's end of the engine, which lives in a process of its own: requests go in and deltas come
 out, asynchronously.
 
-So a step of the model never waits for a client, and no client for a step. One thread takes what the
-engine says and gives it to the event loop, another gives it what it is told, which it takes between
-steps. If the engine dies, all who wait are told why, and another is started.
+So a step of the model never waits for a client, and no client for a step. One thread receives the
+engine's messages and passes them to the event loop; another sends messages, which the engine handles
+between steps. If the engine dies, all pending requests fail with the reason, and it is restarted.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -26,111 +27,72 @@ from typing import Any
 from shardwise.config import ModelConfig
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.serve.engine.scheduler import QueueFull
-from shardwise.serve.engine_client import EngineDied, Stats
-from shardwise.serve.request import Ask, Piece
+from shardwise.serve.engine_client import EngineDied, Ready, Stats
+from shardwise.serve.request import Delta, Request
 from shardwise.serve.settings import EngineSettings
 
 END_S = 10.0
-"""How long an engine that should end is waited for before it is ended."""
+"""How long an engine that should end may take before it is killed."""
 QUICK_S = 60.0
-"""An engine that lives no longer than this is not started again."""
+"""An engine that ends sooner than this after its start is not restarted."""
+
+Message = tuple[Any, ...]
+"""To the engine: (kind, request id, arguments); from it: (kind, values)."""
 
 
 class RemoteEngine:
-    """Given to the server by `start`. All its coroutines belong to one event loop."""
+    """The engine client of the server. All its coroutines belong to one event loop.
+
+    `report` gets a line about each phase of the start, and if the engine ends. `waiting` has the
+    queue of each pending request, by its id.
+    """
 
     def __init__(
         self,
         settings: EngineSettings,
         config: ModelConfig,
         tokenizer: Tokenizer,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ):
         self.settings = settings
         self.config = config
         self.tokenizer = tokenizer
-        self.say = say
+        self.report = report
         self.vocab_size = config.vocab_size
         self.max_len = settings.max_len or config.max_positions
-        self.names = count()
+        self.request_ids = count()
         self.waiting: dict[int, asyncio.Queue[Any]] = {}
-        """By name, those who wait for pieces or an answer."""
         self.process: EngineProcess | None = None
-        self.running = self.closing = self.is_lost = False
+        self.running = False
+        self.closing = False
+        self.is_lost = False
         self.restart: asyncio.Task[None] | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        return self.running and not self.closing
+
+    # -- start and end
+
     async def start(self) -> None:
-        """Returns when the engine is ready. Raises ValueError for what cannot be served, EngineDied
-        for the rest."""
+        """Start the engine and return when it is ready.
+
+        Raises ValueError for a model or settings that cannot be served, EngineDied for the rest.
+        """
         loop = asyncio.get_running_loop()
         self.process = process = EngineProcess(self.settings)
-        ready: asyncio.Future[Any] = loop.create_future()
+        ready: asyncio.Future[Ready] = loop.create_future()
 
-        def take(message: tuple[Any, ...]) -> None:
-            self.take(process, ready, message)
+        def receive(message: Message) -> None:
+            loop.call_soon_threadsafe(self.handle, process, ready, message)
 
-        def hear(message: tuple[Any, ...]) -> None:
-            loop.call_soon_threadsafe(take, message)
-
-        process.listen(hear)
-        told = await ready
-        pages = told.num_pages
-        tokens = told.num_pages * told.page_tokens
-        self.say(
-            f"{pages:,} pages of {told.page_tokens} tokens: {tokens:,} in all, {self.max_len:,} in a request at most"
+        process.listen(receive)
+        started = await ready
+        num_tokens = started.num_pages * started.page_tokens
+        self.report(
+            f"{started.num_pages:,} pages of {started.page_tokens} tokens: {num_tokens:,} in all, "
+            f"{self.max_len:,} in a request at most"
         )
-
-    def take(
-        self, process: "EngineProcess", ready: "asyncio.Future[Any]", message: tuple[Any, ...]
-    ) -> None:
-        """What the engine says, in the event loop."""
-        what, *rest = message
-        if what == "pieces":
-            for name, piece in rest[0]:
-                self.give(name, piece)
-        elif what == "phase":
-            self.say("{}: {:.2f} s".format(*rest))
-        elif what == "ready":
-            self.max_len = rest[0].max_len
-            self.running = True
-            ready.set_result(rest[0])
-        elif what == "dead":
-            self.bury(process, ready, *rest)
-        else:
-            name, given = rest
-            errors = {
-                "full": lambda: QueueFull(*given),
-                "refused": lambda: ValueError(given),
-                "failed": lambda: RuntimeError(given),
-            }
-            self.give(name, errors[what]() if what in errors else given)
-
-    def give(self, name: int, what: Any) -> None:
-        if name in self.waiting:  # else who asked has left
-            self.waiting[name].put_nowait(what)
-
-    def bury(
-        self, process: "EngineProcess", ready: "asyncio.Future[Any]", kind: str, reason: str
-    ) -> None:
-        """Tell all who wait, and start another engine, unless this one never started or ended at
-        once."""
-        error = ValueError(reason) if kind == "ValueError" else EngineDied(reason)
-        self.process = None
-        self.running = False
-        if not ready.done():
-            ready.set_exception(error)
-            return
-        if self.closing:
-            return
-        for name in self.waiting:
-            self.give(name, EngineDied(f"the engine has ended: {in_brief(reason)}"))
-        self.say(f"the engine has ended: {reason}")
-        if time.monotonic() - process.began_s > QUICK_S:
-            self.say("it is started again")
-            self.restart = asyncio.create_task(self.start_again())
-        else:
-            self.is_lost = True
-            self.say("it ended soon after it had begun, so it is not started again")
 
     async def start_again(self) -> None:
         try:
@@ -138,88 +100,147 @@ class RemoteEngine:
         except (ValueError, EngineDied) as error:
             self.is_lost = True
             if not self.closing:
-                self.say(f"it could not be started: {error}")
-
-    @property
-    def is_ready(self) -> bool:
-        return self.running and not self.closing
-
-    def tell(self, *message: Any) -> None:
-        if self.closing:
-            raise EngineDied("the server is shutting down")
-        if self.process is None or not self.running:
-            raise EngineDied(
-                f"the engine is not running; it {'has ended for good' if self.is_lost else 'is started again'}"
-            )
-        self.process.outgoing.put(message)
-
-    async def generate(self, ask: Ask) -> AsyncGenerator[Piece, None]:
-        """The pieces of all n answers as they come. Who leaves early aborts the rest. Raises
-        ValueError for a request that can never be served, QueueFull, EngineDied."""
-        name = next(self.names)
-        queue = self.waiting[name] = asyncio.Queue()
-        left = ask.params.n
-        try:
-            self.tell("add", name, ask)
-            while left:
-                piece = await queue.get()
-                if isinstance(piece, Exception):
-                    left = 0
-                    raise piece
-                left -= piece.finish_reason is not None
-                yield piece
-        finally:
-            del self.waiting[name]
-            if left:
-                with suppress(EngineDied):
-                    self.tell("abort", name)
-
-    async def embed(self, tokens: Sequence[int]) -> list[float]:
-        """The mean of the last hidden states of `tokens`, of length 1. Raises as `generate`
-        does."""
-        found: list[float] = await self.ask("embed", list(tokens))
-        return found
-
-    async def stats(self) -> Stats:
-        found: Stats = await self.ask("stats")
-        return found
-
-    async def ask(self, what: str, *given: Any) -> Any:
-        name = next(self.names)
-        queue = self.waiting[name] = asyncio.Queue()
-        answer = None
-        try:
-            self.tell(what, name, *given)
-            answer = await queue.get()
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-        finally:
-            del self.waiting[name]
-            if answer is None:
-                with suppress(EngineDied):
-                    self.tell("abort", name)
+                self.report(f"it could not be started: {error}")
 
     async def close(self) -> None:
-        """End the engine; whoever still waits is told so."""
+        """End the engine; pending requests fail."""
         self.closing = True
-        for name in self.waiting:
-            self.give(name, EngineDied("the server is shutting down"))
+        for request_id in self.waiting:
+            self.deliver(request_id, EngineDied("the server is shutting down"))
         if self.process is not None:
             await asyncio.to_thread(self.process.end)
 
+    # -- messages of the engine
+
+    def handle(
+        self, process: "EngineProcess", ready: "asyncio.Future[Ready]", message: Message
+    ) -> None:
+        """Handle a message of the engine, in the event loop."""
+        kind, *values = message
+        if kind == "deltas":
+            for delta in values[0]:
+                self.deliver(delta.request_id, delta)
+        elif kind == "phase":
+            self.report("{}: {:.2f} s".format(*values))
+        elif kind == "ready":
+            self.max_len = values[0].max_len
+            self.running = True
+            ready.set_result(values[0])
+        elif kind == "dead":
+            self.handle_death(process, ready, *values)
+        else:
+            request_id, value = values
+            errors = {
+                "full": lambda: QueueFull(*value),
+                "refused": lambda: ValueError(value),
+                "failed": lambda: RuntimeError(value),
+            }
+            self.deliver(request_id, errors[kind]() if kind in errors else value)
+
+    def deliver(self, request_id: int, value: Any) -> None:
+        """Queue a delta, result or error for a request, unless its client has left."""
+        if request_id in self.waiting:
+            self.waiting[request_id].put_nowait(value)
+
+    def handle_death(
+        self, process: "EngineProcess", ready: "asyncio.Future[Ready]", kind: str, reason: str
+    ) -> None:
+        """Fail all pending requests and restart the engine, unless it never became ready or ended
+        soon after its start.
+        """
+        self.process = None
+        self.running = False
+        if not ready.done():
+            is_refusal = kind == "ValueError"
+            ready.set_exception(ValueError(reason) if is_refusal else EngineDied(reason))
+            return
+        if self.closing:
+            return
+        for request_id in self.waiting:
+            self.deliver(request_id, EngineDied(f"the engine has ended: {in_brief(reason)}"))
+        self.report(f"the engine has ended: {reason}")
+        if time.monotonic() - process.start_s > QUICK_S:
+            self.report("it is started again")
+            self.restart = asyncio.create_task(self.start_again())
+        else:
+            self.is_lost = True
+            self.report("it ended soon after it had begun, so it is not started again")
+
+    # -- messages to the engine
+
+    def send(self, *message: Any) -> None:
+        """Queue a message to the engine. Raises EngineDied if it is not running."""
+        if self.closing:
+            raise EngineDied("the server is shutting down")
+        if self.process is None or not self.running:
+            what = "has ended for good" if self.is_lost else "is started again"
+            raise EngineDied(f"the engine is not running; it {what}")
+        self.process.outgoing.put(message)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of all n completions as they come; closing the generator aborts the
+        request.
+
+        Assigns the request its id. Raises ValueError for a request that can never be served,
+        QueueFull, EngineDied.
+        """
+        request_id = next(self.request_ids)
+        queue = self.waiting[request_id] = asyncio.Queue()
+        num_running = request.params.n
+        try:
+            self.send("add", request_id, replace(request, request_id=request_id))
+            while num_running:
+                delta = await queue.get()
+                if isinstance(delta, Exception):
+                    num_running = 0
+                    raise delta
+                num_running -= delta.finish_reason is not None
+                yield delta
+        finally:
+            del self.waiting[request_id]
+            if num_running:
+                with suppress(EngineDied):
+                    self.send("abort", request_id)
+
+    async def embed(self, tokens: Sequence[int]) -> list[float]:
+        """Return the mean of the last hidden states, scaled to length 1. Raises as `generate` does."""
+        vector: list[float] = await self.call("embed", list(tokens))
+        return vector
+
+    async def stats(self) -> Stats:
+        stats: Stats = await self.call("stats")
+        return stats
+
+    async def call(self, kind: str, *arguments: Any) -> Any:
+        """Send a message and return the engine's result; abort it if the caller is cancelled."""
+        request_id = next(self.request_ids)
+        queue = self.waiting[request_id] = asyncio.Queue()
+        result = None
+        try:
+            self.send(kind, request_id, *arguments)
+            result = await queue.get()
+            if isinstance(result, Exception):
+                raise result
+            return result
+        finally:
+            del self.waiting[request_id]
+            if result is None:
+                with suppress(EngineDied):
+                    self.send("abort", request_id)
+
 
 def in_brief(reason: str) -> str:
-    """Which ranks failed, for clients; the traceback before it is for the log."""
+    """Return which ranks failed, for clients; the traceback before it is for the log."""
     return "; ".join(line for line in reason.splitlines() if line.startswith("rank ")) or reason
 
 
 class EngineProcess:
-    """A process, a socket in a folder that only this user may enter, and two threads: one listens,
-    one sends what is put into `outgoing`."""
+    """A process, a socket in a folder that only this user may enter, and two threads: one receives
+    messages, one sends what is put into `outgoing`.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.began_s = time.monotonic()
+        self.start_s = time.monotonic()
         self.folder = tempfile.TemporaryDirectory(prefix="shardwise-")
         address = os.path.join(self.folder.name, "engine")
         self.socket = socket.socket(socket.AF_UNIX)
@@ -229,37 +250,37 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self.failure, failing = context.Pipe(duplex=False)
         self.process = context.Process(
-            target=enter, args=(settings, address, failing), name="engine"
+            target=run_engine, args=(settings, address, failing), name="engine"
         )
-        with signals_held_back():
+        with signals_blocked():
             self.process.start()
         failing.close()
         self.connection: Connection | None = None
-        self.outgoing: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
-        atexit.register(
-            self.end
-        )  # or Python would wait for the process, and the process for the server
+        self.outgoing: SimpleQueue[Message | None] = SimpleQueue()
+        # or Python would wait for the process, and the process for the server
+        atexit.register(self.end)
 
-    def listen(self, take: Callable[[tuple[Any, ...]], None]) -> None:
-        """Give every message to `take`, from a thread; the last is ("dead", kind, reason)."""
+    def listen(self, receive: Callable[[Message], None]) -> None:
+        """Pass every message to `receive`, from a thread; the last is ("dead", kind, reason)."""
 
         def run() -> None:
             with suppress(EOFError, OSError, RuntimeError):  # the last: the loop is closed
                 self.connection = self.accept()
-                threading.Thread(
-                    target=self.send, name="messages to the engine", daemon=True
-                ).start()
+                sender = threading.Thread(
+                    target=self.send_all, name="messages to the engine", daemon=True
+                )
+                sender.start()
                 while self.connection is not None:
-                    take(self.connection.recv())
+                    receive(self.connection.recv())
             reason = self.reason()
             with suppress(RuntimeError):
-                take(("dead", *reason))
+                receive(("dead", *reason))
 
         self.thread = threading.Thread(target=run, name="messages of the engine", daemon=True)
         self.thread.start()
 
     def accept(self) -> Connection | None:
-        """The engine's connection; None if it has ended before it made one."""
+        """Return the engine's connection, or None if it ended before it connected."""
         while self.process.is_alive():
             with suppress(TimeoutError):
                 accepted, _ = self.socket.accept()
@@ -267,8 +288,7 @@ class EngineProcess:
         return None
 
     def reason(self) -> tuple[str, str]:
-        """Why the process has ended, or ends now that it cannot be heard any more. Nothing of it is
-        left."""
+        """Wait for the process to end, clean up, and return (exception name, reason)."""
         self.hang_up()
         self.outgoing.put(None)
         self.process.join(END_S)
@@ -280,34 +300,33 @@ class EngineProcess:
         atexit.unregister(self.end)
         with suppress(EOFError, OSError):
             if self.failure.poll():
-                kind, told = self.failure.recv()
-                return kind, told
+                kind, reason = self.failure.recv()
+                return kind, reason
         return "EngineDied", f"its process ended with code {self.process.exitcode}"
 
-    def send(self) -> None:
-        with suppress(OSError):  # the engine is gone, as the other thread hears too
+    def send_all(self) -> None:
+        with suppress(OSError):  # the engine is gone, as the other thread notices too
             while (message := self.outgoing.get()) is not None and self.connection is not None:
                 self.connection.send(message)
 
     def end(self) -> None:
-        """End the process and return once it has gone; one that has not yet connected is killed."""
+        """End the process and wait for it; one that has not yet connected is killed."""
         if self.connection is None:
             self.process.kill()
         self.hang_up()
         self.thread.join()
 
     def hang_up(self) -> None:
-        """Close the connection, which the engine takes as the end."""
+        """Close the connection, which ends the engine."""
         if self.connection is not None:
-            with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as same:
-                same.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
-    """A process that is started in the block holds them back as well, until it has said that it
-    ignores them."""
-    resource_tracker.ensure_running()  # now, since starting it lets signals through
+def signals_blocked() -> Iterator[None]:
+    """Block stop signals. A process that is started in the block inherits this, until it ignores them."""
+    resource_tracker.ensure_running()  # now, since starting it unblocks signals
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -316,9 +335,8 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def enter(settings: EngineSettings, address: str, failure: Connection) -> None:
-    """Where the engine's process begins. The model and torch are imported there, not in the
-    server."""
+def run_engine(settings: EngineSettings, address: str, failure: Connection) -> None:
+    """Run the engine's process, which imports the model and torch; the server does not."""
     from shardwise.serve.engine.worker import main
 
     main(settings, address, failure)

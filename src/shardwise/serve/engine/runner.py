@@ -1,11 +1,11 @@
-"""Runs a batch: the same model as in training, with attention over pages. Every rank of tensor
-parallel has one.
+"""Computes a batch: the same model as in training, with attention over pages. Every tensor rank has
+a runner.
 
-Shapes: N tokens of the batch, R rows whose logits are wanted, V vocabulary, K kv heads, P tokens of
-a page, C head dim.
+Shapes: N tokens of the batch, R rows that need logits, V vocabulary, D model, H query heads, K kv
+heads, P tokens per page, C head dim.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -32,30 +32,26 @@ from shardwise.parallel.apply import seams_of
 from shardwise.parallel.mesh import Mesh
 from shardwise.quant.kv_dtype import KvDtype, vector_bytes
 from shardwise.quantize.load_quantized import Weights
-from shardwise.serve.engine.batch import Batch
 from shardwise.serve.engine.cuda_graphs import Capture, DecodeGraphs, only_decodes
+from shardwise.serve.engine.sequence import Batch, BatchEntry
 from shardwise.serve.request import Logprob
-from shardwise.serve.sampling.logprobs import log_probabilities
+from shardwise.serve.sampling.sampler import log_probabilities
 
-SCORED_ROWS = 64
-"""Prompts whose log-probabilities are wanted have logits for every token, of which so many are held
-at a time."""
+LOGPROB_ROWS = 64
+"""Rows of logits that are held at a time for the log-probabilities of a prompt."""
 
-
-@dataclass(frozen=True)
-class Ran:
-    """By the id of a part. logits [V] in fp32: after its last token, of those that sample. scores:
-    of those that asked, and on the first rank: the log-probabilities of all tokens but the first,
-    in order."""
-
-    logits: Mapping[int, Tensor]
-    scores: Mapping[int, list[Logprob]]
+Logits = dict[int, Tensor]
+"""Logits [V] in fp32 after the last token of each entry that samples, by sequence id."""
+PromptLogprobs = dict[int, list[Logprob]]
+"""Log-probabilities of all tokens but the first of each entry that requests them, by sequence id; on
+rank 0 only."""
 
 
 @dataclass(frozen=True)
 class BatchAttention:
-    """`attend` of one batch: applies RoPE, writes keys and values into their pages, and attends to
-    all earlier tokens."""
+    """`attend` of one batch: applies RoPE to queries and keys, writes keys and values into their
+    pages, and attends to all tokens so far.
+    """
 
     config: ModelConfig
     attention: PagedAttention
@@ -70,8 +66,11 @@ class BatchAttention:
 
 
 class Runner:
-    """The weights and the pages of one rank. `weights` are given up to it: it packs them as
-    products like them best. `kernels` are those that its device likes best, if none are named."""
+    """The weights and the pages of one rank.
+
+    Takes ownership of `weights` and repacks them for the kernels. `kernels` are by default the best
+    for the device.
+    """
 
     def __init__(
         self,
@@ -112,58 +111,66 @@ class Runner:
 
     @property
     def page_bytes(self) -> int:
-        """Of keys and values in all layers on this rank."""
+        """Bytes of one page: keys and values of all layers on this rank."""
         vectors = 2 * self.config.num_layers * self.num_kv_heads * self.page_tokens
         return vectors * vector_bytes(self.kv_dtype, self.dtype.itemsize).of(self.config.head_dim)
 
     def make_pages(self, num_pages: int) -> None:
-        """Memory for that many; what was there is gone. It holds anything until it is written."""
+        """Replace all pages by `num_pages` new ones, which are not initialized, and drop what was
+        made for the old ones.
+        """
+        self.graphs = None
+        self.blocks = None
+        self.pages.clear()  # before the new ones are allocated
+        self.pages += (self.allocate_layer(num_pages) for _ in range(self.config.num_layers))
+        self.blocks = self.make_blocks()
+
+    def allocate_layer(self, num_pages: int) -> KVPages:
+        """Return the pages [K, num_pages, P, C] of one layer, not initialized."""
         shape = self.num_kv_heads, num_pages, self.page_tokens, self.config.head_dim
-        self.graphs = self.blocks = None
-        self.pages.clear()
-        for _ in range(self.config.num_layers):
-            self.pages.append(KVPages.empty(shape, self.kv_dtype, self.dtype, self.mesh.device))
-        if self.mesh.tp.size == 1:  # more ranks have sums to make within a block
-            self.blocks = self.kernels.decoder_blocks(
-                self.config, self.weights, self.attention, self.pages
-            )
+        return KVPages.empty(shape, self.kv_dtype, self.dtype, self.mesh.device)
+
+    def make_blocks(self) -> DecoderBlocks | None:
+        """Return kernels that run whole blocks over the pages, if this device has them and tensor
+        ranks need no sums within a block.
+        """
+        if self.mesh.tp.size > 1:
+            return None
+        return self.kernels.decoder_blocks(self.config, self.weights, self.attention, self.pages)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Ran:
-        """Run every part; all ranks must be given the same batch."""
+    def run(self, batch: Batch) -> tuple[Logits, PromptLogprobs]:
+        """Compute every entry of a batch, which must be the same on all ranks."""
         self.copy_pages(batch.copies)
-        parts = batch.parts
+        entries = batch.entries
+        ids = [entry.id for entry in entries]
+        if self.graphs is not None and only_decodes(entries):
+            return dict(zip(ids, self.graphs.run(entries), strict=True)), {}
+        x = self.run_entries(entries)
+        ends = list(accumulate(len(entry.tokens) for entry in entries))
+        prompt_logprobs: PromptLogprobs = {}
+        for entry, end in zip(entries, ends, strict=True):
+            if entry.num_prompt_logprobs is not None and len(entry.tokens) > 1:
+                before = x[end - len(entry.tokens) : end - 1]
+                prompt_logprobs[entry.id] = self.prompt_logprobs(
+                    before, entry.tokens[1:], entry.num_prompt_logprobs
+                )
+        last = {e.id: end - 1 for e, end in zip(entries, ends, strict=True) if e.num_samples}
+        if not last:
+            return {}, prompt_logprobs
+        logits = self.logits(x[torch.tensor(list(last.values()), device=self.mesh.device)])
+        return dict(zip(last, logits, strict=True)), prompt_logprobs
+
+    def run_entries(self, entries: Sequence[BatchEntry]) -> Tensor:
+        """Return the last hidden states [N, D] of the tokens of all entries, concatenated."""
         device = self.mesh.device
-        if self.graphs is not None and only_decodes(parts):
-            return Ran(
-                dict(zip((part.id for part in parts), self.graphs.run(parts), strict=True)), {}
-            )
-        spans = [Span(part.start, len(part.tokens), part.pages) for part in parts]
-        tokens = torch.tensor([token for part in parts for token in part.tokens], device=device)
-        positions = torch.cat(
-            [torch.arange(part.start, part.start + len(part.tokens)) for part in parts]
-        ).to(device)
-        x = self.hidden(tokens, positions, self.attention.batch(spans))
-        ends = dict(
-            zip(
-                (part.id for part in parts),
-                accumulate(len(part.tokens) for part in parts),
-                strict=True,
-            )
-        )
-        sampled = [part.id for part in parts if part.samples]
-        scores = {}
-        for part in parts:
-            if part.scores is not None and len(part.tokens) > 1:
-                before = x[ends[part.id] - len(part.tokens) : ends[part.id] - 1]
-                scores[part.id] = self.score(before, part.tokens[1:], part.scores)
-        if not sampled:
-            return Ran({}, scores)
-        logits = self.logits(x[torch.tensor([ends[id] - 1 for id in sampled], device=device)])
-        return Ran(dict(zip(sampled, logits, strict=True)), scores)
+        spans = [Span(entry.start, len(entry.tokens), entry.pages) for entry in entries]
+        tokens = torch.tensor([token for e in entries for token in e.tokens], device=device)
+        positions = torch.cat([torch.arange(e.start, e.start + len(e.tokens)) for e in entries])
+        return self.hidden(tokens, positions.to(device), self.attention.batch(spans))
 
     def hidden(self, tokens: Tensor, positions: Tensor, batch: Any) -> Tensor:
-        """The last hidden states [N, D] of the tokens of a batch."""
+        """Return the last hidden states [N, D] of tokens [N] at positions [N]."""
         rope = None
         if self.frequencies is not None:
             rope = rope_tables(positions, self.frequencies, self.dtype)
@@ -175,8 +182,9 @@ class Runner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_running: int, max_len: int, capture: Capture) -> None:
-        """From now on, until there are other pages, run batches of single tokens by what is
-        captured here."""
+        """Capture decode steps of up to `max_running` sequences; batches of decodes replay them until
+        the pages are replaced.
+        """
         assert self.attention.is_capturable and self.mesh.tp.size == 1
         width = -(-max_len // self.page_tokens)
 
@@ -195,40 +203,38 @@ class Runner:
         for pages in self.pages:
             pages.copy(source, target)
 
-    def score(self, x: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
-        """The log-probabilities of `tokens`, each under the logits of its row of x [R, D], on the
-        first rank."""
-        told: list[Logprob] = []
-        for start in range(0, len(tokens), SCORED_ROWS):
-            some = tokens[start : start + SCORED_ROWS]
-            logits = self.logits(x[start : start + SCORED_ROWS])
+    def prompt_logprobs(self, x: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
+        """Return the log-probability of each of `tokens` under the logits of its row of x [R, D], on
+        rank 0; nothing on other ranks.
+        """
+        logprobs: list[Logprob] = []
+        for start in range(0, len(tokens), LOGPROB_ROWS):
+            some = tokens[start : start + LOGPROB_ROWS]
+            logits = self.logits(x[start : start + LOGPROB_ROWS])
             if self.mesh.tp.rank == 0:
-                told += log_probabilities(logits, some, [num_top] * len(some), self.kernels)
-        return told
+                logprobs += log_probabilities(logits, some, [num_top] * len(some), self.kernels)
+        return logprobs
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [R, D] -> [R, V] in fp32, whole on every rank."""
-        mine = self.head.apply(x)
+        """Return logits [R, V] in fp32 of x [R, D], complete on every rank."""
+        shard = self.head.apply(x)
         tp = self.mesh.tp
         if tp.size == 1:
-            return mine
-        columns = mine.new_empty(tp.size * len(mine), mine.shape[1])
-        tp.all_gather(mine.contiguous(), columns).wait()
-        return (
-            columns.view(tp.size, *mine.shape)
-            .transpose(0, 1)
-            .flatten(1)[:, : self.config.vocab_size]
-        )
+            return shard
+        gathered = shard.new_empty(tp.size * len(shard), shard.shape[1])
+        tp.all_gather(shard.contiguous(), gathered).wait()
+        by_row = gathered.view(tp.size, *shard.shape).transpose(0, 1).flatten(1)
+        return by_row[:, : self.config.vocab_size]
 
     @torch.inference_mode()
     def embed(self, tokens: Sequence[int]) -> list[float]:
-        """The mean of the last hidden states, of length 1."""
+        """Return the mean of the last hidden states, scaled to length 1."""
         ids = torch.tensor(tokens, device=self.mesh.device)
-        attend = Causal(self.config, causal_attention)
+        positions = torch.arange(len(ids), device=ids.device)
         model = replace(self.model, applies_rope=True)
         x = model.hidden(
-            self.weights, ids[None], torch.arange(len(ids), device=ids.device)[None], attend
+            self.weights, ids[None], positions[None], Causal(self.config, causal_attention)
         )
         mean = x[0].float().mean(0)
-        found: list[float] = (mean / mean.norm()).tolist()
-        return found
+        vector: list[float] = (mean / mean.norm()).tolist()
+        return vector

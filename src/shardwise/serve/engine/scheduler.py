@@ -1,55 +1,55 @@
-"""Continuous batching: sequences join and leave at every step (Yu et al. 2022, Orca), long prompts
-are run in chunks beside those that already generate (Agrawal et al. 2023, Sarathi), and who finds
-no memory gives way.
+"""Continuous batching: sequences join and leave the batch at every step (Yu et al. 2022, Orca),
+long prompts are computed in chunks next to the decodes of others (Agrawal et al. 2023,
+Sarathi-Serve), and sequences that find no memory are preempted.
 
-Everything goes by a request's place: (priority, id), lower first, ids in order of arrival. In each
-step
+Scheduling order is (priority, id), lowest first; ids increase with arrival. In each step:
 
-- every running sequence that generates has one token run, and those still at their prompts share what is left of the
-  budget of tokens, in order of place;
-- then the first of the queue is taken in, again and again, while there are tokens and memory left. Nobody overtakes:
-  one that does not fit waits, and so do all behind it;
-- who needs a page when none is left takes those of the last in order, which goes back to its place in the queue; it
-  keeps its tokens and computes their keys and values again, but for what it still finds. The last itself just waits.
+- every running sequence that decodes gets one token; sequences within their prompt share the rest
+  of the token budget, in scheduling order;
+- then the head of the queue is admitted, repeatedly, while tokens and memory are left. There is no
+  overtaking: if the head does not fit, everything behind it waits too;
+- a sequence that needs a page when none is left preempts the last running sequence. That one
+  returns to its place in the queue; it keeps its tokens, and recomputes their keys and values
+  except for what is still in the prefix cache. The last running sequence itself just waits.
 
-So the first in order goes on in every step. It fits alone, or it would have been refused; so it
-ends, and with it each after it, unless requests of higher priority never cease. Pure,
-deterministic, no clock; imports no torch.
+So the first sequence in order makes progress in every step. It fits alone, or it would have been
+refused; so it ends, and then every later one does, unless requests of higher priority never stop
+coming. Pure and deterministic, without a clock. Imports no torch.
 """
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-from shardwise.serve.engine.batch import Batch, Part
 from shardwise.serve.engine.pages import Pages
-from shardwise.serve.engine.sequence import Request
+from shardwise.serve.engine.sequence import Batch, BatchEntry, Sequence
+from shardwise.serve.request import Delta, Logprob, Request, check_length
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step and the queue may hold: tokens run in one step, sequences at the same time,
-    requests that wait."""
+    """Limits of a step and of the queue: tokens per step, sequences that run at the same time,
+    and requests that wait.
+    """
 
-    max_batch_tokens: int = 2048
-    max_running: int = 256
-    max_queued: int = 1024
+    max_batch_tokens: int
+    max_running: int
+    max_queued: int
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.max_queued < 1:
             raise ValueError("max_running and max_queued must be at least 1")
         if self.max_batch_tokens <= self.max_running:
             raise ValueError(
-                f"{self.max_batch_tokens} tokens a step leave nothing for prompts beside {self.max_running} running "
-                f"sequences; max_batch_tokens must be at least {self.max_running + 1}"
+                f"max_batch_tokens is {self.max_batch_tokens}, which leaves nothing for prompts "
+                f"next to {self.max_running} running sequences; {self.max_running + 1} works"
             )
 
 
 class QueueFull(Exception):
-    """Too many requests wait already; one is worth trying again after `retry_after_s` seconds (HTTP
-    429)."""
+    """Too many requests wait already; retry after `retry_after_s` seconds (HTTP 429)."""
 
     def __init__(self, num_waiting: int, retry_after_s: int) -> None:
         super().__init__(
@@ -59,274 +59,269 @@ class QueueFull(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True)
-class Picked:
-    """A sequence has one more token; `last` if that makes max_tokens, so that it has ended."""
-
-    id: int
-    token: int
-    last: bool
-
-
 @dataclass(frozen=True)
-class Counters:
-    """Requests now, and since the start: preemptions, tokens run again because of them, tokens of
-    prompts that were looked up in the cache, and those of them that were found."""
+class SchedulerCounters:
+    """Counters of the scheduler: requests now, the rest since the start.
+
+    Attributes:
+        num_waiting: Sequences in the queue.
+        num_running: Sequences in the batch.
+        num_preemptions: Sequences that lost their pages.
+        num_recomputed_tokens: Tokens computed again because of that.
+        num_queried_tokens: Prompt tokens that were looked up in the prefix cache.
+        num_hit_tokens: Those of them that were found.
+    """
 
     num_waiting: int
     num_running: int
     num_preemptions: int
     num_recomputed_tokens: int
-    num_asked_tokens: int
-    num_found_tokens: int
+    num_queried_tokens: int
+    num_hit_tokens: int
 
 
-place = attrgetter("place")
+scheduling_order = attrgetter("order")
 
 
 class Scheduler:
-    """Which tokens of which sequences are run next: `next_batch`, run it, `commit`, and again.
-    `add`, `finish` and `abort` may come at any time between these."""
+    """Decides which tokens of which sequences are computed next.
 
-    def __init__(self, pages: Pages, limits: Limits) -> None:
+    Call `next_batch`, compute it, `commit`, and repeat; `add` and `finish` may come at any time
+    between these. `max_len` is the most tokens that prompt and completion may have together: the
+    given limit, or what all pages hold if that is less.
+    """
+
+    def __init__(self, pages: Pages, limits: Limits, max_len: int | None = None) -> None:
         self.pages = pages
         self.limits = limits
-        self.requests: dict[int, Request] = {}
-        self.waiting: list[Request] = []  # both in order of place
-        self.running: list[Request] = []
+        capacity = pages.num_pages * pages.page_tokens + 1  # the last token is never computed
+        self.max_len = capacity if max_len is None else min(max_len, capacity)
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting: list[Sequence] = []  # both in scheduling order
+        self.running: list[Sequence] = []
         self.next_id = 0
         self.in_flight: Batch | None = None
-        self.num_preemptions = self.num_recomputed_tokens = self.num_asked_tokens = (
-            self.num_found_tokens
-        ) = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
 
-    def counters(self) -> Counters:
-        return Counters(
+    def counters(self) -> SchedulerCounters:
+        return SchedulerCounters(
             len(self.waiting),
             len(self.running),
             self.num_preemptions,
             self.num_recomputed_tokens,
-            self.num_asked_tokens,
-            self.num_found_tokens,
+            self.num_queried_tokens,
+            self.num_hit_tokens,
         )
 
-    def add(self, request: Request, tokens_per_s: float = 0.0) -> None:
-        """Queue a request. `tokens_per_s`, as measured over the last steps (0: not known), tells
-        how long to wait where the queue is full. Raises QueueFull, and ValueError for a request
-        that can never be served."""
-        check(request, self.pages, self.limits)
-        assert request.id >= self.next_id
+    # -- requests come and go
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError, with what would work, for a request that could never finish."""
+        check_length(len(request.tokens), request.params.max_tokens, self.max_len)
+        if request.params.n > self.limits.max_running:
+            raise ValueError(
+                f"n is {request.params.n}, but only {self.limits.max_running} sequences run at the "
+                "same time"
+            )
+
+    def add(self, sequence: Sequence, tokens_per_s: float = 0.0) -> None:
+        """Queue the first sample of a request, with its siblings.
+
+        `tokens_per_s` is the measured rate (0 if unknown), from which QueueFull takes its retry
+        time. Raises QueueFull, and ValueError as `check` does.
+        """
+        self.check(sequence.request)
+        assert sequence.id >= self.next_id
         if len(self.waiting) >= self.limits.max_queued:
             raise QueueFull(len(self.waiting), self.retry_after_s(tokens_per_s))
-        self.next_id = request.ids.stop
-        self.requests[request.id] = request
-        insort(self.waiting, request, key=place)
+        self.next_id = sequence.id + sequence.num_samples
+        self.sequences[sequence.id] = sequence
+        insort(self.waiting, sequence, key=scheduling_order)
 
     def retry_after_s(self, tokens_per_s: float) -> int:
-        """When one request, on average, will have been served: its share of all the tokens still to
-        be run."""
-        num_tokens = sum(request.num_tokens_left for request in self.requests.values())
-        return (
-            max(1, math.ceil(num_tokens / len(self.requests) / tokens_per_s))
-            if tokens_per_s > 0
-            else 1
-        )
+        """Return the expected time to serve one request, in seconds: its average share of all the
+        tokens that are still to be computed, at least 1.
+        """
+        if tokens_per_s <= 0:
+            return 1
+        num_tokens = sum(sequence.num_tokens_left for sequence in self.sequences.values())
+        return max(1, math.ceil(num_tokens / len(self.sequences) / tokens_per_s))
 
     def finish(self, id: int) -> None:
-        """End a sequence: it has picked an end token or met a stop string. One that has ended
-        already is ignored."""
-        request = self.requests.pop(id, None)
-        if request is not None:
-            remove(self.running if request.pages else self.waiting, request)
-            self.pages.release(request.pages)
+        """Drop a sequence that has ended or was aborted. One that is not there is ignored."""
+        sequence = self.sequences.pop(id, None)
+        if sequence is not None:
+            remove_sequence(self.running if sequence.pages else self.waiting, sequence)
+            self.pages.release(sequence.pages)
 
-    def abort(self, request: Request) -> None:
-        """End all sequences of a request: its client has left."""
-        for id in request.ids:
-            self.finish(id)
+    # -- one step
 
     def next_batch(self) -> Batch | None:
-        """What to run next; None if there is nothing to do."""
+        """Return what to compute next, or None if there is nothing to do."""
         assert self.in_flight is None
-        ones: list[Part] = []
-        chunks: list[Part] = []
+        decodes: list[BatchEntry] = []
+        chunks: list[BatchEntry] = []
         copies: list[tuple[int, int]] = []
-        left = self.limits.max_batch_tokens - sum(
-            request.num_pending == 1 for request in self.running
-        )
+        num_decodes = sum(sequence.num_pending == 1 for sequence in self.running)
+        budget = self.limits.max_batch_tokens - num_decodes
         number = 0
-        while number < len(self.running):  # who comes later may have to leave meanwhile
-            request = self.running[number]
+        while number < len(self.running):  # later ones may be preempted meanwhile
+            sequence = self.running[number]
             number += 1
-            if request.num_pending == 1:
-                if self.make_room(request, 1):
-                    ones.append(self.part(request, 1, copies))
-            elif count := self.make_room(request, min(left, request.num_pending)):
-                chunks.append(self.part(request, count, copies))
-                left -= count
-        while (admitted := self.admit(left)) is not None:
-            count = min(left, admitted.num_pending)
-            (chunks if count > 1 else ones).append(self.part(admitted, count, copies))
-            left -= count
-        assert ones or chunks or not self.requests
-        self.in_flight = Batch((*ones, *chunks), tuple(copies)) if self.requests else None
+            if sequence.num_pending == 1:
+                if self.make_space(sequence, 1):
+                    decodes.append(self.entry(sequence, 1, copies))
+            elif count := self.make_space(sequence, min(budget, sequence.num_pending)):
+                chunks.append(self.entry(sequence, count, copies))
+                budget -= count
+        while (admitted := self.admit(budget)) is not None:
+            count = min(budget, admitted.num_pending)
+            (chunks if count > 1 else decodes).append(self.entry(admitted, count, copies))
+            budget -= count
+        assert decodes or chunks or not self.sequences
+        self.in_flight = Batch((*decodes, *chunks), tuple(copies)) if self.sequences else None
         return self.in_flight
 
-    def make_room(self, request: Request, wanted: int) -> int:
-        """How many of the tokens that a running request wants to run can be written, after those
-        behind it have been preempted if there was no other way. Chunks of one token are not made:
-        parts with scores overlap by one."""
-        least = min(2, request.num_pending)
-        if wanted < least:
+    def make_space(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` tokens of a running sequence have space,
+        preempting those behind it if there is no other way.
+
+        Chunks of one token are not made: entries with prompt log-probabilities overlap by one.
+        """
+        least = min(2, sequence.num_pending)
+        if num_tokens < least:
             return 0
-        while (room := self.pages.room(request.pages, request.num_computed)) < least:
-            if self.running[-1] is request:
+        while (space := self.pages.space(sequence.pages, sequence.num_computed)) < least:
+            if self.running[-1] is sequence:
                 return 0
             self.preempt(self.running.pop())
-        return min(wanted, room)
+        return min(num_tokens, space)
 
-    def admit(self, left: int) -> Request | None:
-        """Take in the first of the queue, if it may run two tokens now and memory holds all that it
-        has, beside a spare page for each running sequence: without these, it would soon be
-        preempted (of a trace as in ShareGPT, 28 % of all tokens were run again then, and with them
-        9 %)."""
-        if left < 2 or not self.waiting:
+    def admit(self, budget: int) -> Sequence | None:
+        """Move the head of the queue to the running sequences.
+
+        It must be able to compute two tokens now, and memory must hold all its tokens and a spare
+        page for each running sequence. Without spare pages it would soon be preempted: on a trace
+        like ShareGPT, 28 % of all tokens were recomputed without them and 9 % with them.
+        """
+        if budget < 2 or not self.waiting:
             return None
-        request = self.waiting[0]
-        num_running = sum(each.num_sequences for each in self.running)
-        if (
-            num_running + request.num_sequences > self.limits.max_running
-            or self.pages.num_available <= num_running
-        ):
+        sequence = self.waiting[0]
+        num_running = sum(each.num_samples for each in self.running)
+        has_slots = num_running + sequence.num_samples <= self.limits.max_running
+        if not has_slots or self.pages.num_available <= num_running:
             return None
-        found = [] if request.scoring else self.pages.begin(request.tokens, request.salt)
-        if (
-            self.pages.num_available
-            < self.pages.num_needed(len(request.tokens)) - len(found) + num_running
-        ):
-            self.pages.release(found)
+        needs_all = sequence.num_prompt_logprobs is not None
+        cached = [] if needs_all else self.pages.begin(sequence.tokens, sequence.request.salt)
+        num_new = self.pages.num_needed(len(sequence.tokens)) - len(cached)
+        if self.pages.num_available < num_new + num_running:
+            self.pages.release(cached)
             return None
         del self.waiting[0]
-        insort(self.running, request, key=place)
-        request.pages = found
-        request.num_computed = len(found) * self.pages.page_tokens
-        if not request.scoring and not request.num_ever_run:
-            request.num_found = request.num_computed
-            self.num_asked_tokens += request.num_prompt
-            self.num_found_tokens += request.num_found
-        return request
+        insort(self.running, sequence, key=scheduling_order)
+        sequence.pages = cached
+        sequence.num_computed = len(cached) * self.pages.page_tokens
+        if not needs_all and not sequence.num_ever_computed:
+            sequence.num_cached_tokens = sequence.num_computed
+            self.num_queried_tokens += sequence.num_prompt
+            self.num_hit_tokens += sequence.num_cached_tokens
+        return sequence
 
-    def part(self, request: Request, count: int, copies: list[tuple[int, int]]) -> Part:
-        """The next `count` tokens of a request, for which there is room."""
-        start = request.num_computed
-        stop = request.num_computed + count
-        copies += self.pages.grow(request.pages, start, stop)
-        samples = request.num_sequences if stop == len(request.tokens) else 0
-        tokens = tuple(request.tokens[start:stop])
-        scores = request.scores if request.scoring else None
-        return Part(request.id, tokens, start, tuple(request.pages), samples, scores)
+    def entry(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> BatchEntry:
+        """Return the next `count` tokens of a sequence, for which there is space."""
+        start = sequence.num_computed
+        stop = start + count
+        copies += self.pages.grow(sequence.pages, start, stop)
+        num_samples = sequence.num_samples if stop == len(sequence.tokens) else 0
+        tokens = tuple(sequence.tokens[start:stop])
+        pages = tuple(sequence.pages)
+        num_logprobs = sequence.num_prompt_logprobs
+        return BatchEntry(sequence.id, tokens, start, pages, num_samples, num_logprobs)
 
-    def preempt(self, request: Request) -> None:
-        """Back to the queue with a request that is no longer among the running; what it computed
-        may be evicted."""
-        self.pages.release(request.pages)
-        request.num_computed = 0
-        insort(self.waiting, request, key=place)
+    def preempt(self, sequence: Sequence) -> None:
+        """Return a sequence that is no longer running to the queue and release its pages."""
+        self.pages.release(sequence.pages)
+        sequence.num_computed = 0
+        insort(self.waiting, sequence, key=scheduling_order)
         self.num_preemptions += 1
 
-    def commit(self, batch: Batch, picked: Mapping[int, Sequence[int]]) -> list[Picked]:
-        """The batch was run. `picked` holds, for the id of each part with samples, that many next
-        tokens; of parts that were finished or aborted meanwhile nothing is wanted. Returns the new
-        token of each sequence, forks included."""
+    def commit(
+        self,
+        batch: Batch,
+        tokens: Mapping[int, int | None],
+        logprobs: Mapping[int, Logprob] | None = None,
+    ) -> list[Delta]:
+        """Append the tokens that were sampled after a batch, and finish sequences that ended.
+
+        tokens: by sequence id, for each sample of the entries that sample. Sequences that were
+        finished or aborted in the meantime are ignored. Returns what each sequence has got.
+        """
         assert batch is self.in_flight
         self.in_flight = None
-        happened: list[Picked] = []
-        for part in batch.parts:
-            request = self.requests.get(part.id)
-            if request is None:
+        deltas: list[Delta] = []
+        for entry in batch.entries:
+            sequence = self.sequences.get(entry.id)
+            if sequence is None:
                 continue
-            self.advance(request, part)
-            if part.samples:
-                for sequence, token in zip(self.fork(request), picked[part.id], strict=True):
-                    sequence.tokens.append(token)
-                    last = len(sequence.tokens) == sequence.num_prompt + sequence.max_tokens
-                    happened.append(Picked(sequence.id, token, last))
-                    if last:
-                        self.finish(sequence.id)
-        return happened
+            self.advance(sequence, entry)
+            if entry.num_samples:
+                for sample in self.fork(sequence):
+                    logprob = None if logprobs is None else logprobs.get(sample.id)
+                    deltas.append(sample.append(tokens[sample.id], logprob))
+                    if sample.finish_reason is not None:
+                        self.finish(sample.id)
+        return deltas
 
-    def advance(self, request: Request, part: Part) -> None:
-        """The tokens of a part have their keys and values now."""
-        start = part.start
-        stop = part.start + len(part.tokens)
-        assert start == request.num_computed
-        overlap = 1 if part.scores is not None and start > 0 else 0
-        self.num_recomputed_tokens += max(0, min(stop, request.num_ever_run) - start - overlap)
-        request.num_ever_run = max(stop, request.num_ever_run)
-        if part.scores is not None and not part.samples:
-            stop -= 1  # is run once more, to score the token after it
-        self.pages.commit(request.pages, request.tokens, start, stop, request.salt)
-        request.num_computed = stop
+    def advance(self, sequence: Sequence, entry: BatchEntry) -> None:
+        """Record that the keys and values of an entry's tokens have been computed."""
+        start = entry.start
+        stop = start + len(entry.tokens)
+        assert start == sequence.num_computed
+        needs_logprobs = entry.num_prompt_logprobs is not None
+        overlap = 1 if needs_logprobs and start > 0 else 0
+        num_again = min(stop, sequence.num_ever_computed) - start - overlap
+        self.num_recomputed_tokens += max(0, num_again)
+        sequence.num_ever_computed = max(stop, sequence.num_ever_computed)
+        if needs_logprobs and not entry.num_samples:
+            stop -= 1  # computed once more, for the log-probability of the token after it
+        self.pages.commit(sequence.pages, sequence.tokens, start, stop, sequence.request.salt)
+        sequence.num_computed = stop
 
-    def fork(self, request: Request) -> list[Request]:
-        """The sequences of a request whose prompt has just been run, the first being itself; they
-        share its pages."""
-        sequences = [request]
-        for id in request.ids[1 : request.num_sequences]:
-            sequence = Request(
-                id, list(request.tokens), request.max_tokens, request.priority, request.salt
-            )
-            sequence.num_computed = sequence.num_ever_run = request.num_computed
-            sequence.pages = self.pages.fork(request.pages)
-            self.requests[id] = sequence
-            insort(self.running, sequence, key=place)
-            sequences.append(sequence)
-        request.num_sequences = 1
-        return sequences
+    def fork(self, sequence: Sequence) -> tuple[Sequence, ...]:
+        """Return all samples of a request whose prompt has just been computed; its siblings start
+        to run, with the same pages.
+        """
+        samples = sequence.samples
+        for sibling in sequence.siblings:
+            sibling.num_computed = sequence.num_computed
+            sibling.num_ever_computed = sequence.num_computed
+            sibling.pages = self.pages.fork(sequence.pages)
+            self.sequences[sibling.id] = sibling
+            insort(self.running, sibling, key=scheduling_order)
+        sequence.siblings = ()
+        return samples
 
     def audit(self) -> None:
-        """Assert that all of this agrees with itself and with the pages."""
-        assert sorted([*self.waiting, *self.running], key=place) == sorted(
-            self.requests.values(), key=place
+        """Assert that the scheduler is consistent with itself and with the pages."""
+        key = scheduling_order
+        assert sorted([*self.waiting, *self.running], key=key) == sorted(
+            self.sequences.values(), key=key
         )
-        assert self.running == sorted(self.running, key=place) and self.waiting == sorted(
-            self.waiting, key=place
-        )
-        assert sum(request.num_sequences for request in self.running) <= self.limits.max_running
-        assert all(not request.pages and not request.num_computed for request in self.waiting)
-        for request in self.running:
-            assert request.num_pending > 0 and self.pages.num_needed(request.num_computed) <= len(
-                request.pages
-            )
-        self.pages.audit(request.pages for request in self.running)
+        assert self.running == sorted(self.running, key=key)
+        assert self.waiting == sorted(self.waiting, key=key)
+        assert sum(sequence.num_samples for sequence in self.running) <= self.limits.max_running
+        assert all(not sequence.pages and not sequence.num_computed for sequence in self.waiting)
+        for sequence in self.running:
+            assert sequence.num_pending > 0
+            assert self.pages.num_needed(sequence.num_computed) <= len(sequence.pages)
+        self.pages.audit(sequence.pages for sequence in self.running)
 
 
-def check(request: Request, pages: Pages, limits: Limits) -> None:
-    """Raise ValueError, with what would work, for a request that could never end. Its last token is
-    never run."""
-    if not request.tokens or request.max_tokens < 1 or request.n < 1:
-        raise ValueError(
-            "a request needs a prompt of at least one token, and max_tokens and n of at least 1"
-        )
-    if request.n > limits.max_running:
-        raise ValueError(
-            f"n is {request.n}, but only {limits.max_running} sequences run at the same time"
-        )
-    has = pages.num_pages * pages.page_tokens
-    needs = request.num_prompt + request.max_tokens - 1
-    if needs > has:
-        room = has + 1 - request.num_prompt
-        works = (
-            f"max_tokens={room} works" if room > 0 else f"a prompt of at most {has} tokens works"
-        )
-        raise ValueError(
-            f"{request.num_prompt} prompt tokens and {request.max_tokens} new ones need room for {needs} tokens in the "
-            f"KV cache ({pages.num_needed(needs)} pages), which has room for {has} ({pages.num_pages} pages); {works}"
-        )
-
-
-def remove(line: list[Request], request: Request) -> None:
-    """Take a request out of a line in order of place."""
-    number = bisect_left(line, request.place, key=place)
-    assert line[number] is request
-    del line[number]
+def remove_sequence(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence from a list in scheduling order."""
+    number = bisect_left(queue, sequence.order, key=scheduling_order)
+    assert queue[number] is sequence
+    del queue[number]

@@ -1,9 +1,9 @@
-"""What the ranks of tensor parallel do together: the first leads, the others follow, and if one
-ends all do.
+"""Tensor-parallel ranks of the engine: rank 0 drives, the others run a worker loop, and if one ends
+all do.
 
-A run that fails on all ranks fails at the same place, so their collectives are still in step and
-the request alone is at fault. One that fails on some is the end of the engine: the others wait in a
-collective that nobody will join.
+A step that fails on all ranks fails at the same place, so their collectives are still in step and
+only the request is at fault. A step that fails on some ranks ends the engine: the others wait in a
+collective that will never complete.
 """
 
 import os
@@ -11,45 +11,38 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from shardwise.kernels.serving_interface import ServingKernels
-from shardwise.parallel.mesh import Axis, CollectiveFailed, Mesh
-from shardwise.serve.engine.batch import Batch
-from shardwise.serve.engine.runner import Ran, Runner
+from shardwise.parallel.mesh import Axis, CollectiveFailed, control_axis
+from shardwise.serve.engine.runner import Logits, PromptLogprobs, Runner
+from shardwise.serve.engine.sequence import Batch
 
 AGREE_S = 10.0
-"""How long a rank whose run has failed waits to hear that those of the others have too."""
+"""How long a rank whose step has failed waits for the same from the others."""
 WATCH_S = 0.25
+"""Interval at which a rank checks that the other ranks' processes exist."""
 
 Command = tuple[str, Any] | None
-"""What the ranks do together: ("run", batch), ("embed", tokens), ("wait", None); None: end."""
+"""A step of all ranks: ("run", batch), ("embed", tokens) or ("wait", None); None ends the loop."""
 T = TypeVar("T")
 
 
 class OutOfStep(CollectiveFailed):
-    """A run failed on this rank and not on all; its cause is what this rank met."""
+    """A step failed on this rank and not on all; its cause is the failure of this rank."""
 
 
-def agreement_of(mesh: Mesh) -> Axis:
-    """On which ranks agree that they have failed, apart from the collectives of the model. All must
-    call it."""
-    tp = mesh.tp
-    tp.barrier()  # nobody is waited for long, and so it is with making the group
-    group = (
-        dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_S)) if tp.size > 1 else None
-    )
-    return Axis("agreement", tp.rank, tp.size, torch.device("cpu"), group)
+def failure_axis(tp: Axis) -> Axis:
+    """Return an axis on which ranks agree that a step has failed, apart from the collectives of the
+    model. All ranks must call it.
+    """
+    tp.barrier()  # making the group has the short timeout too, so ranks must arrive together
+    return control_axis(tp, "agreement", AGREE_S)
 
 
-def attempt(run: Callable[[], T], agreement: Axis) -> T:
-    """What `run` returns. Raises what it does if it fails on all ranks, and OutOfStep if it does
-    not."""
+def run_on_all(run: Callable[[], T], agreement: Axis) -> T:
+    """Return what `run` returns. Raises its error if it fails on all ranks, else OutOfStep."""
     try:
         return run()
     except CollectiveFailed:
@@ -62,63 +55,66 @@ def attempt(run: Callable[[], T], agreement: Axis) -> T:
         raise
 
 
-def tell(tp: Axis, command: Command) -> None:
-    """From the first rank to the others."""
+def broadcast_command(tp: Axis, command: Command) -> None:
+    """Send a command from rank 0 to the worker loops of the others."""
     if tp.size > 1:
         tp.broadcast(pickle.dumps(command))
 
 
-class Leader:
-    """Rank 0's runner: what it does, it tells the others to do as well."""
+class DriverRunner:
+    """The runner of rank 0, which makes all other ranks run the same step."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.agreement = agreement_of(runner.mesh)
+        self.agreement = failure_axis(runner.mesh.tp)
 
     @property
     def kernels(self) -> ServingKernels:
         return self.runner.kernels
 
-    def run(self, batch: Batch) -> Ran:
-        tell(self.runner.mesh.tp, ("run", batch))
-        return attempt(lambda: self.runner.run(batch), self.agreement)
+    def run(self, batch: Batch) -> tuple[Logits, PromptLogprobs]:
+        broadcast_command(self.runner.mesh.tp, ("run", batch))
+        return run_on_all(lambda: self.runner.run(batch), self.agreement)
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
-        tell(self.runner.mesh.tp, ("embed", list(tokens)))
-        return attempt(lambda: self.runner.embed(tokens), self.agreement)
+        broadcast_command(self.runner.mesh.tp, ("embed", list(tokens)))
+        return run_on_all(lambda: self.runner.embed(tokens), self.agreement)
 
     def keep_alive(self) -> None:
-        tell(self.runner.mesh.tp, ("wait", None))
+        """Let the other ranks' wait for a command start over, before it times out."""
+        broadcast_command(self.runner.mesh.tp, ("wait", None))
 
 
-def follow(runner: Runner) -> None:
-    """Every other rank: what it is told, until the end."""
-    agreement = agreement_of(runner.mesh)
+def worker_loop(runner: Runner) -> None:
+    """Execute the commands of rank 0 on another rank, until the end."""
+    agreement = failure_axis(runner.mesh.tp)
     while (command := pickle.loads(runner.mesh.tp.broadcast(None))) is not None:
         try:
-            attempt(partial(obey, runner, *command), agreement)
+            run_on_all(partial(execute_command, runner, *command), agreement)
         except CollectiveFailed:
             raise
         except Exception:
-            pass  # rank 0 met it too, and decides what becomes of the batch
+            pass  # rank 0 has met it too, and decides what to do with the batch
 
 
-def obey(runner: Runner, what: str, given: Any) -> None:
-    if what == "run":
-        runner.run(given)
-    elif what == "embed":
-        runner.embed(given)
+def execute_command(runner: Runner, command: str, argument: Any) -> None:
+    if command == "run":
+        runner.run(argument)
+    elif command == "embed":
+        runner.embed(argument)
 
 
 def end_with(pids: Collection[int]) -> threading.Event:
-    """Until the event is set, end this process soon after one of those has ended: a rank that waits
-    in a collective, or for a request, may not notice by itself. A process that has ended is there
-    until the one that started it knows."""
+    """End this process soon after one of `pids` has ended, until the returned event is set.
+
+    A rank that waits in a collective, or for a request, may not notice by itself. A process that
+    has ended exists until its parent has waited for it.
+    """
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(WATCH_S):
-            if not all(map(exists, pids)):
+            if not all(map(process_exists, pids)):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if pids:
@@ -126,7 +122,7 @@ def end_with(pids: Collection[int]) -> threading.Event:
     return is_over
 
 
-def exists(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

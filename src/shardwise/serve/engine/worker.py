@@ -1,8 +1,8 @@
-"""The engine's own process, or those of its tensor ranks: loads the model, hands out what memory
-there is to pages, and then steps while there is work.
+"""The process of the engine, or of one of its tensor ranks: loads the model, allocates the KV cache,
+and then steps while there is work.
 
-The first rank talks to the server over one connection and tells the others every batch before it
-runs it. When the server is gone, all end.
+Rank 0 is connected to the server and broadcasts every batch to the other ranks before it computes
+it. When the server is gone, all ranks end.
 """
 
 import logging
@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,43 +20,46 @@ from typing import Any
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 
-from shardwise.formats.model_source import open_source, read_config
+from shardwise.config import ModelConfig
+from shardwise.formats.model_source import ModelSource, open_source, read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks
-from shardwise.parallel.mesh import CollectiveFailed, make_mesh
+from shardwise.parallel.mesh import CollectiveFailed, Mesh, make_mesh
 from shardwise.parallel.peak_memory import peak_memory_bytes, reset_peaks
 from shardwise.params import model_specs
 from shardwise.quantize.load_quantized import load_quantized
-from shardwise.serve.engine.batch import Batch, Part
 from shardwise.serve.engine.cuda_graphs import cuda_capture
 from shardwise.serve.engine.engine import Engine
 from shardwise.serve.engine.pages import Pages
-from shardwise.serve.engine.runner import SCORED_ROWS, Runner
+from shardwise.serve.engine.runner import LOGPROB_ROWS, Runner
 from shardwise.serve.engine.scheduler import QueueFull, Scheduler
-from shardwise.serve.engine.tensor_ranks import Leader, OutOfStep, end_with, follow, tell
+from shardwise.serve.engine.sequence import Batch, BatchEntry
+from shardwise.serve.engine.tensor_ranks import (
+    DriverRunner,
+    OutOfStep,
+    broadcast_command,
+    end_with,
+    worker_loop,
+)
 from shardwise.serve.engine_client import Ready
-from shardwise.serve.request import MAX_LOGPROBS, Ask
+from shardwise.serve.request import MAX_LOGPROBS
 from shardwise.serve.settings import EngineSettings, check_shape
 
 log = logging.getLogger(__name__)
 
 COMPILING_S = 0.005
-"""How often it is looked whether a structure has been compiled, if there is nothing else to do."""
+"""Interval at which an idle engine checks whether a grammar has been compiled."""
 IDLE_S = 30.0
-"""Ranks that wait for a batch are told this often that there is none, or their collective would
-time out."""
+"""Interval at which an idle engine keeps the other ranks' collective from timing out."""
 
 
 def main(settings: EngineSettings, address: str, failure: Connection) -> None:
-    """Entry of the engine's process. Why it failed is sent as a sentence."""
-    for (
-        number
-    ) in STOP_SIGNALS:  # a terminal and `kill` reach all processes; the server alone decides
-        signal.signal(number, signal.SIG_IGN)
+    """Run the engine's process. If it fails, the reason is sent as a sentence."""
+    ignore_stop_signals()
     try:
-        refusal = run_ranks(serve, settings.layout.world_size, settings, address)
+        refusal = run_ranks(serve_rank, settings.layout.world_size, settings, address)
         if refusal is not None:
             raise ValueError(refusal)
     except Exception as error:
@@ -65,11 +68,18 @@ def main(settings: EngineSettings, address: str, failure: Connection) -> None:
         raise SystemExit(1) from None
 
 
-def serve(place: Place, settings: EngineSettings, address: str) -> str | None:
-    """Of one rank, until the server closes the connection. Returns why, if there is something that
-    cannot be served."""
+def ignore_stop_signals() -> None:
+    """Leave stop signals to the server: a terminal and `kill` send them to all processes."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def serve_rank(place: Place, settings: EngineSettings, address: str) -> str | None:
+    """Run one rank until the server disconnects.
+
+    Returns the reason if the model cannot be served with these settings.
+    """
+    ignore_stop_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if place.world_size > 1:
         set_parent_death_signal(signal.SIGKILL)
@@ -77,13 +87,13 @@ def serve(place: Place, settings: EngineSettings, address: str) -> str | None:
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         yield
         if server is not None:
-            server.send(("phase", name, time.perf_counter() - began))
+            server.send(("phase", name, time.perf_counter() - start_s))
 
     try:
-        started = start(place, settings, phase)
+        started = start_rank(place, settings, phase)
     except ValueError as error:
         return str(error)
     tp = started.runner.mesh.tp
@@ -91,12 +101,12 @@ def serve(place: Place, settings: EngineSettings, address: str) -> str | None:
     is_over = end_with([pid for pid in pids if pid != os.getpid()])
     try:
         if server is None:
-            follow(started.runner)
+            worker_loop(started.runner)
         else:
-            engine = lead(started, settings)
+            engine = make_engine(started, settings)
             server.send(("ready", Ready(started.max_len, started.num_pages, settings.page_tokens)))
             serve_until_gone(server, engine)
-            tell(tp, None)
+            broadcast_command(tp, None)
     except OutOfStep as error:
         raise RuntimeError(f"rank {place.rank} failed alone in a step") from error.__cause__
     is_over.set()
@@ -104,18 +114,17 @@ def serve(place: Place, settings: EngineSettings, address: str) -> str | None:
 
 
 def connect(address: str) -> Connection:
-    link = socket.socket(socket.AF_UNIX)
-    link.connect(address)
-    return Connection(link.detach())
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(address)
+    return Connection(client.detach())
 
 
-# -- starting
-# -----------------------------------------------------------------------------------------------
+# -- start
 
 
 @dataclass(frozen=True)
-class Started:
-    """A rank with its model and its pages; `max_len` is the longest request."""
+class StartedRank:
+    """A rank with its model and its pages; `max_len` is the most tokens that a request may have."""
 
     runner: Runner
     tokenizer: Tokenizer
@@ -123,206 +132,233 @@ class Started:
     max_len: int
 
 
-def lead(started: Started, settings: EngineSettings) -> Engine:
-    """The engine of the first rank."""
-    scheduler = Scheduler(Pages(started.num_pages, settings.page_tokens), settings.limits)
-    return Engine(
-        started.runner.config, started.tokenizer, Leader(started.runner), scheduler, started.max_len
-    )
+Phase = Callable[[str], Any]
+"""Returns a context manager that reports how long the named phase of the start takes."""
 
 
-def start(
-    place: Place, settings: EngineSettings, phase: Callable[[str], Any] = lambda name: nullcontext()
-) -> Started:
-    """Load the model and make pages of the memory that is left. Raises ValueError for what does not
-    fit, with what does."""
+def make_engine(started: StartedRank, settings: EngineSettings) -> Engine:
+    """Return the engine, which lives on rank 0."""
+    pages = Pages(started.num_pages, settings.page_tokens)
+    scheduler = Scheduler(pages, settings.limits, started.max_len)
+    runner = DriverRunner(started.runner)
+    return Engine(started.runner.config, started.tokenizer, runner, scheduler)
+
+
+def start_rank(
+    place: Place, settings: EngineSettings, phase: Phase = lambda name: nullcontext()
+) -> StartedRank:
+    """Load the model and allocate pages in the memory that is left.
+
+    Raises ValueError for what does not fit, with what does.
+    """
     source = open_source(settings.model)
     config = read_config(source)
     check_shape(settings, config)
     max_len = settings.max_len or config.max_positions
     mesh = make_mesh(settings.layout, place.rank, place.device, config.num_kv_heads)
-    dtype = DTYPES[settings.dtype]
     with phase("weights"):
         tokenizer = load_tokenizer(source)
         check_vocabulary(tokenizer, config.vocab_size)
-        coord = settings.layout.coord(place.rank)
-        weights = load_quantized(
-            source,
-            config,
-            model_specs(config),
-            settings.layout,
-            coord,
-            dtype,
-            settings.quant,
-            place.device,
-        )
-        runner = Runner(
-            config, weights, mesh, dtype, settings.page_tokens, kv_dtype=settings.kv_dtype
-        )
+        runner = load_runner(place, settings, source, config, mesh)
     with phase(f"one full batch with {runner.kernels.name} kernels, for its memory"):
-        free_bytes = available_bytes(place.device) // (
-            1 if place.device.type == "cuda" else place.world_size
-        )
-        free_bytes -= batch_bytes(runner, settings)
+        num_sharing = 1 if place.device.type == "cuda" else place.world_size
+        free_bytes = available_bytes(place.device) // num_sharing
+        num_pages, batch = largest_batch(config, settings)
+        runner.make_pages(num_pages)
+        free_bytes -= measure_batch_bytes(runner, batch)
     with phase("pages"):
-        free_bytes = int(mesh.world.max(-free_bytes)[0]) * -1
-        num_pages = choose_pages(runner, settings, max_len, free_bytes)
+        free_bytes = -int(mesh.world.max(-free_bytes)[0])  # the least of all ranks
+        num_pages = choose_num_pages(runner, settings, max_len, free_bytes)
         try:
             runner.make_pages(num_pages)
         except RuntimeError:
             raise ValueError(
-                f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into memory, of which each rank "
-                f"seemed to have {free_bytes / 1e9:,.3g} GB; a smaller --kv-bytes works"
+                f"{num_pages * runner.page_bytes / 1e9:,.3g} GB of KV cache do not fit into "
+                f"memory, although each rank seemed to have {free_bytes / 1e9:,.3g} GB free; a "
+                "smaller --kv-bytes works"
             ) from None
     if runner.attention.is_capturable and mesh.tp.size == 1:
         with phase("graphs of decode steps"):
-            try:
-                runner.capture_graphs(
-                    settings.limits.max_running, max_len, cuda_capture(place.device)
-                )
-            except RuntimeError:
-                log.exception(
-                    "decode steps cannot be captured, and will run operation by operation: slower, but right"
-                )
-    return Started(runner, tokenizer, num_pages, max_len)
+            capture_graphs(runner, settings, max_len)
+    return StartedRank(runner, tokenizer, num_pages, max_len)
 
 
-def batch_bytes(runner: Runner, settings: EngineSettings) -> int:
-    """What a batch as large as they come takes while it runs, measured."""
-    length = min(settings.max_batch_tokens, runner.config.max_positions)
-    num_pages = -(-length // settings.page_tokens)
-    total = num_pages + -(-(SCORED_ROWS + 1) // settings.page_tokens)
-    runner.make_pages(total)
+def load_runner(
+    place: Place, settings: EngineSettings, source: ModelSource, config: ModelConfig, mesh: Mesh
+) -> Runner:
+    """Load this rank's shard of the weights."""
+    dtype = DTYPES[settings.dtype]
+    weights = load_quantized(
+        source,
+        config,
+        model_specs(config),
+        settings.layout,
+        settings.layout.coord(place.rank),
+        dtype,
+        settings.quant,
+        place.device,
+    )
+    return Runner(config, weights, mesh, dtype, settings.page_tokens, kv_dtype=settings.kv_dtype)
+
+
+def capture_graphs(runner: Runner, settings: EngineSettings, max_len: int) -> None:
+    """Capture decode steps; if that fails, log it and go without."""
+    capture = cuda_capture(runner.mesh.device)
+    try:
+        runner.capture_graphs(settings.limits.max_running, max_len, capture)
+    except RuntimeError:
+        log.exception(
+            "decode steps cannot be captured, and will run operation by operation: slower, but right"
+        )
+
+
+def largest_batch(config: ModelConfig, settings: EngineSettings) -> tuple[int, Batch]:
+    """Return a batch that takes as much memory as any, and the number of pages that it needs."""
+    page_tokens = settings.page_tokens
+    length = min(settings.max_batch_tokens, config.max_positions)
+    num_pages = -(-length // page_tokens)
+    tokens = tuple(token % config.vocab_size for token in range(length))
+    prompt = BatchEntry(0, tokens, 0, tuple(range(num_pages)), 1, None)
+    few = tokens[: LOGPROB_ROWS + 1]  # logits of a prompt are held for no more at a time
+    total = num_pages + -(-(LOGPROB_ROWS + 1) // page_tokens)
+    with_logprobs = BatchEntry(1, few, 0, tuple(range(num_pages, total)), 1, MAX_LOGPROBS)
+    return total, Batch((prompt, with_logprobs), ())
+
+
+def measure_batch_bytes(runner: Runner, batch: Batch) -> int:
+    """Run a batch and return the peak memory that it takes, in bytes."""
     device = runner.mesh.device
     reset_peaks(device)
     before = peak_memory_bytes(device)
-    tokens = tuple(token % runner.config.vocab_size for token in range(length))
-    scored = tokens[: SCORED_ROWS + 1]  # logits of a prompt are held for no more at a time
-    own = tuple(range(num_pages))
-    others = tuple(range(num_pages, total))
-    runner.run(
-        Batch((Part(0, tokens, 0, own, 1, None), Part(1, scored, 0, others, 1, MAX_LOGPROBS)), ())
-    )
+    runner.run(batch)
     return max(0, peak_memory_bytes(device) - before)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that is free: of the GPU, or of the machine, or of what the container may have of
-    it."""
+    """Return the free memory of a GPU, or of the machine or its container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as file:
-        told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    return min(told["MemAvailable"], container_bytes(Path("/sys/fs/cgroup")))
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    return min(sizes["MemAvailable"], container_bytes(Path("/sys/fs/cgroup")))
 
 
 def container_bytes(folder: Path) -> int:
-    """Free in a cgroup, which may drop what it has read of files (cgroup v2, "Memory Interface
-    Files"); no end of it where there is no limit."""
+    """Return the free memory of a cgroup, whose file cache may be dropped (cgroup v2, "Memory
+    Interface Files"); 2^62 without a limit.
+    """
     try:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
-        told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        lines = (folder / "memory.stat").read_text().splitlines()
+        stat = dict(line.split() for line in lines)
     except (OSError, ValueError):  # "max"
         return 1 << 62
-    return limit - used + int(told.get("inactive_file", 0))
+    return limit - used + int(stat.get("inactive_file", 0))
 
 
-def choose_pages(runner: Runner, settings: EngineSettings, max_len: int, free_bytes: int) -> int:
-    """As many as all requests that run at a time could ever fill, or as memory has room for: most
-    of a GPU, half of a machine, which others use too. Raises ValueError if that is not one request
-    of `max_len`, or if memory has no room for what was asked."""
+def choose_num_pages(
+    runner: Runner, settings: EngineSettings, max_len: int, free_bytes: int
+) -> int:
+    """Return as many pages as all running requests could ever fill, or as memory holds: most of a
+    GPU, half of a machine, which other processes use too.
+
+    Raises ValueError if that is not one request of `max_len` tokens, or if memory does not hold
+    `kv_bytes`.
+    """
     per_request = -(-max_len // settings.page_tokens)
     share = 0.92 if runner.mesh.device.type == "cuda" else 0.5
+    usable_bytes = max(0, int(share * free_bytes))
     if settings.kv_bytes is not None and settings.kv_bytes > free_bytes:
-        fits = max(0, int(share * free_bytes)) // runner.page_bytes * runner.page_bytes
+        fits = usable_bytes // runner.page_bytes * runner.page_bytes
         raise ValueError(
             f"a KV cache of {settings.kv_bytes / 1e9:,.3g} GB was asked for, but each rank has "
             f"{max(0, free_bytes) / 1e9:,.3g} GB left; --kv-bytes {fits} fits"
         )
-    room_bytes = int(share * free_bytes) if settings.kv_bytes is None else settings.kv_bytes
-    fitting = max(0, room_bytes) // runner.page_bytes
-    if fitting < per_request:
-        works = fitting * settings.page_tokens
-        hint = f"--max-len {works} fits" if works >= 2 else "a smaller model, or more memory, works"
+    kv_bytes = usable_bytes if settings.kv_bytes is None else settings.kv_bytes
+    num_pages = kv_bytes // runner.page_bytes
+    if num_pages < per_request:
+        fitting = num_pages * settings.page_tokens
+        works = f"--max-len {fitting} fits"
+        if fitting < 2:
+            works = "a smaller model, or more memory, works"
         raise ValueError(
-            f"a request of {max_len} tokens needs {per_request * runner.page_bytes / 1e9:,.3g} GB of KV cache on each "
-            f"rank, which has {room_bytes / 1e9:,.3g} GB for it; {hint}"
+            f"a request of {max_len} tokens needs {per_request * runner.page_bytes / 1e9:,.3g} GB "
+            f"of KV cache on each rank, which has {kv_bytes / 1e9:,.3g} GB for it; {works}"
         )
-    return (
-        fitting
-        if settings.kv_bytes is not None
-        else min(fitting, per_request * settings.max_running)
-    )
+    if settings.kv_bytes is not None:
+        return num_pages
+    return min(num_pages, per_request * settings.max_running)
 
 
-# -- talking to the server
-# ----------------------------------------------------------------------------------
+# -- messages of the server
 
 
 def serve_until_gone(server: Connection, engine: Engine) -> None:
     with suppress(EOFError, OSError):
-        converse(server, engine)
+        serve_messages(server, engine)
 
 
-def converse(server: Connection, engine: Engine) -> None:
-    """Take what comes between steps; wait for it where there is nothing to do. Of the inputs to be
-    embedded one is run between two steps, so that they hold up nobody."""
-    inputs: dict[int, Sequence[int]] = {}
+def serve_messages(server: Connection, engine: Engine) -> None:
+    """Handle messages between steps; wait for one if there is nothing to do.
+
+    At most one input is embedded between two steps, so that embeddings do not delay completions.
+    """
+    inputs: dict[int, list[int]] = {}
     while True:
         is_busy = engine.has_work or inputs
-        patience_s = 0 if is_busy else COMPILING_S if engine.compiling else IDLE_S
-        while server.poll(patience_s):
-            answer(server, engine, inputs, server.recv())
-            patience_s = 0
-        for name, error in engine.begin_compiled():
-            refuse(server, name, error)
+        timeout_s = 0 if is_busy else COMPILING_S if engine.compiling else IDLE_S
+        while server.poll(timeout_s):
+            handle_message(server, engine, inputs, server.recv())
+            timeout_s = 0
+        for request_id, error in engine.start_compiled():
+            send_refusal(server, request_id, error)
         if inputs:
             embed_next(server, engine, inputs)
         if engine.has_work:
-            if pieces := engine.step():
-                server.send(("pieces", pieces))
+            if deltas := engine.step():
+                server.send(("deltas", deltas))
         elif not is_busy and not engine.compiling:
             engine.runner.keep_alive()
 
 
-def answer(
-    server: Connection, engine: Engine, inputs: dict[int, Sequence[int]], message: tuple[Any, ...]
+def handle_message(
+    server: Connection, engine: Engine, inputs: dict[int, list[int]], message: tuple[Any, ...]
 ) -> None:
-    what, name, *given = message
+    """Handle ("add", id, request), ("abort", id), ("embed", id, tokens) or ("stats", id)."""
+    kind, request_id, *arguments = message
     try:
-        if what == "add":
-            (ask,) = given
-            assert isinstance(ask, Ask)
-            engine.add(name, ask)
-        elif what == "abort":
-            inputs.pop(name, None)
-            engine.abort(name)
-        elif what == "embed":
-            (tokens,) = given
+        if kind == "add":
+            engine.add(*arguments)
+        elif kind == "abort":
+            inputs.pop(request_id, None)
+            engine.abort(request_id)
+        elif kind == "embed":
+            (tokens,) = arguments
             engine.check_input(tokens)
             if len(inputs) >= engine.scheduler.limits.max_queued:
                 raise QueueFull(len(inputs), 1)
-            inputs[name] = tokens
+            inputs[request_id] = tokens
         else:
-            assert what == "stats"
-            server.send(("answer", name, engine.stats()))
+            assert kind == "stats"
+            server.send(("result", request_id, engine.stats()))
     except (ValueError, QueueFull) as error:
-        refuse(server, name, error)
+        send_refusal(server, request_id, error)
 
 
-def embed_next(server: Connection, engine: Engine, inputs: dict[int, Sequence[int]]) -> None:
-    name = next(iter(inputs))
+def embed_next(server: Connection, engine: Engine, inputs: dict[int, list[int]]) -> None:
+    """Embed the input that has waited longest."""
+    request_id = next(iter(inputs))
     try:
-        server.send(("answer", name, engine.embed(inputs.pop(name))))
+        server.send(("result", request_id, engine.embed(inputs.pop(request_id))))
     except CollectiveFailed:
         raise
     except RuntimeError as error:  # of the model
-        server.send(("failed", name, str(error)))
+        server.send(("failed", request_id, str(error)))
 
 
-def refuse(server: Connection, name: int, error: Exception) -> None:
+def send_refusal(server: Connection, request_id: int, error: Exception) -> None:
     if isinstance(error, QueueFull):
-        server.send(("full", name, (error.num_waiting, error.retry_after_s)))
+        server.send(("full", request_id, (error.num_waiting, error.retry_after_s)))
     else:
-        server.send(("refused", name, str(error)))
+        server.send(("refused", request_id, str(error)))

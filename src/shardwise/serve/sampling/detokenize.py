@@ -1,10 +1,10 @@
-"""Token ids to text while they are being generated: shows each piece as soon as no later token can
-change it.
+"""Incremental detokenization: token ids to text while they are generated. Text is emitted as soon as
+no later token can change it, so never with a partial UTF-8 character.
 
-Three things make a token's text wait. A token may end inside a UTF-8 character. In SentencePiece
-vocabularies characters without a piece are runs of byte tokens, and one wrong byte makes the whole
-run unreadable. And the text may be the beginning of a stop string. What is kept is only what waits,
-so a token costs the same at any length.
+Text is held back in three cases. A token may end inside a UTF-8 character. In SentencePiece
+vocabularies, characters without a piece are runs of byte tokens, and one wrong byte makes the whole
+run invalid. And the text may be the beginning of a stop string. Only held-back text is stored, so a
+token costs the same at any length.
 """
 
 import codecs
@@ -15,10 +15,10 @@ from shardwise.formats.tokenizers.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one generation, piece by piece.
+    """The text of one completion, in increments.
 
-    The pieces that `add` returns and the last one from `flush` together are `tokenizer.decode` of
-    all ids, up to the first stop string to be completed; where one token completes several, the
+    The texts that `add` returns and the last one from `flush` together equal `tokenizer.decode` of
+    all ids, up to the first stop string that is completed; where one token completes several, the
     first in the text counts.
     """
 
@@ -36,28 +36,28 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was completed: `stopped_by`."""
+        """True once a stop string was completed: `stopped_by`."""
         return self.stopped_by is not None
 
     def add(self, token_id: int, may_stop: bool = True) -> str:
-        """Take the next id; returns the text that may be shown now, often one token's, sometimes
-        none.
+        """Add the next id; return the text that can be emitted now, which may be empty.
 
-        Without `may_stop` a stop string that is complete now is text like any other.
+        Without `may_stop`, a stop string that this token completes is text like any other.
         """
         if self.stopped or token_id in self._skipped:
             return ""
-        return self._show(self._text.add(token_id), may_stop, hold=True)
+        return self._emit(self._text.add(token_id), may_stop, hold=True)
 
     def flush(self, may_stop: bool = True) -> str:
-        """The rest, when no more ids come: what still waited, with U+FFFD for a character that was
-        cut in half."""
-        return "" if self.stopped else self._show(self._text.flush(), may_stop, hold=False)
+        """Return the text that was held back, with U+FFFD for a partial character, when no more ids
+        come.
+        """
+        return "" if self.stopped else self._emit(self._text.flush(), may_stop, hold=False)
 
-    def _show(self, new: str, may_stop: bool, hold: bool) -> str:
+    def _emit(self, new: str, may_stop: bool, hold: bool) -> str:
         text = self._waiting + new
-        if may_stop and (cut := _first_stop(text, self._stop, len(self._waiting))):
-            start, end = cut
+        if may_stop and (match := _first_stop(text, self._stop, len(self._waiting))):
+            start, end = match
             self.stopped_by = text[start:end]
             self._waiting = ""
             return text[:start]
@@ -67,24 +67,24 @@ class Detokenizer:
 
 
 def _first_stop(text: str, stop: Sequence[str], num_old: int) -> tuple[int, int] | None:
-    """Where the stop string that is completed first begins and ends; of two that end together, the
-    longer.
+    """Return start and end of the stop string that is completed first; of two that end together,
+    the longer.
 
-    It ends after the `num_old` characters that were looked at before.
+    Only matches that end after the first `num_old` characters count; those were searched before.
     """
-    found = [
+    matches = [
         (start + len(each), start)
         for each in stop
         if (start := text.find(each, max(0, num_old - len(each) + 1))) >= 0
     ]
-    if not found:
+    if not matches:
         return None
-    end, start = min(found)
+    end, start = min(matches)
     return start, end
 
 
 def _num_held(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of `text` could be the beginning of a stop string."""
+    """Return how many characters at the end of `text` could be the beginning of a stop string."""
     longest = max((len(each) for each in stop), default=1) - 1
     for num_held in range(min(longest, len(text)), 0, -1):
         if any(each.startswith(text[len(text) - num_held :]) for each in stop):
@@ -93,7 +93,7 @@ def _num_held(text: str, stop: Sequence[str]) -> int:
 
 
 class _Text(Protocol):
-    """Ids in, the text that no later id can change out."""
+    """Turns ids into text that no later id can change."""
 
     def add(self, token_id: int) -> str: ...
 
@@ -101,7 +101,7 @@ class _Text(Protocol):
 
 
 class _ByteText:
-    """Byte-level vocabularies: the text is the tokens' bytes, one after another, as UTF-8."""
+    """Text of byte-level vocabularies: the bytes of the tokens, concatenated, as UTF-8."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -115,15 +115,15 @@ class _ByteText:
 
 
 class _PieceText:
-    """Other vocabularies: decode what waits behind one token that was shown, so that it is not
-    taken for the start.
+    """Text of other vocabularies: new ids are decoded after one that was emitted, so that they are
+    not taken for the start of the text.
 
-    (The start of a text is special: SentencePiece drops the space that encoding put there.)
+    (The start is special: SentencePiece drops the space that encoding added there.)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._shown: list[int] = []
+        self._emitted: list[int] = []
         self._waiting: list[int] = []
 
     def add(self, token_id: int) -> str:
@@ -137,8 +137,9 @@ class _PieceText:
     def flush(self) -> str:
         if not self._waiting:
             return ""
-        shown = self._tokenizer.decode(self._shown, skip_special=False)
-        text = self._tokenizer.decode(self._shown + self._waiting, skip_special=False)[len(shown) :]
-        self._shown = self._waiting[-1:]
+        before = self._tokenizer.decode(self._emitted, skip_special=False)
+        whole = self._tokenizer.decode(self._emitted + self._waiting, skip_special=False)
+        text = whole[len(before) :]
+        self._emitted = self._waiting[-1:]
         self._waiting = []
         return text

@@ -1,17 +1,18 @@
-"""What one sequence has said and what it asked for, and how that changes its next logits before any
-filter.
+"""The sampler state of one sequence: its random generator, and how its parameters and tokens modify
+the next logits before any filter.
 
-In the order in which vLLM applies them, on a row z of logits:
+In the order of vLLM, on a row z of logits:
 
-    allowed             z = -inf where a grammar does not go on (structured output)
-    min_tokens          z = -inf at the ids that would end the answer, until it has that many tokens
+    grammar             z = -inf where structured output does not allow the token (sampler.py)
+    min_tokens          z = -inf at end tokens, until the completion has that many tokens
     logit_bias          z + bias at its ids
-    repetition_penalty  z / r where z > 0, else z * r, at tokens of prompt or answer (Keskar et al. 2019)
-    frequency_penalty   z - f * how often the answer has the token
-    presence_penalty    z - p if the answer has the token
+    repetition_penalty  z / r where z > 0, else z * r, at tokens of prompt or completion
+                        (Keskar et al. 2019)
+    frequency_penalty   z - f * occurrences in the completion
+    presence_penalty    z - p if the completion has the token
 
-A sequence has few different tokens beside its vocabulary, so what is kept and changed is those
-alone.
+A sequence has few different tokens compared with its vocabulary, so only those are counted and
+modified.
 """
 
 import copy
@@ -26,13 +27,12 @@ from torch import Tensor
 from shardwise.serve.request import SamplingParams
 
 
-class Sampling:
-    """One sequence's part in sampling, from its first token to its last: parameters, generator,
-    counts of tokens.
+class SamplerState:
+    """Sampling parameters, random generator and token counts of one sequence.
 
-    It holds nothing of a page, so preemption leaves it as it is. `add` takes each token that was
-    chosen. `index` is which of a request's n answers this is, `end_ids` those that end it (see
-    answer.py).
+    It does not depend on pages, so preemption leaves it as it is. Call `add` with each sampled
+    token. `index` is which of the request's n samples this is; `end_ids` are the tokens that end
+    it.
     """
 
     def __init__(
@@ -48,43 +48,44 @@ class Sampling:
         self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-        self._place: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         self._ids = array("q")
         self._counts = array("f")
         self._counts_tokens = params.frequency_penalty != 0 or params.presence_penalty != 0
         if params.repetition_penalty != 1:
             self._counts_tokens = True
             for token in prompt:
-                self._place_of(token)
+                self._slot_of(token)
 
     def add(self, token: int) -> None:
-        """The next token of the answer."""
+        """Count the next token of the completion."""
         self.num_tokens += 1
         if self._counts_tokens:
-            self._counts[self._place_of(token)] += 1
+            self._counts[self._slot_of(token)] += 1
 
-    def fork(self, index: int) -> "Sampling":
-        """Another answer that goes on from here, by chances of its own."""
+    def fork(self, index: int) -> "SamplerState":
+        """Return a copy that continues from here with the generator of sample `index`."""
         other = copy.copy(self)
         other.generator = generator_for(self.params, index)
-        other._place = self._place.copy()
+        other._slots = self._slots.copy()
         other._ids = self._ids[:]
         other._counts = self._counts[:]
         return other
 
-    def point(self) -> float:
-        """The next random number in [0, 1): one a token, so it depends on nobody else and on no
-        logits."""
+    def uniform(self) -> float:
+        """Return the next random number in [0, 1): one per token, so it depends neither on other
+        sequences nor on logits.
+        """
         return float(torch.rand((), generator=self.generator, dtype=torch.float64))
 
     @property
     def changes(self) -> bool:
-        """Whether `change` does anything before the next token."""
-        return bool(self._ids) or len(self._bias_ids) > 0 or self._bans
+        """True if `change` modifies the next logits."""
+        return bool(self._ids) or len(self._bias_ids) > 0 or self._bans_end
 
     def change(self, logits: Tensor) -> None:
-        """Change this sequence's next logits [V] (fp32) in place; the generator is not touched."""
-        if self._bans:
+        """Modify the next logits [V] (fp32) in place; the generator is not touched."""
+        if self._bans_end:
             logits[self._end_ids.to(logits.device)] = -torch.inf
         if len(self._bias_ids):
             logits[self._bias_ids.to(logits.device)] += self._bias.to(logits.device)
@@ -94,7 +95,9 @@ class Sampling:
             logits[ids] = self._penalized(logits[ids], counts)
 
     def _penalized(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """The logits of the tokens that were seen, with how often the answer has each."""
+        """Return the penalized logits of the tokens that were seen, `counts` times each in the
+        completion.
+        """
         penalty = self.params.repetition_penalty
         if penalty != 1:
             logits = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -102,23 +105,23 @@ class Sampling:
         return logits - self.params.presence_penalty * (counts > 0)
 
     @property
-    def _bans(self) -> bool:
+    def _bans_end(self) -> bool:
         return self.num_tokens < self.params.min_tokens and len(self._end_ids) > 0
 
-    def _place_of(self, token: int) -> int:
-        place = self._place.setdefault(token, len(self._ids))
-        if place == len(self._ids):
+    def _slot_of(self, token: int) -> int:
+        slot = self._slots.setdefault(token, len(self._ids))
+        if slot == len(self._ids):
             self._ids.append(token)
             self._counts.append(0)
-        return place
+        return slot
 
 
 def generator_for(params: SamplingParams, index: int = 0) -> torch.Generator:
-    """The generator of answer `index`: answer 0 has the request's seed itself, others one drawn
+    """Return the generator of sample `index`: sample 0 has the request's seed, others one derived
     from (seed, index).
 
-    (seed + index would make answer 1 of one seed the answer 0 of the next.) Without a seed it
-    starts anywhere.
+    (seed + index would make sample 1 of one seed equal sample 0 of the next.) Without a seed it
+    starts at random.
     """
     generator = torch.Generator()
     if params.seed is None:

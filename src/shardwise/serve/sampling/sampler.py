@@ -1,20 +1,19 @@
-"""From logits to the next tokens of a batch: what is told of them, what a sequence changes, the
-filters, the choice.
+"""From the logits of a batch to its next tokens and their log-probabilities.
 
-In the order in which vLLM does it, for each row:
+In the order of vLLM, for each row:
 
-    log-probabilities   of the logits as they came (logprobs.py)
-    allowed, min_tokens, logit_bias, repetition, frequency and presence penalty   (penalties.py)
+    log-probabilities   of the unmodified logits
+    grammar, min_tokens, logit_bias, repetition, frequency and presence penalty   (penalties.py)
     greedy              the largest logit, of equal ones the lowest id
-    otherwise           temperature, min_p, top_k, top_p, and a draw (kernels/choose.py on a CPU, filters.py on a GPU)
+    otherwise           temperature, min_p, top_k, top_p, and a draw
+                        (kernels/reference/sampling.py on a CPU, filters.py on a GPU)
 
-On a CPU a row's token and log-probabilities are bit for bit the same alone or in company: all is
-done row by row.
+On a CPU every row is computed by itself, so its token and log-probabilities are bit-identical
+whatever else is in the batch.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,120 +22,134 @@ from torch import Tensor
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.serving_interface import SamplingRow, ServingKernels
 from shardwise.serve.request import Logprob
-from shardwise.serve.sampling.filters import draw, keep
-from shardwise.serve.sampling.logprobs import log_probabilities
-from shardwise.serve.sampling.penalties import Sampling
+from shardwise.serve.sampling.filters import apply_filters, sample_from_logits
+from shardwise.serve.sampling.penalties import SamplerState
 
 
-@dataclass(frozen=True)
-class Picked:
-    """A row's next token, with its log-probability if its parameters ask for it.
-
-    `token` is None where nothing can be chosen: a logit is NaN or infinite, or all are minus
-    infinity (a grammar and min_tokens may leave no token). Such a request ends with finish_reason
-    "error"; the other rows are not affected.
-    """
-
-    token: int | None
-    logprob: Logprob | None = None
-
-
-def pick(
+def sample_tokens(
     logits: Sequence[Tensor] | Tensor,
-    samplings: Sequence[Sampling],
-    allowed: Sequence[Tensor | None] | None = None,
+    samplers: Sequence[SamplerState],
+    masks: Sequence[Tensor | None] | None = None,
     kernels: ServingKernels = REFERENCE,
-) -> list[Picked]:
-    """Choose a token for each row of `logits` [B, V], which stay as they are; `Sampling.add` is
-    left to the caller.
+) -> tuple[list[int | None], dict[int, Logprob]]:
+    """Sample a token for each row of `logits` [B, V], which are not modified.
 
-    samplings: each row's. A prompt that forks into n answers has n equal rows. allowed: the tokens
-    that a row may take, as bits [ceil(V / 32) or more] (int32, the lowest bit first); None: any.
+    samplers: the state of each row's sequence; calling its `add` is left to the caller. n samples
+    of one prompt have n equal rows. masks: the tokens that a grammar allows, as bits
+    [ceil(V / 32) or more] (int32, lowest bit first); None: all.
+
+    Returns the token of each row, and by row the log-probabilities that were requested. A token is
+    None where nothing can be sampled: a logit is NaN or infinite, or all are minus infinity (a
+    grammar and min_tokens may leave no token). Other rows are not affected.
     """
-    masks = [None] * len(samplings) if allowed is None else allowed
-    assert len(logits) == len(samplings) == len(masks)
+    row_masks = [None] * len(samplers) if masks is None else masks
+    assert len(logits) == len(samplers) == len(row_masks)
     rows = [row.float() for row in logits]
     if rows[0].device.type == "cpu":
-        tokens = by_row(rows, samplings, masks, kernels)
+        tokens = sample_by_row(rows, samplers, row_masks, kernels)
     else:
-        tokens = at_once(torch.stack(rows), samplings, masks)
-    told = _told(rows, samplings, tokens, kernels)
-    picked = [Picked(token, told.get(row)) for row, token in enumerate(tokens)]
-    return [
-        Picked(None) if each.logprob and math.isnan(each.logprob.logprob) else each
-        for each in picked
-    ]
+        tokens = sample_together(torch.stack(rows), samplers, row_masks)
+    logprobs = _requested_logprobs(rows, samplers, tokens, kernels)
+    for row, logprob in list(logprobs.items()):
+        if math.isnan(logprob.logprob):
+            tokens[row] = None
+            del logprobs[row]
+    return tokens, logprobs
 
 
-def by_row(
+def sample_by_row(
     rows: Sequence[Tensor],
-    samplings: Sequence[Sampling],
+    samplers: Sequence[SamplerState],
     masks: Sequence[Tensor | None],
     kernels: ServingKernels = REFERENCE,
 ) -> list[int | None]:
-    """As a CPU likes it: each row by itself."""
-    changed = [_changed(*each) for each in zip(rows, samplings, masks, strict=True)]
-    return kernels.sample(changed, [draw_of(sampling) for sampling in samplings])
+    """Sample on a CPU: each row by itself."""
+    changed = [_changed(*each) for each in zip(rows, samplers, masks, strict=True)]
+    return kernels.sample(changed, [sampling_row(sampler) for sampler in samplers])
 
 
-def draw_of(sampling: Sampling) -> SamplingRow:
-    """How the next token of a sequence is chosen; one that is not greedy takes a random number."""
-    params = sampling.params
+def sampling_row(sampler: SamplerState) -> SamplingRow:
+    """Return how to sample a sequence's next token; takes a random number unless it is greedy."""
+    params = sampler.params
     if params.greedy:
         return SamplingRow(0)
     return SamplingRow(
-        params.temperature, params.min_p, params.top_k, params.top_p, sampling.point()
+        params.temperature, params.min_p, params.top_k, params.top_p, sampler.uniform()
     )
 
 
-def at_once(
-    logits: Tensor, samplings: Sequence[Sampling], masks: Sequence[Tensor | None]
+def sample_together(
+    logits: Tensor, samplers: Sequence[SamplerState], masks: Sequence[Tensor | None]
 ) -> list[int | None]:
-    """As a GPU likes it: all rows in each operation, and the tokens fetched from it once."""
-    changed = [row for row, each in enumerate(samplings) if each.changes or masks[row] is not None]
+    """Sample on a GPU: all rows in each operation, and one copy of the tokens to the host."""
+    changed = [row for row, each in enumerate(samplers) if each.changes or masks[row] is not None]
     logits = logits.clone() if changed else logits
     for row in changed:
-        logits[row] = _changed(logits[row], samplings[row], masks[row])
+        logits[row] = _changed(logits[row], samplers[row], masks[row])
     highest, tokens = logits.max(-1)
-    random = [row for row, each in enumerate(samplings) if not each.params.greedy]
+    random = [row for row, each in enumerate(samplers) if not each.params.greedy]
     if random:
         rows = torch.tensor(random, device=logits.device)
-        filtered = keep(logits[rows], [samplings[row].params for row in random])
-        tokens[rows] = draw(filtered, [samplings[row].point() for row in random])
-    can = highest.isfinite().tolist()
-    return [token if finite else None for token, finite in zip(tokens.tolist(), can, strict=True)]
+        filtered = apply_filters(logits[rows], [samplers[row].params for row in random])
+        uniforms = [samplers[row].uniform() for row in random]
+        tokens[rows] = sample_from_logits(filtered, uniforms)
+    is_valid = highest.isfinite().tolist()
+    return [
+        token if valid else None for token, valid in zip(tokens.tolist(), is_valid, strict=True)
+    ]
 
 
-def _changed(logits: Tensor, sampling: Sampling, mask: Tensor | None) -> Tensor:
-    """A copy of a row [V] with all that its sequence changes, or the row itself if that is
-    nothing."""
-    if mask is None and not sampling.changes:
+def _changed(logits: Tensor, sampler: SamplerState, mask: Tensor | None) -> Tensor:
+    """Return a copy of a row [V] with mask, bias and penalties, or the row itself if it has none."""
+    if mask is None and not sampler.changes:
         return logits
     logits = logits.clone()
     if mask is not None:
-        bits = np.unpackbits(
-            mask.cpu().numpy().view(np.uint8), count=len(logits), bitorder="little"
-        )
+        mask_bytes = mask.cpu().numpy().view(np.uint8)
+        bits = np.unpackbits(mask_bytes, count=len(logits), bitorder="little")
         logits[torch.from_numpy(bits == 0).to(logits.device)] = -torch.inf
-    sampling.change(logits)
+    sampler.change(logits)
     return logits
 
 
-def _told(
+def _requested_logprobs(
     rows: Sequence[Tensor],
-    samplings: Sequence[Sampling],
+    samplers: Sequence[SamplerState],
     tokens: Sequence[int | None],
     kernels: ServingKernels,
 ) -> dict[int, Logprob]:
-    """By row, for those that ask and have a token."""
-    asked = {
-        row: (token, each.params.logprobs)
-        for row, (token, each) in enumerate(zip(tokens, samplings, strict=True))
-        if token is not None and each.params.logprobs is not None
+    """Return log-probabilities by row, for rows that request them and have a token."""
+    requested = {
+        row: (token, sampler.params.logprobs)
+        for row, (token, sampler) in enumerate(zip(tokens, samplers, strict=True))
+        if token is not None and sampler.params.logprobs is not None
     }
-    if not asked:
+    if not requested:
         return {}
-    mine = [rows[row] for row in asked]
-    num_top = [num for _, num in asked.values()]
-    told = log_probabilities(mine, [token for token, _ in asked.values()], num_top, kernels)
-    return dict(zip(asked, told, strict=True))
+    logprobs = log_probabilities(
+        [rows[row] for row in requested],
+        [token for token, _ in requested.values()],
+        [num_top for _, num_top in requested.values()],
+        kernels,
+    )
+    return dict(zip(requested, logprobs, strict=True))
+
+
+def log_probabilities(
+    logits: Sequence[Tensor] | Tensor,
+    tokens: Sequence[int],
+    num_top: Sequence[int],
+    kernels: ServingKernels = REFERENCE,
+) -> list[Logprob]:
+    """Return for each row of `logits` [R, V] the log-probability of its token, and the `num_top`
+    most probable tokens of that row.
+
+    For a prompt's own tokens, row t has the logits after token t, and `tokens` are the next ones.
+    NaN stays NaN.
+    """
+    ids, values = kernels.log_probabilities(logits, tokens, max(num_top, default=0))
+    logprobs = []
+    for row_ids, row_values, num in zip(ids, values, num_top, strict=True):
+        top = zip(row_ids[1 : 1 + num], row_values[1 : 1 + num], strict=True)
+        logprobs.append(Logprob(row_ids[0], row_values[0], tuple(top)))
+    return logprobs
