@@ -30,7 +30,7 @@ from train import HERE, imports, log, machine, make_peers_environment
 from shardwise.formats.model_source import read_config
 from shardwise.formats.storage_formats import quantized_formats
 from shardwise.layout import Layout
-from shardwise.measure.offline import COMPLETION_TOKENS, PROMPT_TOKENS
+from shardwise.measure.offline import OUTPUT_TOKENS, PROMPT_TOKENS
 from shardwise.params import model_specs
 from shardwise.quant.scheme import quantizable, weight_bytes
 
@@ -68,10 +68,10 @@ class Limits:
             return num / self.step_s(num, 1)
         if kind == "decode":
             return num / self.step_s(num, num)
-        whole_s = self.step_s(num * PROMPT_TOKENS, num) + (COMPLETION_TOKENS - 1) * self.step_s(
+        whole_s = self.step_s(num * PROMPT_TOKENS, num) + (OUTPUT_TOKENS - 1) * self.step_s(
             num, num
         )
-        return num * COMPLETION_TOKENS / whole_s
+        return num * OUTPUT_TOKENS / whole_s
 
     def step_s(self, num_tokens: int, num_logits: int) -> float:
         """Return the shortest time of a step, which reads the weights once."""

@@ -99,13 +99,13 @@ def test_a_token_is_run_once_and_the_last_not_at_all(monkeypatch: pytest.MonkeyP
     """Of 12 prompt and 5 new tokens, 16 go through the model: nothing follows the fifth."""
     _, model = tiny("llama")
     ran: list[int] = []
-    run = generation.run
+    run = generation.compute
 
     def counting(decoder: Any, model: Any, cache: Any, tokens: Any) -> Tensor:
         ran.append(len(tokens))
         return run(decoder, model, cache, tokens)
 
-    monkeypatch.setattr(generation, "run", counting)
+    monkeypatch.setattr(generation, "compute", counting)
     generate(model, PROMPT, greedy(5))
     assert ran == [12, 1, 1, 1, 1]
 
@@ -166,12 +166,20 @@ def test_times_are_of_this_run() -> None:
     ("prompt", "max_tokens", "said"),
     [
         (0, 1, "the prompt is empty; give it at least one token"),
-        (64, 1, "the prompt has 64 tokens and the model 64 positions; shorten it"),
-        (100, 1, "the prompt has 100 tokens and the model 64 positions; shorten it"),
+        (
+            64,
+            1,
+            "64 prompt tokens and max_tokens=1 exceed the 64 tokens that a request may have; a prompt of 63 tokens works",
+        ),
+        (
+            100,
+            1,
+            "100 prompt tokens and max_tokens=1 exceed the 64 tokens that a request may have; a prompt of 63 tokens works",
+        ),
         (
             60,
             5,
-            "60 prompt tokens and 5 new ones exceed the model's 64 positions; at most 4 new tokens work",
+            "60 prompt tokens and max_tokens=5 exceed the 64 tokens that a request may have; max_tokens=4 works",
         ),
     ],
 )
@@ -295,7 +303,7 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
         (["--max-tokens", "0"], "max_tokens is 0, but it must be at least 1"),
         (
             ["--max-tokens", "64"],
-            "1 prompt tokens and 64 new ones exceed the model's 64 positions; at most 63",
+            "1 prompt tokens and max_tokens=64 exceed the 64 tokens that a request may have; max_tokens=63 works",
         ),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "-3"], "top_k is -3"),
@@ -308,7 +316,7 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
             "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
         ),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "x" * 64], "the prompt has 64 tokens and the model 64 positions"),
+        (["--prompt", "x" * 64], "64 prompt tokens and max_tokens="),
         (["--prompt", "\udc80"], "the text is not valid Unicode"),
         (["--chat"], "this model has no chat template"),
         (["--system", "be brief"], "--system is a message of a chat; add --chat"),

@@ -20,7 +20,7 @@ from shardwise.serve.settings import EngineSettings
 
 PROMPT_TOKENS = 128
 LONG_PROMPT_TOKENS = 512
-COMPLETION_TOKENS = 128
+OUTPUT_TOKENS = 128
 STEPS = 24
 TRIES = 3
 SIZES = (1, 8, 32)
@@ -46,12 +46,12 @@ def measure_speed(
             f"the speed of one device is measured, not of {settings.layout}; with --concurrency that of a load is"
         )
     started = start_rank(Place(0, 1, device_of(0, 1)), settings)
-    num_pages = -(-(PROMPT_TOKENS + max(STEPS, COMPLETION_TOKENS)) // settings.page_tokens)
+    num_pages = -(-(PROMPT_TOKENS + max(STEPS, OUTPUT_TOKENS)) // settings.page_tokens)
     if started.num_pages < num_pages * max(sizes) or started.max_len < max(
         LONG_PROMPT_TOKENS, 2 * PROMPT_TOKENS
     ):
         raise ValueError(
-            f"{max(sizes)} sequences of {PROMPT_TOKENS + COMPLETION_TOKENS} tokens do not fit into {started.num_pages} "
+            f"{max(sizes)} sequences of {PROMPT_TOKENS + OUTPUT_TOKENS} tokens do not fit into {started.num_pages} "
             f"pages of {settings.page_tokens}; with --concurrency a load of your own is measured"
         )
     engine = make_engine(started, settings)
@@ -60,7 +60,7 @@ def measure_speed(
     timed += [(f"decode_{size}", size * STEPS, partial(decode_s, runner, size)) for size in sizes]
     if whole_requests:
         timed += [
-            (f"generate_{size}", size * COMPLETION_TOKENS, partial(generate_s, engine, size))
+            (f"generate_{size}", size * OUTPUT_TOKENS, partial(generate_s, engine, size))
             for size in sizes
         ]
     rows = []
@@ -108,7 +108,7 @@ def entry_of(runner: Runner, number: int, start: int, tokens: Sequence[int]) -> 
 
 def generate_s(engine: Engine, size: int) -> float:
     """Return the seconds of `size` requests started together, whose prompts share no prefix."""
-    params = SamplingParams(temperature=0, max_tokens=COMPLETION_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     first = engine.num_steps
     vocab_size = engine.config.vocab_size
     for number in range(size):
