@@ -47,7 +47,7 @@ from shardwise.quantize.quantizer import Quantizer
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.train.calibration import calibration_text
-from shardwise.train.corpus import build
+from shardwise.train.corpus_builder import build_corpus
 from shardwise.train.data import TokenFile
 from shardwise.train.documents import python_source_files
 from shardwise.train.run import start_run
@@ -234,7 +234,7 @@ def train_small(folder: Path, steps: int = 2400, vocab_size: int = 512) -> Path:
     """Train a model of half a million parameters on the source of Python's standard library, in
     fp32 on one rank."""
     files = python_source_files()[::4]
-    build(
+    build_corpus(
         files,
         folder / "data",
         train_bpe((file.read_text("utf-8") for file in files), vocab_size),

@@ -41,9 +41,8 @@ from shardwise.params import Init, ParamSpec, boxes, model_specs, units
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.loop import Outcome, make_program, train
 from shardwise.train.optim import AdamW
-from shardwise.train.resolve import Run
 from shardwise.train.run import prepare_folder
-from shardwise.train.settings import Settings
+from shardwise.train.settings import Run, Settings
 from shardwise.train.validate import validated_run
 from tiny_training import build_data, seeded, tiny_settings, whole
 from whole_weights import load_weights

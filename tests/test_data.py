@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from shardwise.cli import main
 from shardwise.model.loss import IGNORE_INDEX
 from shardwise.train import documents
-from shardwise.train.corpus import build, read_corpus, staged
+from shardwise.train.corpus import read_corpus
+from shardwise.train.corpus_builder import build_corpus, staged
 from shardwise.train.data import Batches, Order, TokenFile, held_out_batches
 from shardwise.train.documents import python_source_files
 
@@ -72,7 +73,7 @@ def token_file_of(
     texts = [" ".join(str(next(number)) for _ in range(length - 1)) for length in lengths]
     tokenizer = Words(1_000_000)
     tokenizer.eos_ids = frozenset({999_999})
-    build(write_jsonl(folder / "numbers.jsonl", texts), folder / "data", tokenizer, held_out)
+    build_corpus(write_jsonl(folder / "numbers.jsonl", texts), folder / "data", tokenizer, held_out)
     return TokenFile(folder / "data", split)
 
 
@@ -91,10 +92,10 @@ def test_documents_round_trip(texts: list[str], held_out: float) -> None:
         data = Path(name, "data")
         if not expected:
             with pytest.raises(ValueError, match="holds no text"):
-                build(source, data, Bytes(), held_out)
+                build_corpus(source, data, Bytes(), held_out)
             assert not data.exists()
             return
-        made = build(source, data, Bytes(), held_out)
+        made = build_corpus(source, data, Bytes(), held_out)
         assert made == read_corpus(data)
         assert made.tokens == sum(map(len, expected))
         train = read_documents(data, "train")
@@ -122,7 +123,7 @@ def test_held_out_share_is_drawn_from_everywhere(tmp_path: Path) -> None:
     assert 150 < len(held) < 250  # 200 expected, standard deviation 13
     first_tokens = np.array([document[0] for document in held])
     assert np.histogram(first_tokens, bins=4, range=(0, 4000))[0].min() > 25
-    build(tmp_path / "numbers.jsonl", tmp_path / "again", Words(1_000_000), 0.1)
+    build_corpus(tmp_path / "numbers.jsonl", tmp_path / "again", Words(1_000_000), 0.1)
     assert (tmp_path / "again/held_out.idx").read_bytes() == (
         tmp_path / "data/held_out.idx"
     ).read_bytes()
@@ -137,7 +138,7 @@ def test_a_folder_may_hold_pictures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"1 file of {source} left out as no text" in capsys.readouterr().err
     assert read_corpus(tmp_path / "data").files == (str(source / "a.txt"),)
     with pytest.raises(ValueError, match=r"b\.png is not UTF-8"):
-        build(source / "b.png", tmp_path / "other", Bytes())
+        build_corpus(source / "b.png", tmp_path / "other", Bytes())
 
 
 @pytest.mark.parametrize("sizes", [(20, 90_000), (1, 1, 50)])
@@ -145,7 +146,7 @@ def test_a_last_document_that_is_most_of_the_text_is_not_held_out_whole(
     tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
     source = write_jsonl(tmp_path / "d.jsonl", ["x" * size for size in sizes])
-    made = build(source, tmp_path / "data", Bytes(), 0.01)
+    made = build_corpus(source, tmp_path / "data", Bytes(), 0.01)
     assert made.splits["held_out"].tokens == max(1, round(0.01 * made.tokens))
 
 
@@ -164,7 +165,7 @@ def test_folder_of_files(tmp_path: Path) -> None:
     }.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(content)
-    made = build(source, tmp_path / "deep/er/data", Bytes())
+    made = build_corpus(source, tmp_path / "deep/er/data", Bytes())
     texts = ["# y", "z = 1\n", "dash", "bé\r\n", "one", "two"]
     assert read_documents(tmp_path / "deep/er/data", "train") == [
         [*text.encode(), END] for text in texts
@@ -181,7 +182,7 @@ def test_folder_of_files(tmp_path: Path) -> None:
         "train.bin",
         "train.idx",
     ]
-    listed = build([source / "b.txt", source / "a"], tmp_path / "listed", Bytes())
+    listed = build_corpus([source / "b.txt", source / "a"], tmp_path / "listed", Bytes())
     assert [Path(file).name for file in listed.files] == ["b.txt", "y.md", "z.py"]
 
 
@@ -202,7 +203,7 @@ def test_long_documents_are_read_in_chunks(tmp_path: Path, suffix: str) -> None:
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(piece.text for piece in pieces) == text
     reports = []
-    made = build(
+    made = build_corpus(
         source, tmp_path / "data", Bytes(), progress=lambda *report: reports.append(report)
     )
     assert made.documents == 1
@@ -214,7 +215,7 @@ def test_long_documents_are_read_in_chunks(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("vocab_size, dtype", [(65_536, "uint16"), (65_537, "uint32")])
 def test_width_of_a_token(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     (tmp_path / "t.txt").write_text(f"0 65535 {vocab_size - 1}")
-    made = build(tmp_path / "t.txt", tmp_path / "data", Words(vocab_size))
+    made = build_corpus(tmp_path / "t.txt", tmp_path / "data", Words(vocab_size))
     token_file = TokenFile(tmp_path / "data")
     assert made.dtype == token_file.tokens.dtype.name == dtype
     assert token_file.window(0, 4).tolist() == [0, 65_535, vocab_size - 1, END]
@@ -222,7 +223,7 @@ def test_width_of_a_token(tmp_path: Path, vocab_size: int, dtype: str) -> None:
 
 
 def test_field_can_be_named(tmp_path: Path) -> None:
-    build(
+    build_corpus(
         write_jsonl(tmp_path / "d.jsonl", ["ab"], "content"),
         tmp_path / "data",
         Bytes(),
@@ -239,19 +240,19 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet.write_table(
         pyarrow.table({"id": list(range(1000)), "text": texts}), path, row_group_size=300
     )
-    build(path, tmp_path / "data", Bytes())
+    build_corpus(path, tmp_path / "data", Bytes())
     assert read_documents(tmp_path / "data", "train") == [[*text.encode(), END] for text in texts]
     with pytest.raises(ValueError, match=r'd\.parquet has no column "body", only "id", "text"'):
-        build(path, tmp_path / "other", Bytes(), field="body")
+        build_corpus(path, tmp_path / "other", Bytes(), field="body")
     parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
     with pytest.raises(ValueError, match=r"d\.parquet, row 1, is not text but null"):
-        build(path, tmp_path / "other", Bytes())
+        build_corpus(path, tmp_path / "other", Bytes())
     path.write_bytes(b"PAR1 and then nothing of the kind")
     with pytest.raises(ValueError, match=r"d\.parquet cannot be read as Parquet"):
-        build(path, tmp_path / "other", Bytes())
+        build_corpus(path, tmp_path / "other", Bytes())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"needs pyarrow: pip install"):
-        build(path, tmp_path / "other", Bytes())
+        build_corpus(path, tmp_path / "other", Bytes())
 
 
 # -- bad input
@@ -285,48 +286,48 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unreadable_source(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=sentence) as caught:
-        build(tmp_path / name, tmp_path / "data", Bytes())
+        build_corpus(tmp_path / name, tmp_path / "data", Bytes())
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == [name]
 
 
 def test_source_without_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere does not exist"):
-        build(tmp_path / "nowhere", tmp_path / "data", Bytes())
+        build_corpus(tmp_path / "nowhere", tmp_path / "data", Bytes())
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty holds no files to read"):
-        build(tmp_path / "empty", tmp_path / "data", Bytes())
+        build_corpus(tmp_path / "empty", tmp_path / "data", Bytes())
     with pytest.raises(ValueError, match=r"list of source files holds no files"):
-        build([], tmp_path / "data", Bytes())
+        build_corpus([], tmp_path / "data", Bytes())
 
 
 def test_unfit_tokenizer_and_share(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("7 400")
     with pytest.raises(ValueError, match=r"returned token 400, outside its vocabulary of 301"):
-        build(tmp_path / "t.txt", tmp_path / "data", Words())
+        build_corpus(tmp_path / "t.txt", tmp_path / "data", Words())
     with pytest.raises(ValueError, match=r"below 1, not 1\.0"):
-        build(tmp_path / "t.txt", tmp_path / "data", Bytes(), held_out=1.0)
+        build_corpus(tmp_path / "t.txt", tmp_path / "data", Bytes(), held_out=1.0)
     without_end = Bytes()
     without_end.eos_ids = frozenset()
     with pytest.raises(ValueError, match="names no end-of-text token"):
-        build(tmp_path / "t.txt", tmp_path / "data", without_end)
+        build_corpus(tmp_path / "t.txt", tmp_path / "data", without_end)
     assert os.listdir(tmp_path) == ["t.txt"]
 
 
 def test_destination_in_use_is_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "d.jsonl", ["ab"])
     (tmp_path / "data").mkdir()
-    build(source, tmp_path / "data", Bytes())
+    build_corpus(source, tmp_path / "data", Bytes())
     before = (tmp_path / "data/data.json").read_bytes()
     with pytest.raises(ValueError, match="already holds a data set"):
-        build(source, tmp_path / "data", Bytes())
+        build_corpus(source, tmp_path / "data", Bytes())
     assert (tmp_path / "data/data.json").read_bytes() == before
     with pytest.raises(ValueError, match="is not an empty folder"):
-        build(source, tmp_path, Bytes())
+        build_corpus(source, tmp_path, Bytes())
     with pytest.raises(ValueError, match="is not an empty folder"):
-        build(source, source, Bytes())
+        build_corpus(source, source, Bytes())
     with pytest.raises(ValueError, match=r"failed: Not a directory"):
-        build(source, source / "data", Bytes())
+        build_corpus(source, source / "data", Bytes())
 
 
 def test_concurrent_builds_are_refused(tmp_path: Path) -> None:
@@ -334,7 +335,7 @@ def test_concurrent_builds_are_refused(tmp_path: Path) -> None:
     with staged(tmp_path / "data") as folder:
         (folder / "kept").write_text("")
         with pytest.raises(ValueError, match="Another process is building"):
-            build(source, tmp_path / "data", Bytes())
+            build_corpus(source, tmp_path / "data", Bytes())
     assert os.listdir(tmp_path / "data") == ["kept"]
 
 
@@ -344,7 +345,7 @@ def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
 
     source = write_jsonl(tmp_path / "d.jsonl", ["ab"])
     with pytest.raises(KeyboardInterrupt):
-        build(source, tmp_path / "data", Bytes(), progress=interrupt)
+        build_corpus(source, tmp_path / "data", Bytes(), progress=interrupt)
     assert os.listdir(tmp_path) == ["d.jsonl"]
 
 
@@ -352,26 +353,26 @@ def test_killed_build_leaves_no_data_set_and_the_next_one_works(tmp_path: Path) 
     source = write_jsonl(tmp_path / "d.jsonl", ["ab"])
     program = f"""
 import os, pathlib, signal
-from shardwise.train.corpus import build
+from shardwise.train.corpus_builder import build_corpus
 
 class Bytes:
     vocab_size, eos_ids = 301, frozenset({{256}})
     encode_batch = staticmethod(lambda texts: [list(text.encode()) for text in texts])
 
 kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-build(pathlib.Path({str(source)!r}), pathlib.Path({str(tmp_path / "data")!r}), Bytes(), progress=kill)
+build_corpus(pathlib.Path({str(source)!r}), pathlib.Path({str(tmp_path / "data")!r}), Bytes(), progress=kill)
 """
     done = subprocess.run([sys.executable, "-c", program], timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert sorted(os.listdir(tmp_path)) == [".data.partial", "d.jsonl"]
-    build(source, tmp_path / "data", Bytes())
+    build_corpus(source, tmp_path / "data", Bytes())
     assert sorted(os.listdir(tmp_path)) == ["d.jsonl", "data"]
 
 
 def test_a_folder_that_is_not_a_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a data set"):
         TokenFile(tmp_path)
-    build(write_jsonl(tmp_path / "d.jsonl", ["abc"]), tmp_path / "data", Bytes())
+    build_corpus(write_jsonl(tmp_path / "d.jsonl", ["abc"]), tmp_path / "data", Bytes())
     with pytest.raises(ValueError, match="has no held_out split, only train"):
         TokenFile(tmp_path / "data", "held_out")
     (tmp_path / "data/train.bin").write_bytes(b"\0\0")
@@ -445,7 +446,7 @@ def test_python_source_files() -> None:
 def test_the_standard_library_round_trip(tmp_path: Path) -> None:
     files = [file for file in python_source_files() if file.stat().st_size][:40]
     tokenizer = ByteLevelBPE(files[:10], 600)
-    made = build(files, tmp_path / "data", tokenizer)
+    made = build_corpus(files, tmp_path / "data", tokenizer)
     assert made.documents == len(files)
     decoder = Tokenizer.from_file(str(tmp_path / "data/tokenizer.json"))
     for file, tokens in zip(files, read_documents(tmp_path / "data", "train"), strict=True):

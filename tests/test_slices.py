@@ -28,9 +28,8 @@ from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.train.data import TokenFile, held_out_batches
 from shardwise.train.loop import train
-from shardwise.train.resolve import Run
 from shardwise.train.run import prepare_folder
-from shardwise.train.settings import ModelSettings
+from shardwise.train.settings import ModelSettings, Run
 from shardwise.train.validate import validated_run
 from tiny_models import our_weights, tiny_model
 from tiny_training import OPTIMIZER, build_data, tiny_settings

@@ -30,8 +30,7 @@ from shardwise.parallel.unit import Owned
 from shardwise.params import model_specs, num_params, partial_axes
 from shardwise.train.checkpoint import load_state, save_checkpoint
 from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
-from shardwise.train.resolve import Run
-from shardwise.train.settings import Settings
+from shardwise.train.settings import Run, Settings
 from shardwise.train.validate import validated_run
 from tiny_training import (
     FAMILIES,

@@ -317,20 +317,20 @@ def test_a_run_takes_a_custom_schedule(
 @pytest.mark.parametrize(
     ("short", "text", "said"),
     [
-        ("pp2.1f1b.m2", "0F0,0B0\n1F0,1B0\n", "has 1 micro-batches, but layout pp2.1f1b.m2 2"),
-        ("pp2.1f1b.m1", "0F0,0B0\n1F0,1B0\n2F0,2B0\n", "has 3 ranks, but layout pp2.1f1b 2"),
+        ("pp2.1f1b.m2", "0F0,0B0\n1F0,1B0\n", "has 1 micro-batches, but layout pp2.1f1b.m2 has 2"),
+        ("pp2.1f1b.m1", "0F0,0B0\n1F0,1B0\n2F0,2B0\n", "has 3 ranks, but layout pp2.1f1b has 2"),
         (
             "pp2.1f1b.m1",
             "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n",
-            "has 4 stages, but layout pp2.1f1b 2",
+            "has 4 stages, but layout pp2.1f1b has 2",
         ),
         (
             "pp2.interleaved.v2.m2",
             "0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,3F0,2F1,3F1,3B0,2B0,3B1,2B1\n",
-            "stages on ranks (0, 0, 1, 1); training has them on (0, 1, 0, 1)",
+            "stages on ranks (0, 0, 1, 1), but training has them on (0, 1, 0, 1)",
         ),
         ("pp2.1f1b.m1", "0F0,0B0\n1B0,1F0\n", "1B0 is before 1F0"),
-        ("dp1", "0F0,0B0\n1F0,1B0\n", "has 2 ranks, but layout dp1 1"),
+        ("dp1", "0F0,0B0\n1F0,1B0\n", "has 2 ranks, but layout dp1 has 1"),
     ],
 )
 def test_a_custom_schedule_of_other_sizes_is_refused(

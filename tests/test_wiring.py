@@ -28,7 +28,7 @@ from shardwise.parallel.apply import Program
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.params import flops_per_token
 from shardwise.train import metrics
-from shardwise.train.corpus import build
+from shardwise.train.corpus_builder import build_corpus
 from shardwise.train.data import Batches, MicroBatch, TokenFile
 from shardwise.train.loop import evaluate, make_batches, make_program, take_step
 from shardwise.train.optim import LearningRate
@@ -59,7 +59,7 @@ def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half of the documents held out, so that evaluation meets the ends of some."""
     folder = tmp_path_factory.mktemp("data")
-    build(write_source(folder), folder / "data", byte_tokenizer(), held_out=0.5)
+    build_corpus(write_source(folder), folder / "data", byte_tokenizer(), held_out=0.5)
     return folder / "data"
 
 

@@ -26,7 +26,7 @@ from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.unit import Owned
 from shardwise.parallel.zero import States, Store
 from shardwise.params import ParamSpec, model_specs
-from shardwise.train.corpus import build
+from shardwise.train.corpus_builder import build_corpus
 from shardwise.train.data import Batch, MicroBatch
 from shardwise.train.optim import AdamW, LearningRate
 from shardwise.train.settings import Settings
@@ -304,7 +304,7 @@ def write_source(folder: Path) -> Path:
 
 def build_data(folder: Path) -> Path:
     """The documents as bytes, a tenth of them held out."""
-    build(write_source(folder), folder / "data", byte_tokenizer(), held_out=0.1)
+    build_corpus(write_source(folder), folder / "data", byte_tokenizer(), held_out=0.1)
     return folder / "data"
 
 

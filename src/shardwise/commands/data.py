@@ -59,7 +59,7 @@ def add_data(subparsers: Any) -> None:
 
 
 def run_data_build(args: argparse.Namespace) -> int:
-    from shardwise.train.corpus import build
+    from shardwise.train.corpus_builder import build_corpus
     from shardwise.train.documents import python_source_files, walk
 
     if not 0 <= args.held_out < 1:
@@ -72,7 +72,7 @@ def run_data_build(args: argparse.Namespace) -> int:
         def report(done: int, total: int, tokens: int) -> None:
             advance(f"tokenize, {tokens:,} tokens", done / max(1, total))
 
-        corpus = build(source, destination, tokenizer, args.held_out, report, args.field)
+        corpus = build_corpus(source, destination, tokenizer, args.held_out, report, args.field)
     if isinstance(source, Path) and source.is_dir():
         num_skipped = len(walk(source)) - len(corpus.files)
         if num_skipped:

@@ -195,7 +195,7 @@ def train_small_model(console: "Console", folder: Path) -> TrainedRun:
 
 def build_data(console: "Console", folder: Path) -> None:
     from shardwise.formats.tokenizers.train_bpe import train_bpe
-    from shardwise.train.corpus import build
+    from shardwise.train.corpus_builder import build_corpus
     from shardwise.train.documents import python_source_files
 
     tokenizer = f"bpe:{VOCABULARY}"
@@ -208,7 +208,7 @@ def build_data(console: "Console", folder: Path) -> None:
     )
     files = python_source_files()
     texts = (file.read_text("utf-8") for file in files)
-    corpus = build(files, folder, train_bpe(texts, VOCABULARY), held_out=HELD_OUT)
+    corpus = build_corpus(files, folder, train_bpe(texts, VOCABULARY), held_out=HELD_OUT)
     console.print(f"{len(files)} files, {corpus.tokens:,} tokens, vocabulary {corpus.vocab_size:,}")
 
 

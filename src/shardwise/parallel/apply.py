@@ -25,7 +25,6 @@ from shardwise.parallel.pipeline.actions import Action, Piece, lower, rank_piece
 from shardwise.parallel.pipeline.executor import Context, Executor, Pipeline, Run, Work
 from shardwise.parallel.pipeline.schedules import rank_actions, step_table
 from shardwise.parallel.pipeline.table import Table
-from shardwise.parallel.pipeline.validate import validate
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
 from shardwise.params import ParamSpec, model_specs, stage_units, units
@@ -53,26 +52,6 @@ def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
         raise ValueError(f"layout {layout}: {problem}")
     if layout.schedule is not None:
         rank_actions(layout, 0)  # a search may find no order within its memory
-
-
-def check_schedule(schedule: Table, layout: Layout) -> None:
-    """Raise ValueError if a user's own table cannot run, or is for other sizes than those of
-    `layout`."""
-    validate(schedule)
-    layers = tuple(stage % layout.pp for stage in range(layout.pp * layout.chunks))
-    for what, found, wanted in (
-        ("ranks", len(schedule.ranks), layout.pp),
-        ("stages", len(schedule.placement), len(layers)),
-        ("micro-batches", schedule.num_microbatches, layout.microbatches),
-    ):
-        if found != wanted:
-            raise ValueError(
-                f"the schedule has {found} {what}, but layout {layout} {wanted}; change one of them"
-            )
-    if schedule.placement != layers:
-        raise ValueError(
-            f"the schedule has stages on ranks {schedule.placement}; training has them on {layers}"
-        )
 
 
 def apply(

@@ -22,10 +22,8 @@ from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.data import Batch, Batches, MicroBatch, TokenFile, held_out_batches
 from shardwise.train.metrics import Meter, Metrics
 from shardwise.train.optim import AdamW, LearningRate
-from shardwise.train.resolve import Run
-from shardwise.train.settings import OptimizerSettings, Settings
+from shardwise.train.settings import OptimizerSettings, Run, Settings
 from shardwise.train.signals import StopRequest
-from shardwise.train.trace_writer import write_trace
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,8 @@ def run_steps(
             return replace(outcome, diverged=step)
         outcome = replace(outcome, step=step, loss=taken.loss)
         metrics.step(meter.read(step, taken.loss, taken.norm, rate, taken.seconds))
-        if mesh.trace.is_on and (line := write_trace(Path(run.folder), mesh, step)):
-            metrics.log(f"step {step:>6}  {line}")
+        if mesh.trace.is_on:
+            log_trace(Path(run.folder), mesh, step, metrics)
         if is_due(step, run.eval_every) or (run.eval_every and step == run.steps):
             held_out_loss = evaluate(settings, program, mesh)
             metrics.held_out(step, held_out_loss, mesh.bytes_sent())
@@ -110,6 +108,16 @@ def run_steps(
         if taken.stopped is not None:
             return replace(outcome, stopped=taken.stopped)
     return outcome
+
+
+def log_trace(folder: Path, mesh: Mesh, step: int, metrics: Metrics) -> None:
+    """Write the trace of a step. Imports the writer here: it draws timelines, which training does
+    not need otherwise."""
+    from shardwise.train.trace_writer import write_trace
+
+    line = write_trace(folder, mesh, step)
+    if line:
+        metrics.log(f"step {step:>6}  {line}")
 
 
 def is_due(step: int, every: int) -> bool:

@@ -1,16 +1,13 @@
 """Resolving the settings of a run: its layout, its model and its first weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.config import ModelConfig
+from shardwise.formats.catalogue import FoundModel, find_model, model_path
 from shardwise.layout import Layout
 from shardwise.train.corpus import read_corpus
-from shardwise.train.settings import ModelSettings, Settings
-
-if TYPE_CHECKING:
-    from shardwise.formats.catalogue import FoundModel
+from shardwise.train.settings import ModelSettings, Run, Settings
 
 SIZES = (
     "num_layers",
@@ -23,28 +20,9 @@ SIZES = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """A resolved run.
-
-    Attributes:
-        settings: the settings that it was resolved from
-        layout: `run.layout`, parsed
-        config: the model, with the sizes that the settings change
-        weights: the file or folder of the first weights; None if they are random
-    """
-
-    settings: Settings
-    layout: Layout
-    config: ModelConfig
-    weights: Path | None
-
-
 def resolve_run(settings: Settings) -> Run:
     """Parse the layout, and find the model and its weights. Raises ValueError if one of them, or
     the data set, is missing; `validate.validate_run` checks that they fit together."""
-    from shardwise.formats.catalogue import find_model
-
     layout = Layout.parse(settings.run.layout)
     vocab_size = read_corpus(Path(settings.data.folder)).vocab_size
     found = find_model(settings.model.name)
@@ -53,15 +31,13 @@ def resolve_run(settings: Settings) -> Run:
     return Run(settings, layout, config, given_weights(settings.model, found))
 
 
-def given_weights(settings: ModelSettings, found: "FoundModel") -> Path | None:
+def given_weights(settings: ModelSettings, found: FoundModel) -> Path | None:
     if settings.weights == "random":
         return None
     if found.kind in ("count", "catalogue"):
         raise ValueError(
             f"{settings.name!r} is only a shape, without weights; name a folder, hub id or file"
         )
-    from shardwise.formats.catalogue import model_path
-
     return model_path(found)
 
 

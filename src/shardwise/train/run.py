@@ -21,8 +21,7 @@ from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_room
 from shardwise.train.checkpoint import remove_partial
 from shardwise.train.loop import Outcome, offload_folder, train
-from shardwise.train.resolve import Run
-from shardwise.train.settings import Settings, to_toml
+from shardwise.train.settings import Run, Settings, to_toml
 from shardwise.train.validate import offloaded_bytes, ranks_here, validated_run
 
 SETTINGS_FILE = "config.toml"

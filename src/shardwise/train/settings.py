@@ -14,6 +14,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from shardwise.config import ModelConfig
+from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import BUCKET_BYTES
 from shardwise.precision import GradientPrecision, Precision
 from shardwise.setting import setting
@@ -143,6 +145,23 @@ class Settings:
         for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
             if not 0 <= beta < 1:
                 raise ValueError(f"optimizer.{name} must be at least 0 and below 1, not {beta}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A resolved run.
+
+    Attributes:
+        settings: the settings that it was resolved from
+        layout: `run.layout`, parsed
+        config: the model, with the sizes that the settings change
+        weights: the file or folder of the first weights; None if they are random
+    """
+
+    settings: Settings
+    layout: Layout
+    config: ModelConfig
+    weights: Path | None
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:

@@ -15,15 +15,16 @@ from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.kernels.training_registry import training_kernels
 from shardwise.layout import Layout
 from shardwise.model.layers import DTYPES
-from shardwise.parallel.apply import check_schedule, check_trainable
+from shardwise.parallel.apply import check_trainable
 from shardwise.parallel.launch import device_of, joined_world_size, local_world_size
 from shardwise.parallel.offload import STATE_BYTES
 from shardwise.parallel.pipeline.table_csv import read_csv
+from shardwise.parallel.pipeline.validate import validate_for
 from shardwise.params import stage_units
 from shardwise.plan.ledger import shard_sizes, training_ledgers
 from shardwise.train.data import Batches, TokenFile
-from shardwise.train.resolve import Run, resolve_run
-from shardwise.train.settings import Settings
+from shardwise.train.resolve import resolve_run
+from shardwise.train.settings import Run, Settings
 
 
 def validated_run(settings: Settings) -> Run:
@@ -129,7 +130,7 @@ def check_execution(run: Run) -> None:
     check_trainable(layout, run.config)
     training_kernels(device_of(0, layout.world_size), DTYPES[settings.precision])
     if settings.pipeline_table:
-        check_schedule(read_csv(Path(settings.pipeline_table)), layout)
+        validate_for(layout, read_csv(Path(settings.pipeline_table)))
     default = type(settings)()
     for name in ("overlap", "bucket_bytes", "offload"):
         if layout.shard == "fsdp" and getattr(settings, name) != getattr(default, name):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
+from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import Action, Kind
 from shardwise.parallel.pipeline.table import NO_LIMIT, Memory, Table, held_forwards, replay
 
@@ -28,6 +29,27 @@ def validate(table: Table, memory: Memory = NO_LIMIT) -> None:
     if memory.limit is not None:
         for rank, actions in enumerate(table.ranks):
             validate_within(actions, rank, memory.limit * len(table.placement), memory.mem_w)
+
+
+def validate_for(layout: Layout, table: Table) -> None:
+    """Raise ValueError if a custom table cannot run, or if its sizes are not those of `layout`."""
+    validate(table)
+    placement = tuple(stage % layout.pp for stage in range(layout.pp * layout.chunks))
+    for what, number, expected in (
+        ("ranks", len(table.ranks), layout.pp),
+        ("stages", len(table.placement), len(placement)),
+        ("micro-batches", table.num_microbatches, layout.microbatches),
+    ):
+        if number != expected:
+            raise ValueError(
+                f"the schedule has {number} {what}, but layout {layout} has {expected}; "
+                "change one of them"
+            )
+    if table.placement != placement:
+        raise ValueError(
+            f"the schedule has stages on ranks {table.placement}, but training has them on "
+            f"{placement}"
+        )
 
 
 def action_positions(table: Table) -> Positions:
