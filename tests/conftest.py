@@ -1,22 +1,23 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 import os
 from collections.abc import Iterator
 
-os.environ["TRITON_INTERPRET"] = (
-    "1"  # kernels for GPUs run on CPUs; Triton reads it when it is first imported
-)
+# Triton interprets kernels for GPUs on CPUs; it reads this when it is first imported.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis
 import pytest
 
+from examples import LONG
 from processes import default_dispositions, ended_with_block, tag_descendants
 from ranks import Ranks
 
 tag_descendants()
 
-# A busy machine is slow now and then: how long one example takes says nothing about the code.
+# No deadline: the time that one example takes on a busy machine says nothing about the code.
 hypothesis.settings.register_profile("shardwise", deadline=None)
+hypothesis.settings.register_profile(LONG, deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("shardwise")
 
 

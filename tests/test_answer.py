@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines import sequence_of
+from examples import examples
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
@@ -81,7 +82,7 @@ def text_of(deltas: list[Delta]) -> str:
 @example([*b"abb"], SamplingParams(stop=("ab", "abb", "bb"), min_tokens=2), 9)
 @example([*b"aaa"], SamplingParams(stop=("aa",), min_tokens=2), 9)
 @example([*b"ab"], SamplingParams(stop=("ab",), min_tokens=2, max_tokens=2), 9)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_an_answer_by_definition(tokens: list[int], params: SamplingParams, room: int) -> None:
     expected = by_definition(tokens, params, room)
     answer = sequence_of(BYTES, params, room, index=3)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from memory import peak_bytes
 from shardwise.kernels.reference import attention
 from shardwise.kernels.reference.attention import attention_naive, causal_attention
@@ -62,7 +63,7 @@ def cases(draw: st.DrawFn) -> dict[str, int | None]:
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cases())
 def test_any_shape_window_and_documents_in_blocks_of_any_size(case: dict[str, int]) -> None:
     inputs = drawn(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.kernels.reference.attention import causal_attention
@@ -100,7 +101,7 @@ def test_any_chunks_give_the_logits_of_all_tokens(case: str) -> None:
     expected = at_once(config, weights, tokens)
 
     @given(cuts=st.sets(st.integers(1, 39), max_size=6), spare=st.integers(0, 3))
-    @settings(max_examples=25)
+    @settings(max_examples=examples(25))
     def same(cuts: set[int], spare: int) -> None:
         cache = new_cache(config, 40 + spare)
         edges = [0, *sorted(cuts), 40]

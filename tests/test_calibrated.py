@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from shardwise.block import MATRICES
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
@@ -141,7 +142,7 @@ def test_gptq_is_the_surgeon(name: str) -> None:
     torch.testing.assert_close(found.scales.float(), scales.float(), rtol=2**-7, atol=0)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(name=st.sampled_from(SCHEMES), seed=st.integers(0, 10**6))
 def test_gptq_changes_outputs_less_than_rounding(name: str, seed: int) -> None:
     """Of many rows: a single one can have bad luck."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+from examples import examples
 from ranks import Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import STATES, Checkpoint
@@ -227,7 +228,7 @@ def attentions(draw: st.DrawFn, world: int) -> Attention:
     )
 
 
-@settings(max_examples=8, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(8), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.data(), st.integers(2, 4))
 def test_any_length_window_and_documents(ranks: Ranks, data: st.DataObject, world: int) -> None:
     check_attention(ranks, world, data.draw(st.lists(attentions(world), min_size=6, max_size=12)))

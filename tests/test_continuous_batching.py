@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from examples import examples
 from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.scheduler import Limits, QueueFull, Scheduler
 from shardwise.serve.engine.sequence import Sequence
@@ -125,11 +126,13 @@ class Serving(RuleBasedStateMachine):
                 assert set(self.engine.scored.get(first, [])) == set(range(1, len(prompt)))
 
 
-Serving.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Serving.TestCase.settings = settings(
+    max_examples=examples(80), stateful_step_count=40, deadline=None
+)
 TestServing = Serving.TestCase
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     num_pages=st.integers(1, 6),
     page_tokens=st.integers(1, 4),

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from examples import examples
 from shardwise.cli import main
 from shardwise.model.loss import IGNORE_INDEX
 from shardwise.train import documents
@@ -81,7 +82,7 @@ def token_file_of(
 # ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.text(max_size=30), min_size=1, max_size=12), st.sampled_from([0.0, 0.1, 0.5, 0.9])
 )
@@ -458,7 +459,7 @@ def test_the_standard_library_round_trip(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.one_of(st.sampled_from([1, 2, 3, 4, 5, 16, 17, 64, 65, 257]), st.integers(1, 700)),
     st.integers(-(2**70), 2**70),
@@ -471,7 +472,7 @@ def test_every_epoch_is_a_permutation(num_samples: int, seed: int, epoch: int) -
 
 
 @given(st.integers(20, 300), st.integers(0, 2**64 - 1), st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_epochs_and_seeds_differ(num_samples: int, seed: int, epoch: int) -> None:
     def permutation(seed: int, epoch: int) -> list[int]:
         return [
@@ -633,7 +634,7 @@ def read_rows(batches: Batches, step: int) -> list[tuple[int, ...]]:
     return [tuple(row) for each in batches.batch(step).microbatches for row in each.tokens.tolist()]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(2, 9), min_size=2, max_size=8), st.integers(1, 10))
 def test_separate_documents(lengths: list[int], seq_len: int) -> None:
     total = sum(lengths)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from shardwise.formats.gguf.gguf_tokenizer import TokenType, tokenizer_from_gguf
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ def test_pieces_are_the_decoded_whole(name: str, skip_special: bool) -> None:
     @example(
         [*euro, 3 + 0xFF, 260, *euro, 1, *euro[:2]]
     )  # one wrong byte spoils a run of byte tokens, skipped ids do not end it
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     def same(ids: list[int]) -> None:
         assert "".join(pieces(Detokenizer(tokenizer, (), skip_special), ids)) == tokenizer.decode(
             ids, skip_special
@@ -161,7 +162,7 @@ def cut_by_definition(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 @example("a\nab", ["\n\n", "ab"], "smollm2")
 @example("abab", ["abb", "bab"], "smollm2")
 @example("aaab", ["aab"], "smollm2")
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_stop_strings_cut_by_definition(text: str, stop: list[str], name: str) -> None:
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from examples import examples
 from shardwise.formats.huggingface import weight_files as files
 from shardwise.formats.huggingface.folder_reader import FolderReader
 from shardwise.formats.huggingface.hf_config import from_hugging_face, read_folder_config
@@ -206,7 +207,7 @@ def test_a_pipeline_stage_loads_only_what_it_asks_for(saved) -> None:
     assert_same(got, {spec.name: wanted[spec.name] for spec in stage})
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), name=st.sampled_from(["llama", "gpt2"]))
 def test_drawn_boxes_are_what_the_tensor_has_there(
     saved_for_boxes, data: st.DataObject, name: str

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
 from shardwise.formats.gguf.gguf_reader import read_tensor
 from shardwise.quant.ggml import BLOCKS
@@ -151,7 +152,7 @@ def test_every_kind_decodes_bit_for_bit(kind: str, every_kind: Gguf) -> None:
 
 
 @pytest.mark.parametrize("kind", REFERENCE_KINDS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(0, 4))
 def test_drawn_blocks_decode_bit_for_bit(kind: str, seed: int, num_rows: int) -> None:
     raw = draw_bytes(kind, max(num_rows, 1), 512, seed)
@@ -173,7 +174,7 @@ def test_q8_k_is_a_float_scale_times_signed_bytes() -> None:
     assert ours.tolist() == [float(np.float32(-0.37) * np.float32(q)) for q in quants]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(name=st.sampled_from([*REFERENCE_KINDS, "stack"]), data=st.data())
 def test_rows_alone_equal_rows_of_the_whole(
     every_kind: Gguf, name: str, data: st.DataObject
@@ -528,7 +529,7 @@ def opens_or_refuses(path: Path) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=5000)
+@settings(max_examples=examples(150), deadline=5000)
 @given(data=st.data())
 def test_a_file_cut_short_anywhere_is_refused(
     small: tuple[Path, bytes], data: st.DataObject
@@ -540,7 +541,7 @@ def test_a_file_cut_short_anywhere_is_refused(
     assert not opens_or_refuses(path)
 
 
-@settings(max_examples=300, deadline=5000)
+@settings(max_examples=examples(300), deadline=5000)
 @given(data=st.data())
 def test_bytes_changed_in_the_header_are_refused_or_harmless(
     small: tuple[Path, bytes], data: st.DataObject
@@ -555,7 +556,7 @@ def test_bytes_changed_in_the_header_are_refused_or_harmless(
     opens_or_refuses(path)
 
 
-@settings(max_examples=150, deadline=5000)
+@settings(max_examples=examples(150), deadline=5000)
 @given(
     noise=st.binary(max_size=300),
     head=st.sampled_from([b"", b"GGUF", b"GGUF\3\0\0\0", header([GOOD])[:-40]]),

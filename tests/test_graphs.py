@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.batch import NO_SLOT, TableBatch, table_batch
 from shardwise.serve.engine.cuda_graphs import DecodeGraphs, Step, captured_sizes, only_decodes
@@ -77,7 +78,7 @@ parts = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(steps=st.lists(parts, min_size=1, max_size=3), max_running=st.sampled_from([7, 8, 12]))
 def test_a_step_reads_what_its_batch_says_whatever_was_there_before(
     steps: list[list[BatchEntry]], max_running: int

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Layout
@@ -78,7 +79,7 @@ def assert_every_rank_has_its_slices(spec: ParamSpec, layout: Layout, seed: int)
 
 @pytest.mark.parametrize("config", [SMALL, GPT2], ids=["qwen3", "gpt2"])
 @given(tp=st.sampled_from([1, 2, 3, 6]), block=st.integers(1, 6000), seed=st.integers(0, 2**63))
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_every_layout_starts_from_one_model(
     config: ModelConfig, tp: int, block: int, seed: int
 ) -> None:

@@ -22,6 +22,7 @@ from engines import (
     runner_of,
     tiny,
 )
+from examples import examples
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.engine.scheduler import Limits
 from shardwise.serve.generate import LoadedModel, load_model
@@ -192,7 +193,7 @@ def test_drawn_company_changes_nothing(dtype: torch.dtype) -> None:
         return memo[repr(request)]
 
     @given(data=st.data())
-    @settings(max_examples=12)
+    @settings(max_examples=examples(12))
     def check(data: st.DataObject) -> None:
         kinds = st.builds(
             lambda seed, count, n, hot, most: Request(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from examples import examples
 from shardwise.kernels.activations import ACTIVATIONS
 from shardwise.kernels.reference.gated import gated, gated_naive
 from shardwise.kernels.reference.norm import rms_norm, rms_norm_naive
@@ -140,7 +141,7 @@ def wide(tensors: list[Tensor]) -> list[Tensor]:
     return [x.double() for x in tensors]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(case=cases())
 def test_any_shape_and_memory(case: Case) -> None:
     """In fp32 within 1e-6 of the definition in fp64."""
@@ -283,7 +284,7 @@ def test_rotation_is_that_of_transformers() -> None:
         assert relative(apply_rope(x, cos, sin), other.transpose(1, 2)) < TOLERANCE
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(case=cases().filter(lambda case: case.kernel == "rotary"))
 def test_turned_there_and_back(case: Case) -> None:
     """A rotation keeps lengths, to 1e-6, and its gradient turns back, to 1e-5. Head by head the

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import answers, drawn_tokens, engine_of, greedy, runner_of, tiny
+from examples import examples
 from shardwise.cli import main
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.huggingface.hf_config import from_hugging_face
@@ -63,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 99), size=st.sampled_from([1, 16, 80]), power=st.integers(-30, 30))
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_codes_are_the_nearest(kv_dtype: KvDtype, seed: int, size: int, power: int) -> None:
@@ -104,7 +105,7 @@ def test_vectors_without_a_range(kv_dtype: KvDtype) -> None:
 # ----------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=examples(6))
 @given(
     lengths=st.lists(st.integers(1, 280), min_size=1, max_size=2),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 1)]),

@@ -15,6 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from ranks import Ranks
 from rounding import rounding_errors
 from shardwise.config import Activation, ModelConfig, Positions
@@ -648,7 +649,7 @@ def test_a_gradient_that_is_off_by_1e_4_is_found_whatever_its_terms(
                 check_alone(case, alone)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(random=st.randoms(use_true_random=True))
 def test_a_refusal_names_layouts_that_work(random: Random) -> None:
     """None of those that it names is refused for the same reason, and one of them works, or leads

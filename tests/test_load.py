@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from shardwise.cli import main
 from shardwise.config import ModelConfig
 from shardwise.formats import reader
@@ -100,7 +101,7 @@ def read(path: Path, spec: ParamSpec, box: Box) -> Tensor:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data(), strip=st.integers(1, 3000))
 def test_a_rectangle_is_the_slice_of_the_whole(
     folder: Path, source: str, data: st.DataObject, strip: int

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from examples import examples
 from memory import peak_bytes
 from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.model import loss
@@ -78,7 +79,7 @@ def assert_is_definition(x: Tensor, weight: Tensor, targets: Tensor, scale: floa
     product_bytes=st.integers(0, 8000),
     scale=st.sampled_from([1.0, 0.125, -3.0]),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_size_and_chunking_is_the_definition(
     rows: int,
     width: int,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import fill_with_anything
+from examples import examples
 from shardwise.kernels.interface import RopeTables, TrainingKernels
 from shardwise.kernels.kv_cache import CODES, KVPages, as_bytes, quantize_vectors
 from shardwise.kernels.native.library import CPU_KERNELS_VARIABLE, instruction_sets
@@ -75,7 +76,7 @@ def weight_of(native: NativeServing, weight: Tensor, wide: bool) -> PackedWeight
     return packed
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     name=st.sampled_from(instruction_sets() or ("none",)),
     num_rows=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 13, 65]),
@@ -129,7 +130,7 @@ def test_tiny_numbers_are_no_trouble(native: NativeServing) -> None:
     assert ((found == 0) | ((found - 64e-39).abs() < 1e-39)).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     name=st.sampled_from(instruction_sets() or ("none",)),
     scheme=st.sampled_from(
@@ -397,7 +398,7 @@ class Told:
         return torch.einsum("hnt,thc->nhc", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     story=stories(), name=st.sampled_from(instruction_sets() or ("none",)), seed=st.integers(0, 9)
 )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import fill_with_anything, tiny
+from examples import examples
 from shardwise.config import ModelConfig
 from shardwise.kernels.native.library import instruction_sets
 from shardwise.kernels.native.serving import NativePagedAttention
@@ -151,7 +152,7 @@ def drawn_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", instruction_sets())
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(data=st.data(), quant=st.sampled_from([None, "int8", "int4z-g32"]), seed=st.integers(0, 99))
 def test_drawn_decoders_have_the_bits_of_blocks_run_one_by_one(
     name: str, data: st.DataObject, quant: str | None, seed: int

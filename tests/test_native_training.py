@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from memory import peak_bytes
 from shardwise.kernels.interface import CrossEntropyGrad
 from shardwise.kernels.native.library import instruction_sets
@@ -68,7 +69,7 @@ def assert_attends(
         assert (mine - truth).norm() <= 8e-3 * max(truth.norm(), truth.numel() ** 0.5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     name=NAMES,
     batch=st.integers(1, 2),
@@ -190,7 +191,7 @@ def versions(native: NativeTraining, kernel: str) -> Callable[..., Tensor]:
     return native.apply_rope if kernel == "rotary" else lambda inner: native.gated(inner, kernel)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     name=NAMES,
     kernel=st.sampled_from(["norm", "rotary", "silu"]),
@@ -281,7 +282,7 @@ def logits_of(num_rows: int, num_columns: int, seed: int) -> tuple[Tensor, Tenso
     return logits.to(BF16), targets
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     name=NAMES,
     num_rows=st.integers(0, 9),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import fill_with_anything
+from examples import examples
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.model_source import read_config
@@ -144,7 +145,7 @@ def whole(lengths: Sequence[int]) -> Runs:
     return [[(number, count)] for number, count in enumerate(lengths)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     heads=st.sampled_from([(1, 1), (9, 3), (4, 4), (8, 1)]),

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from examples import examples
 from shardwise.serve.engine.pages import PageCounts, Pages
 
 MODULUS = 2**61 - 1  # of Python's hash of integers: its multiples all have hash 0
@@ -148,7 +149,9 @@ class PagesAndMemory(RuleBasedStateMachine):
         assert self.pages.counts().used == 0
 
 
-PagesAndMemory.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+PagesAndMemory.TestCase.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, deadline=None
+)
 TestPagesAndMemory = PagesAndMemory.TestCase
 
 

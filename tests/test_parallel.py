@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from ranks import RankFailed, Ranks
 from shardwise.layout import Layout, Shard, ring_bytes
 from shardwise.parallel import mesh as meshes
@@ -543,7 +544,7 @@ def test_what_cannot_be_trained_is_refused_with_what_can(short: str) -> None:
         check_trainable(Layout.parse(short), FAMILIES["llama"])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(1, 8),
     st.integers(1, 8),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Coord, Layout
@@ -99,7 +100,7 @@ def is_cut(spec: ParamSpec) -> bool:
     return bool(names & {"vocab", "q_heads", "kv_heads", "ffn"})
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(models_with_tp())
 def test_boxes_of_all_ranks_tile_each_parameter(case: tuple[ModelConfig, int]) -> None:
     """Once each; as often as there are ranks where nothing is cut; kv heads as often as ranks share
@@ -121,7 +122,7 @@ def test_boxes_of_all_ranks_tile_each_parameter(case: tuple[ModelConfig, int]) -
             row += part.size
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(models_with_tp())
 def test_local_shape_is_what_the_boxes_fill(case: tuple[ModelConfig, int]) -> None:
     """Boxes lie in the local tensor without overlap; what they leave is padding, which only a
@@ -163,7 +164,7 @@ def test_rectangles_are_the_range_and_few(start: int, length: int, width: int) -
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(models_with_tp(), st.integers(0, 40), st.data())
 def test_consecutive_ranges_tile_every_box(
     case: tuple[ModelConfig, int], num_cuts: int, data: st.DataObject
@@ -197,7 +198,7 @@ def test_consecutive_ranges_tile_every_box(
     assert not list(boxes_within(spec, layout, coord, size // 2, size // 2))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(models_with_tp())
 def test_a_cut_never_splits_a_head(case: tuple[ModelConfig, int]) -> None:
     config, tp = case
@@ -223,7 +224,7 @@ def test_a_cut_never_splits_a_head(case: tuple[ModelConfig, int]) -> None:
             )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(models_with_tp())
 def test_the_first_tensor_rank_is_the_fullest(case: tuple[ModelConfig, int]) -> None:
     """The planner relies on it."""

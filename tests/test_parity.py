@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from ranks import Ranks
 from shardwise.cli import main
 from shardwise.commands.parity import parity_json
@@ -137,7 +138,7 @@ def trials(draw: st.DrawFn) -> Trial:
     )
 
 
-@settings(max_examples=3)
+@settings(max_examples=examples(3))
 @given(trial=trials())
 def test_drawn_layouts_equal_one_rank(ranks: Ranks, trial: Trial) -> None:
     told = found_by(ranks, trial)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from shardwise.cli import main
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
@@ -66,7 +67,7 @@ def test_zero_paper_table_2_first_row() -> None:
         assert not plan(more, "v100-32gb", mode="train", layout=layout).fits, layout
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(1, 40),
     st.sampled_from(["none", "zero1", "zero2", "zero3"]),

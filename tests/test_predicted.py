@@ -18,6 +18,7 @@ from torch import Tensor
 
 import shardwise.parallel.mesh as mesh_module
 import shardwise.parallel.pipeline.schedules as schedules_module
+from examples import examples
 from ranks import Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
@@ -434,7 +435,7 @@ def trained_layouts(draw: st.DrawFn, most_ranks: int = 4) -> Layout:
     )
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(
     trained_layouts(),
     st.sampled_from(sorted(MODELS)),
@@ -720,7 +721,7 @@ def cut_cases(draw: st.DrawFn) -> Case:
     return Case(str(layout), config, draw(st.sampled_from(["bf16", "fp32"])), draw(st.booleans()))
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(cut_cases())
 def test_a_random_model_sends_what_is_planned(ranks: Ranks, case: Case) -> None:
     plan = planned_bytes(case)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from examples import examples
 from quantized_files import drawn_blocks
 from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
@@ -261,7 +262,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_columns:
     assert (wanted - linear(x, weight)).abs().max() <= 2e-2 * wanted.abs().max()
 
     @given(st.integers(0, 299), st.integers(1, 70))
-    @settings(deadline=None, max_examples=30)
+    @settings(deadline=None, max_examples=examples(30))
     def agrees(start: int, count: int) -> None:
         assert torch.equal(ready.apply(x[start : start + count]), wanted[start : start + count])
 

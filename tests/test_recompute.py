@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from examples import examples
 from memory import peak_bytes
 from ranks import Ranks
 from shardwise.config import ModelConfig
@@ -71,7 +72,7 @@ MAKES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     make=st.sampled_from(sorted(MAKES)),
     leading=st.lists(st.integers(0, 4), min_size=1, max_size=3),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from examples import examples
 from shardwise.kernels.native.library import instruction_sets
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import native_kernels
@@ -102,7 +103,7 @@ def distribution(row: list[float], params: SamplingParams) -> tuple[list[float],
 
 
 @given(rows=st.lists(st.tuples(ROWS, PARAMS), min_size=1, max_size=5))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_filters_by_definition(rows: list[tuple[list[float], SamplingParams]]) -> None:
     """In a batch of rows with different parameters: the same tokens stay, with probabilities within
     1e-5."""
@@ -177,7 +178,7 @@ def test_first_draws_of_many_seeds_have_the_frequencies_too() -> None:
     rows=st.lists(st.tuples(ROWS, PARAMS), min_size=1, max_size=5),
     point=st.floats(0, 1, exclude_max=True),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
     rows: list[tuple[list[float], SamplingParams]], point: float
 ) -> None:
@@ -266,7 +267,7 @@ TOKENS = st.lists(st.integers(0, 6), max_size=8)
     prompt=TOKENS,
     answer=TOKENS,
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_what_a_sequence_changes_by_definition(
     row: list[float], params: SamplingParams, prompt: list[int], answer: list[int]
 ) -> None:
@@ -315,7 +316,7 @@ def run_on(
     params=st.lists(ANY_PARAMS, min_size=5, max_size=5),
     masked=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_a_row_is_the_same_alone_and_in_company(
     vocab_size: int, seed: int, params: list[SamplingParams], masked: bool
 ) -> None:
@@ -343,7 +344,7 @@ def test_a_row_is_the_same_alone_and_in_company(
     params=st.lists(ANY_PARAMS, min_size=4, max_size=4),
     fault=st.sampled_from([0.0, math.nan, math.inf]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_rows_at_once_are_rows_one_by_one(params: list[SamplingParams], fault: float) -> None:
     """What a GPU does, with rows that a sequence changes, masks, and a row that fails, against what
     a CPU does."""

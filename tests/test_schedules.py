@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from shardwise.layout import Schedule
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.schedules import MOST_ACTIONS, pipeline_table
@@ -118,7 +119,7 @@ def test_interleaved_has_the_order_of_megatron_and_pytorch(p: int, v: int, round
         assert [str(op) for op in ops if op is not None] == line(table, rank).split()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(1, 8), st.integers(1, 36))
 def test_memory_of_the_fixed_schedules(p: int, m: int) -> None:
     """Formulas of SC21 (Narayanan et al. 2021) for GPipe and 1F1B, of Korthikanti et al. 2022 for
@@ -148,7 +149,7 @@ def test_memory_of_the_fixed_schedules(p: int, m: int) -> None:
 # ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(tables())
 def test_every_schedule_can_run(table: Table) -> None:
     validate(table)
@@ -156,7 +157,7 @@ def test_every_schedule_can_run(table: Table) -> None:
     assert sum(map(len, table.ranks)) == num_kinds * len(table.placement) * table.num_microbatches
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.integers(1, 7), st.integers(1, 20), costs, st.floats(0.15, 3), st.floats(0, 1))
 def test_a_search_respects_its_memory_limit_and_beats_schedules_that_fit(
     p: int, m: int, costs: Costs, limit: float, mem_w: float
@@ -177,7 +178,7 @@ def test_a_search_respects_its_memory_limit_and_beats_schedules_that_fit(
             )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 6), st.integers(1, 12), costs, st.floats(1, 3), st.sampled_from(POLICIES))
 def test_the_clock_of_a_search_never_underestimates(
     p: int, m: int, costs: Costs, limit: float, policy: Any
@@ -287,7 +288,7 @@ def runs(table: Table) -> bool:
     return True
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(tables(most=4), st.data())
 def test_a_swap_is_valid_exactly_when_it_runs(table: Table, data: st.DataObject) -> None:
     """Two actions of a rank change places, which may or may not leave an order that runs."""
@@ -305,7 +306,7 @@ def test_a_swap_is_valid_exactly_when_it_runs(table: Table, data: st.DataObject)
             validate(swapped)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tables(most=4), st.randoms(use_true_random=False))
 def test_a_missing_action_is_refused(table: Table, chance: random.Random) -> None:
     rank = chance.randrange(len(table.ranks))
@@ -315,7 +316,7 @@ def test_a_missing_action_is_refused(table: Table, chance: random.Random) -> Non
         validate(edited(table, rank, [*table.ranks[rank][:at], *table.ranks[rank][at + 1 :]]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tables(most=4), st.randoms(use_true_random=False))
 def test_a_repeated_action_is_refused(table: Table, chance: random.Random) -> None:
     rank = chance.randrange(len(table.ranks))
@@ -443,7 +444,7 @@ def test_a_share_is_held_from_i_to_w() -> None:
 # ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(table=tables())
 def test_csv_round_trip(table: Table, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "table.csv"

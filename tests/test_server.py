@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from examples import examples
 from shardwise.serve.api.server import make_app
 from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
@@ -359,7 +360,7 @@ def test_embeddings_in_both_forms_have_length_one(client: TestClient) -> None:
         assert math.hypot(*vector) == pytest.approx(1, abs=1e-6)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=40))
 def test_text_comes_back_from_its_tokens(client: TestClient, text: str) -> None:
     tokens = post(client, "/tokenize", {"prompt": text})
@@ -789,7 +790,12 @@ SCHEMA = schema_of(make_app(TinyEngine(talking_model()), ServerSettings(("tiny",
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=5, suppress_health_check=list(HealthCheck), deadline=None, derandomize=True)
+@settings(
+    max_examples=examples(5),
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+    derandomize=True,
+)
 def test_nothing_that_the_document_allows_or_forbids_is_a_5xx(case: Any) -> None:
     if isinstance(case.body, dict):  # what is drawn may ask for much
         case.body.pop("n", None)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from shardwise.layout import Schedule
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.schedules import pipeline_table
@@ -165,7 +166,7 @@ def test_steps_of_deepspeeds_train_schedule(m: int, p: int, steps: int) -> None:
 # -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sizes, st.integers(1, 20), times, times, st.floats(0.1, 3))
 def test_bubble_of_gpipe_and_1f1b(p: int, m: int, tf: float, tb: float, tw: float) -> None:
     """(p - 1) / m over the ideal (SC21, section 2.2.1), (p - 1) / (m + p - 1) of the total (Qi et
@@ -180,7 +181,7 @@ def test_bubble_of_gpipe_and_1f1b(p: int, m: int, tf: float, tb: float, tw: floa
         assert found.idle_fraction == pytest.approx(found.bubble_fraction)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(sizes, st.integers(1, 5), st.integers(2, 4), times, times, st.floats(0.1, 3))
 def test_bubble_of_interleaved(
     p: int, rounds: int, v: int, tf: float, tb: float, tw: float
@@ -191,7 +192,7 @@ def test_bubble_of_interleaved(
     assert found.bubble_over_ideal == pytest.approx((p - 1) / v / (rounds * p))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(sizes, st.integers(0, 20), st.floats(0.1, 3))
 def test_bubble_of_zero_bubble_schedules(p: int, more: int, time: float) -> None:
     """(p - 1) (F + B - W) and (p - 1) (F + B - 2W), where the three are equal (Qi et al. 2023,
@@ -246,7 +247,7 @@ def starts_by_relaxation(
     return starts
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_start_times_match_a_reference(data: st.DataObject) -> None:
     """With a time of its own for every action, as a planner has for stages that differ."""

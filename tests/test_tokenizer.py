@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
 
+from examples import examples
 from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.gguf.gguf_tokenizer import TokenType, tokenizer_from_gguf
 from shardwise.formats.tokenizers.bpe import BYTE_TO_CHAR, PRE_TOKENIZERS
@@ -87,7 +88,7 @@ def gguf_reference() -> Any:
 
 
 @given(text=TEXTS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_same_ids_and_text_as_transformers_reads_from_the_gguf(
     smollm2: Tokenizer, gguf_reference: Any, text: str
 ) -> None:
@@ -102,7 +103,7 @@ def test_same_ids_and_text_as_transformers_reads_from_the_gguf(
 
 
 @given(text=TEXTS, special_tokens=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_saved_folder_is_the_same_tokenizer_in_transformers(
     smollm2: Tokenizer, reference: Any, text: str, special_tokens: bool
 ) -> None:
@@ -562,7 +563,7 @@ def sentencepiece() -> tuple[Tokenizer, Any]:
 
 
 @given(text=TEXTS, source=st.sampled_from(CORPUS), start=st.integers(0, 1000))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_sentencepiece_ids(
     sentencepiece: tuple[Tokenizer, Any], text: str, source: str, start: int
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from ranks import Ranks
 from shardwise.cli import main
 from shardwise.layout import Layout, Schedule
@@ -87,7 +88,7 @@ def as_events(timeline: Timeline, layout: Layout) -> Iterator[Event]:
             free = end
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([name for name in get_args(Schedule) if name != "zb-h2"]),
     st.integers(2, 5),

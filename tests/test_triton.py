@@ -33,6 +33,7 @@ from engines import (
     runner_of,
     tiny,
 )
+from examples import examples
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import CODES, LARGEST, KVPages, Vectors, as_bytes, write_pages
 from shardwise.kernels.reference.gated import gated_naive
@@ -130,7 +131,7 @@ def assert_close(found: Tensor, expected: Tensor, error: float) -> None:
     )
 
 
-@settings(max_examples=3)
+@settings(max_examples=examples(3))
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
     heads=st.sampled_from([(1, 1), (6, 2), (5, 1)]),
@@ -228,7 +229,7 @@ def test_a_tile_size_at_which_rows_differ_is_not_used(monkeypatch: pytest.Monkey
     assert sizes_for((4, 2), 16, torch.float32) == (16,)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 100)), min_size=1, max_size=5),
     group=st.sampled_from([1, 3, 16]),

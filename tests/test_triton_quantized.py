@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import LoadedModel, tiny
+from examples import examples
 from shardwise.kernels.reference.batch_invariant import Head, RowWeight
 from shardwise.quant.dynamic import dequantize_fp64
 from shardwise.quant.format import QuantizedMatrix, dequantize, quantize
@@ -86,7 +87,7 @@ def assert_defined(found: Tensor, x: Tensor, held: QuantizedMatrix) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     scheme=st.sampled_from(SCHEMES),
     num_rows=st.sampled_from([1, 3, 16, 17, 70]),

@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from memory import peak_bytes
 from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
@@ -281,7 +282,7 @@ def test_some_ranks_own_nothing_of_a_unit_and_some_have_no_target() -> None:
 
 
 @settings(
-    max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+    max_examples=examples(5), phases=(Phase.explicit, Phase.reuse, Phase.generate)
 )  # to shrink takes minutes
 @given(st.data())
 def test_drawn_layouts_compute_what_one_process_computes(ranks: Ranks, data: st.DataObject) -> None:
@@ -562,7 +563,7 @@ def test_no_free_that_comes_too_early_goes_unnoticed(short: str) -> None:
     assert moved >= 4
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.sampled_from(SPOILED), st.data())
 def test_no_table_with_an_action_elsewhere_is_silently_wrong(
     short: str, data: st.DataObject
