@@ -446,18 +446,18 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/completions", {**PROMPT, "seed": 2**63}, "seed", "must be less than"),
     ("/v1/completions", {**PROMPT, "n": 0}, "n", "greater than or equal to 1"),
     ("/v1/completions", {**PROMPT, "n": 129}, "n", "less than or equal to 128"),
-    ("/v1/completions", {**PROMPT, "best_of": 2}, "best_of", "must be n"),
+    ("/v1/completions", {**PROMPT, "best_of": 2}, "best_of", "must equal n"),
     ("/v1/completions", {**PROMPT, "suffix": "b"}, "suffix", "not supported"),
     ("/v1/completions", {**PROMPT, "logprobs": 21}, "logprobs", "from 0 to 20"),
     ("/v1/completions", {**PROMPT, "stop": [""]}, "stop", "1 to 1000 characters"),
     ("/v1/completions", {**PROMPT, "stop": 3}, "stop", "a text or a list of texts"),
-    ("/v1/completions", {**PROMPT, "logit_bias": {"a": 1}}, "logit_bias", "'a' is none"),
+    ("/v1/completions", {**PROMPT, "logit_bias": {"a": 1}}, "logit_bias", "not 'a'"),
     ("/v1/completions", {**PROMPT, "logit_bias": {"264": 1}}, "logit_bias", "from 0 to 263, and 264 is not"),
     ("/v1/completions", {**PROMPT, "logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
     ("/v1/completions", {**PROMPT, "stream_options": {}}, "stream_options", "stream: true"),
     ("/v1/completions", {**PROMPT, "response_format": {"type": "xml"}}, "response_format", "'text', 'json_object' or"),
     ("/v1/completions", {**PROMPT, "response_format": {"type": "json_schema"}}, "response_format", "an object"),
-    ("/v1/completions", {**PROMPT, "guided_json": {}, "guided_regex": "a"}, None, "must not come together"),
+    ("/v1/completions", {**PROMPT, "guided_json": {}, "guided_regex": "a"}, None, "must not be combined"),
     ("/v1/completions", {**PROMPT, "structured_outputs": {"choice": ["a"]}}, "structured_outputs", "under regex"),
     ("/v1/completions", {**PROMPT, "guided_regex": "("}, None, "("),
     ("/v1/completions", {**PROMPT, "priority": 2**31}, "priority", "less than"),
@@ -486,7 +486,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/chat/completions", {**CHAT, "response_format": "json"}, "response_format", "must be"),
     ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions", "left out"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
-    ("/v1/embeddings", {"input": "a" * 257}, "input", "room for 256"),
+    ("/v1/embeddings", {"input": "a" * 257}, "input", "the limit is 256"),
     ("/tokenize", {}, None, "not both"),
     ("/detokenize", {"tokens": [2**70]}, "tokens", "from 0 to 263"),
     ("/detokenize", {"tokens": "ab"}, "tokens", "must be a valid list"),
@@ -608,7 +608,7 @@ def test_a_request_that_the_model_fails_on_fails_alone(
     assert engine.num_running == 0
 
 
-def test_a_fault_of_our_own_tells_nothing_of_the_inside(
+def test_an_internal_error_reveals_nothing(
     client: TestClient, engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> None:
@@ -758,7 +758,9 @@ def test_metrics_count_what_was_done(client: TestClient) -> None:
     assert samples["shardwise_completions_total", "length"] == 3
     assert samples["shardwise_errors_total", "invalid_value"] == 1
     assert (
-        samples["shardwise_request_failures_total",] == samples["shardwise_requests_inside",] == 0
+        samples["shardwise_request_failures_total",]
+        == samples["shardwise_requests_in_flight",]
+        == 0
     )
     assert "pid" not in text
 

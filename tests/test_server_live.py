@@ -18,7 +18,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.serve.api.server import Server, bind, make_app
-from shardwise.serve.api.streaming import ClientLeft, EventStream, merge
+from shardwise.serve.api.streaming import ClientDisconnected, EventStream, merge
 from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
@@ -171,7 +171,7 @@ def test_the_official_client_knows_our_errors(model: TinyModel) -> None:
                 "temperature",
                 "invalid_request_error",
             )
-            with pytest.raises(openai.NotFoundError, match="no model 'nobody'"):
+            with pytest.raises(openai.NotFoundError, match="unknown model 'nobody'"):
                 await client.completions.create(model="nobody", prompt="a")
             async with live.client(api_key="wrong") as stranger:
                 with pytest.raises(openai.AuthenticationError):
@@ -227,7 +227,10 @@ def test_a_client_that_leaves_ends_its_request_at_once(
             await until(lambda: engine.num_running == 0)  # though no step is ever made again
             await until(lambda: asyncio.all_tasks() <= tasks)
             async with live.http() as client:
-                assert 'errors_total{kind="client_left"} 1.0' in (await client.get("/metrics")).text
+                assert (
+                    'errors_total{kind="client_disconnected"} 1.0'
+                    in (await client.get("/metrics")).text
+                )
 
     run(scenario())
 
@@ -250,7 +253,7 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(model: TinyModel) -> No
                 await client.completions.create(
                     model="tiny", prompt="b", max_tokens=60, extra_body={"ignore_eos": True}
                 )
-            assert (engine.num_running, live.server.gate.num_inside) == (
+            assert (engine.num_running, live.server.admission.num_in_flight) == (
                 0,
                 1,
             )  # all is made, but it does not go out
@@ -317,7 +320,7 @@ def test_a_reader_that_leaves_while_it_is_waited_for_ends_what_it_reads() -> Non
 
         events = endless()
         response = await EventStream.start(events, str)
-        with pytest.raises(ClientLeft):
+        with pytest.raises(ClientDisconnected):
             await response({"type": "http"}, receive, send_never)
         assert ended
 
@@ -394,7 +397,7 @@ def test_random_requests_with_random_aborts_leave_nothing_behind(model: TinyMode
                 await until(lambda: engine.num_running == 0)
                 assert 'shardwise_kv_pages{state="used"} 0.0' in (await client.get("/metrics")).text
             await until(lambda: asyncio.all_tasks() <= tasks)
-            assert live.server.gate.num_inside == 0
+            assert live.server.admission.num_in_flight == 0
 
     run(scenario())
 
@@ -402,7 +405,7 @@ def test_random_requests_with_random_aborts_leave_nothing_behind(model: TinyMode
 # Starting and stopping
 
 
-def test_a_signal_ends_it_after_the_requests_inside(
+def test_a_signal_ends_it_after_the_running_requests(
     model: TinyModel, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario() -> None:
@@ -414,7 +417,7 @@ def test_a_signal_ends_it_after_the_requests_inside(
             )
             await until(lambda: engine.num_running == 1)
             os.kill(os.getpid(), signal.SIGTERM)
-            await until(lambda: live.server.gate.is_shut)
+            await until(lambda: live.server.admission.is_closed)
             refused = await client.post("/v1/completions", json={"prompt": "a"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert int(refused.headers["retry-after"]) > 0
@@ -443,7 +446,7 @@ def test_requests_that_do_not_end_are_cut_off(model: TinyModel, how: str) -> Non
             await until(lambda: engine.num_running == 1)
             live.server.stop()
             if how == "second signal":
-                await until(lambda: live.server.gate.is_shut)
+                await until(lambda: live.server.admission.is_closed)
                 live.server.stop()
             await asyncio.wait_for(live.ended, LIMIT_S)
             assert (engine.num_running, live.server.num_cut_off, engine.is_closed) == (0, 1, True)

@@ -148,7 +148,8 @@ def read_table(args: argparse.Namespace, costs: "Costs", memory: "Memory") -> "T
     if (name := next((name for name in NAMES if name == args.name), None)) is not None:
         if args.stages is None or args.microbatches is None:
             raise ValueError(
-                f"{args.name} needs --stages and --microbatches, such as --stages 4 --microbatches 8"
+                f"{args.name} needs --stages and --microbatches, for example --stages 4 "
+                "--microbatches 8"
             )
         chunks = 1 if args.chunks is None else args.chunks
         return pipeline_table(name, args.stages, args.microbatches, chunks, costs, memory)

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: the model answers a conversation.
+"""`POST /v1/chat/completions`: answer a conversation.
 https://platform.openai.com/docs/api-reference/chat"""
 
 from collections.abc import AsyncGenerator, Sequence
@@ -6,10 +6,10 @@ from contextlib import aclosing
 
 from shardwise.serve.api.requests import ChatRequest
 from shardwise.serve.api.responses import (
-    Chat,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
+    ChatCompletion,
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
@@ -17,18 +17,23 @@ from shardwise.serve.api.responses import (
     TokenLogprob,
     now_s,
 )
-from shardwise.serve.api.service import Service, prompt_logprobs, usage_of
+from shardwise.serve.api.service import Service, count_usage, format_prompt_logprobs
 from shardwise.serve.request import Logprob, Request, RequestOutput
 
 
 async def chat_request(service: Service, body: ChatRequest) -> Request:
-    """Return the request of the engine for a conversation."""
+    """Return the engine's request for a conversation.
+
+    Raises ValueError, or ApiError for an unknown model, if the body cannot be served.
+    """
     service.model_name(body)
     params = body.params()
-    return service.request(await service.chat_tokens(body), params, body)
+    return service.make_request(await service.chat_tokens(body), params, body)
 
 
-async def chat(service: Service, body: ChatRequest, request: Request, id: str) -> Chat:
+async def complete_chat(
+    service: Service, body: ChatRequest, request: Request, id: str
+) -> ChatCompletion:
     """Return all completions of a conversation in one object."""
     output = RequestOutput.empty(request)
     async with aclosing(service.deltas([request])) as deltas:
@@ -40,26 +45,26 @@ async def chat(service: Service, body: ChatRequest, request: Request, id: str) -
             message=ChatMessage(content=completion.text),
             finish_reason=completion.finish_reason or "length",
             stop_reason=completion.stop_reason,
-            logprobs=chat_logprobs(service, body, completion.logprobs),
+            logprobs=format_logprobs(service, body, completion.logprobs),
         )
         for completion in output.outputs
     ]
-    scores = output.prompt_logprobs
-    return Chat(
+    prompt_logprobs = None
+    if output.prompt_logprobs is not None:
+        prompt_logprobs = format_prompt_logprobs(service, output.prompt_logprobs)
+    return ChatCompletion(
         id=id,
         model=service.model_name(body),
         choices=choices,
-        usage=usage_of([output]),
-        prompt_logprobs=None if scores is None else prompt_logprobs(service, scores),
+        usage=count_usage([output]),
+        prompt_logprobs=prompt_logprobs,
     )
 
 
 async def stream_chat(
     service: Service, body: ChatRequest, request: Request, id: str
 ) -> AsyncGenerator[str, None]:
-    """Yield the same in chunks, each with one choice: first the role, then the content, and in the
-    last the finish reason.
-    """
+    """Yield chunks with one choice each: first the role, then the text, last the finish reason."""
     output = RequestOutput.empty(request)
     created = now_s()
     model = service.model_name(body)
@@ -81,16 +86,17 @@ async def stream_chat(
                     delta=ChatDelta(content=delta.text or None),
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
-                    logprobs=chat_logprobs(service, body, delta.logprobs),
+                    logprobs=format_logprobs(service, body, delta.logprobs),
                 )
                 yield chunk(choice).model_dump_json()
     if body.wants_usage:
-        yield chunk().model_copy(update={"usage": usage_of([output])}).model_dump_json()
+        yield chunk().model_copy(update={"usage": count_usage([output])}).model_dump_json()
 
 
-def chat_logprobs(
-    service: Service, body: ChatRequest, scores: Sequence[Logprob]
+def format_logprobs(
+    service: Service, body: ChatRequest, logprobs: Sequence[Logprob]
 ) -> ChatLogprobs | None:
+    """Return log-probabilities in the format of the API; None if they were not requested."""
     if not body.logprobs:
         return None
 
@@ -102,9 +108,9 @@ def chat_logprobs(
     return ChatLogprobs(
         content=[
             ChatTokenLogprob(
-                **dict(entry(score.id, score.logprob)),
-                top_logprobs=[entry(*each) for each in score.top],
+                **dict(entry(token.id, token.logprob)),
+                top_logprobs=[entry(*each) for each in token.top],
             )
-            for score in scores
+            for token in logprobs
         ]
     )

@@ -1,4 +1,4 @@
-"""Errors in the shape of OpenAI's, {"error": {"message", "type", "param", "code"}}, under a status
+"""Errors in the format of OpenAI's, {"error": {"message", "type", "param", "code"}}, with a status
 that clients act on.
 
 https://platform.openai.com/docs/guides/error-codes
@@ -14,13 +14,15 @@ from starlette.responses import JSONResponse
 from shardwise.serve.engine_client import EngineDied, QueueFull
 from shardwise.serve.request import ContextLengthExceeded
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 WRONG_BODY = "the body must be a JSON object, sent with the header content-type: application/json"
 
 
-class Refused(Exception):
-    """A request that ends in an error. `code` is a word that programs can act on, `param` the field
-    at fault."""
+class ApiError(Exception):
+    """A request that ends in an error.
+
+    `code` is a word for programs, `param` the field of the request that is wrong.
+    """
 
     def __init__(
         self,
@@ -38,68 +40,62 @@ class Refused(Exception):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        default_type = "invalid_request_error" if self.status < 500 else "server_error"
         return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+            "error": {
+                "message": self.message,
+                "type": ERROR_TYPES.get(self.status, default_type),
+                "param": self.param,
+                "code": self.code,
+            }
         }
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
 
 
-def as_refused(error: Exception) -> Refused:
-    """The error that a client sees; what is not about its request is a 500 that tells nothing of
-    the inside."""
+def to_api_error(error: Exception) -> ApiError:
+    """Return the error that a client sees; an unexpected one becomes a 500 without details."""
     match error:
-        case Refused():
+        case ApiError():
             return error
         case RequestValidationError():
-            return from_validation(error)
+            return from_validation_error(error)
         case ContextLengthExceeded():
-            return Refused(400, str(error), "context_length_exceeded", error.param)
+            return ApiError(400, str(error), "context_length_exceeded", error.param)
         case ValueError():
-            return Refused(400, str(error), "invalid_value", first_word(str(error)))
+            return ApiError(400, str(error), "invalid_value", leading_field(str(error)))
         case QueueFull():
-            return Refused(
-                429, str(error), "queue_full", headers={"retry-after": str(error.retry_after_s)}
-            )
+            headers = {"retry-after": str(error.retry_after_s)}
+            return ApiError(429, str(error), "queue_full", headers=headers)
         case EngineDied():
-            return Refused(503, str(error), "engine_died")
+            return ApiError(503, str(error), "engine_died")
         case HTTPException():
-            code = {404: "not_found", 405: "method_not_allowed"}.get(
-                error.status_code, "invalid_request"
-            )
-            return Refused(error.status_code, error.detail, code, headers=error.headers)
-    return Refused(500, "the server failed on this request; its log says more", "internal_error")
+            codes = {404: "not_found", 405: "method_not_allowed"}
+            code = codes.get(error.status_code, "invalid_request")
+            return ApiError(error.status_code, error.detail, code, headers=error.headers)
+    return ApiError(500, "internal server error; see the server's log", "internal_error")
 
 
-def from_validation(error: RequestValidationError) -> Refused:
-    """The first thing that is wrong, by the name of its field: `messages.0.role: ...`."""
+def from_validation_error(error: RequestValidationError) -> ApiError:
+    """Return the first validation error, by the path of its field: `messages.0.role: ...`."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:]]  # the first is "body"
+    path = [str(part) for part in first["loc"][1:]]  # loc[0] is "body"
     if first["type"] == "json_invalid":
-        return Refused(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
-    if not place:
-        return Refused(400, WRONG_BODY, "invalid_body")
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
+    if not path:
+        return ApiError(400, WRONG_BODY, "invalid_body")
     cause = first.get("ctx", {}).get("error")
-    says = (
-        str(cause)
-        if isinstance(cause, ValueError)
-        else first["msg"].replace("Input should be", "must be")
-    )
-    return Refused(
-        400, f"{'.'.join(place)}: {says[:1].lower()}{says[1:]}", "invalid_type", place[0]
-    )
+    if isinstance(cause, ValueError):
+        reason = str(cause)
+    else:
+        reason = first["msg"].replace("Input should be", "must be")
+    message = f"{'.'.join(path)}: {reason[:1].lower()}{reason[1:]}"
+    return ApiError(400, message, "invalid_type", path[0])
 
 
-def first_word(sentence: str) -> str | None:
-    """The field that a sentence such as "temperature is -1, but ..." is about; None if it does not
-    begin with one."""
-    word, _, rest = sentence.partition(" ")
-    return (
-        word
-        if rest.startswith(("is ", "must ", "of ")) and word.isidentifier() and word.islower()
-        else None
-    )
+def leading_field(message: str) -> str | None:
+    """Return the field that a message such as "temperature is -1, but ..." begins with, or None."""
+    word, _, rest = message.partition(" ")
+    is_field = word.isidentifier() and word.islower()
+    return word if is_field and rest.startswith(("is ", "must ", "of ")) else None

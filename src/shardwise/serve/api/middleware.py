@@ -1,8 +1,7 @@
-"""The door of the server: every request gets an id, shows a key, and brings its body, none of them
-without limit.
+"""Middleware of the server: request ids, API keys, the limit of a body's size, and admission.
 
-ASGI middleware (https://asgi.readthedocs.io/en/latest/specs/www.html) around the whole application,
-so that no endpoint can be reached past it.
+It is ASGI middleware (https://asgi.readthedocs.io/en/latest/specs/www.html) around the whole
+application, so that every endpoint is behind it.
 """
 
 import asyncio
@@ -16,9 +15,9 @@ from contextlib import contextmanager, suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardwise.serve.api.errors import Refused, as_refused
+from shardwise.serve.api.errors import ApiError, to_api_error
 from shardwise.serve.api.metrics import Metrics
-from shardwise.serve.api.streaming import ClientLeft
+from shardwise.serve.api.streaming import ClientDisconnected
 
 OPEN_PATH = "/health"
 REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
@@ -26,53 +25,57 @@ RETRY_AFTER_S = 5
 LOG = logging.getLogger("shardwise.serve")
 
 
-class Gate:
-    """Counts the requests inside, and once it is shut lets no new one in."""
+class Admission:
+    """Counts the requests in flight; once closed, it admits no new ones."""
 
     def __init__(self) -> None:
-        self.is_shut = False
-        self.num_inside = 0
-        self.empty = asyncio.Event()
-        self.empty.set()
+        self.is_closed = False
+        self.num_in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @contextmanager
-    def passage(self) -> Iterator[None]:
-        if self.is_shut:
-            again = {"retry-after": str(RETRY_AFTER_S)}
-            raise Refused(
+    def admit(self) -> Iterator[None]:
+        """Count one request while the block runs. Raises a 503 if closed."""
+        if self.is_closed:
+            raise ApiError(
                 503,
-                "the server is shutting down and takes no new requests",
+                "the server is shutting down and accepts no new requests",
                 "draining",
-                headers=again,
+                headers={"retry-after": str(RETRY_AFTER_S)},
             )
-        self.num_inside += 1
-        self.empty.clear()
+        self.num_in_flight += 1
+        self.idle.clear()
         try:
             yield
         finally:
-            self.num_inside -= 1
-            if not self.num_inside:
-                self.empty.set()
+            self.num_in_flight -= 1
+            if not self.num_in_flight:
+                self.idle.set()
 
-    async def drain(self, limit_s: float) -> int:
-        """Shut it and wait until all are out, `limit_s` at most; how many are still inside then."""
-        self.is_shut = True
+    async def drain(self, timeout_s: float) -> int:
+        """Close, and wait for all requests; return how many are left after `timeout_s`."""
+        self.is_closed = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.empty.wait(), limit_s)
-        return self.num_inside
+            await asyncio.wait_for(self.idle.wait(), timeout_s)
+        return self.num_in_flight
 
 
-class Guard:
-    """Lets a request through to `app`, or answers it with an error; what `app` fails to catch ends
-    here too."""
+class RequestMiddleware:
+    """Passes a request on to `app`, or responds with an error, including those `app` raises."""
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], max_body_bytes: int, gate: Gate, metrics: Metrics
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        max_body_bytes: int,
+        admission: Admission,
+        metrics: Metrics,
     ) -> None:
         self.app = app
-        self.keys = keys
+        self.api_keys = api_keys
         self.max_body_bytes = max_body_bytes
-        self.gate = gate
+        self.admission = admission
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,64 +83,69 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        name = headers.get("x-request-id", "")
-        name = name if REQUEST_ID.fullmatch(name) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = name
-        has_begun = False
+        request_id = headers.get("x-request-id", "")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_started = False
 
-        async def send_named(message: Message) -> None:
-            nonlocal has_begun
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                has_begun = True
-                MutableHeaders(scope=message)["x-request-id"] = name
+                has_started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:
-            await self.pass_on(scope, headers, receive, send_named)
-        except ClientLeft:
-            self.metrics.errors.labels("client_left").inc()
+            await self.handle(scope, headers, receive, send_with_id)
+        except ClientDisconnected:
+            self.metrics.errors.labels("client_disconnected").inc()
         except Exception as error:
-            refused = as_refused(error)
-            self.metrics.errors.labels(refused.code).inc()
-            if refused.status == 500:
-                LOG.exception("request %s failed", name)
-            if has_begun:
+            api_error = to_api_error(error)
+            self.metrics.errors.labels(api_error.code).inc()
+            if api_error.status == 500:
+                LOG.exception("request %s failed", request_id)
+            if has_started:
                 raise
-            await refused.response()(scope, receive, send_named)
+            await api_error.response()(scope, receive, send_with_id)
 
-    async def pass_on(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        if self.keys and scope["path"] != OPEN_PATH:
-            self.check_key(headers.get("authorization", ""))
+    async def handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        """Authenticate the request, admit it and read its body, then pass it on."""
+        if self.api_keys and scope["path"] != OPEN_PATH:
+            self.check_api_key(headers.get("authorization", ""))
         if scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        with self.gate.passage():
+        with self.admission.admit():
             await self.app(scope, await self.read_body(headers, receive), send)
 
-    def check_key(self, authorization: str) -> None:
-        """The time that it takes says nothing about how much of a key was right, nor which."""
-        scheme, _, given = authorization.partition(" ")
-        right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
-        if scheme.lower() != "bearer" or not any(right):
-            says = "the API key is wrong" if given else "give an API key: Authorization: Bearer KEY"
-            raise Refused(401, says, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+    def check_api_key(self, authorization: str) -> None:
+        """Raise a 401 for a wrong key, in a time that depends neither on the key nor on which."""
+        scheme, _, key = authorization.partition(" ")
+        given = key.strip().encode()
+        matches = [hmac.compare_digest(given, each.encode()) for each in self.api_keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = (
+                "invalid API key" if key else "missing API key; send Authorization: Bearer KEY"
+            )
+            headers = {"www-authenticate": "Bearer"}
+            raise ApiError(401, message, "invalid_api_key", headers=headers)
 
     async def read_body(self, headers: Headers, receive: Receive) -> Receive:
-        """The whole body, as a `receive` that gives it at once; no more of it is held than the
-        limit."""
-        told = headers.get("content-length", "")
-        if told.isdigit() and int(told[:20]) > self.max_body_bytes:
+        """Read the whole body, up to the limit; return a `receive` that yields it at once."""
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             raise self.too_large()
         chunks = list[bytes]()
         size = 0
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientLeft
+                raise ClientDisconnected
             chunks.append(message.get("body", b""))
-            size = size + len(chunks[-1])
-            more = message.get("more_body", False)
+            size += len(chunks[-1])
+            has_more = message.get("more_body", False)
             if size > self.max_body_bytes:
                 raise self.too_large()
         body: list[Message] = [
@@ -149,9 +157,7 @@ class Guard:
 
         return replay
 
-    def too_large(self) -> Refused:
-        return Refused(
-            413,
-            f"the body is larger than {self.max_body_bytes} bytes, the most this server reads",
-            "too_large",
+    def too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body is larger than the limit of {self.max_body_bytes} bytes", "too_large"
         )

@@ -1,11 +1,11 @@
-"""What clients send, in OpenAI's fields and vLLM's additions, and how it becomes `SamplingParams`.
+"""Request bodies: OpenAI's fields and vLLM's additions, and their conversion to `SamplingParams`.
 
 https://platform.openai.com/docs/api-reference,
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 
-A field that is null counts as left out. A field that is not known is ignored, since clients of
-newer versions send some; one that is known and would change the answer, but cannot be obeyed, is
-refused. Types are strict: "1" is not 1.
+A field that is null counts as absent. Unknown fields are ignored, because newer clients send some;
+a known field that would change the completion, but is not supported, is refused. Types are strict:
+"1" is not 1.
 """
 
 import json
@@ -16,33 +16,33 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from shardwise.serve.request import GrammarKind, SamplingParams
 
-MAX_PROMPTS = 1024  # no more than an engine's queue holds
+MAX_PROMPTS = 1024  # the length of an engine's queue
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
-DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat goes on as long as there is room
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API; a chat has no default
+
+
+PROMPT_FORMS = "a text, a list of texts, a list of token ids or a list of such lists"
 
 
 def read_prompts(value: object) -> list[str | list[int]]:
-    """One text, one list of ids, or a list of either; in any case a list comes out."""
-    if isinstance(value, str) or is_ids(value):
+    """Return a list of prompts from one text, one list of token ids, or a list of either."""
+    if isinstance(value, str) or is_token_ids(value):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise ValueError(
-            "must be a text, a list of texts, a list of token ids or a list of such lists, and not empty"
-        )
+        raise ValueError(f"must be {PROMPT_FORMS}, and not empty")
     if len(value) > MAX_PROMPTS:
-        raise ValueError(f"has {len(value)} prompts, but one request may have {MAX_PROMPTS}")
-    if not all(isinstance(each, str) for each in value) and not all(is_ids(each) for each in value):
-        raise ValueError(
-            "must be a text, a list of texts, a list of token ids or a list of such lists, none empty"
-        )
+        raise ValueError(f"has {len(value)} prompts, but the limit is {MAX_PROMPTS}")
+    are_texts = all(isinstance(each, str) for each in value)
+    if not are_texts and not all(is_token_ids(each) for each in value):
+        raise ValueError(f"must be {PROMPT_FORMS}, none empty")
     if not all(value):
         raise ValueError("is empty; give it at least one token")
     return value
 
 
-def is_ids(value: object) -> bool:
+def is_token_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
@@ -60,7 +60,7 @@ def read_stop(value: object) -> list[str] | None:
 
 
 def read_content(value: object) -> str | None:
-    """A message's text: as it is, or in parts, which are joined by line ends."""
+    """Return the text of a message; its parts, if it has several, are joined by newlines."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
@@ -68,18 +68,18 @@ def read_content(value: object) -> str | None:
     for part in value:
         if part.get("type") != "text":
             raise ValueError(
-                f"has a part of type {part.get('type')!s:.40}, but this model reads only text"
+                f"has a part of type {part.get('type')!s:.40}, but this model takes only text"
             )
         if not isinstance(part.get("text"), str):
             raise ValueError("has a part of type text without a text")
     return "\n".join(part["text"] for part in value)
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
@@ -96,27 +96,27 @@ Stop = Annotated[
 Content = Annotated[
     str | None, PlainValidator(read_content, json_schema_input_type=str | list[TextPart] | None)
 ]
-Structure = tuple[GrammarKind, str]
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Grammar = tuple[GrammarKind, str]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
-class Body(Strict):
+class BaseRequest(StrictModel):
     model: str | None = None
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Strict):
-    """OpenAI's way to ask for JSON; `json_schema` is {"name": ..., "schema": {...}}."""
+class ResponseFormat(StrictModel):
+    """OpenAI's field for JSON output; `json_schema` is {"name": ..., "schema": {...}}."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
     @property
-    def structure(self) -> Structure | None:
+    def grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -129,32 +129,33 @@ class ResponseFormat(Strict):
         return "json_schema", json.dumps(schema)
 
 
-SAME_NAMES = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
-    "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs",
+SAMPLING_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "seed", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "prompt_logprobs",
 )  # fmt: skip
-"""Fields that are called the same in `SamplingParams`."""
+"""Fields that have the same name in `SamplingParams`."""
 
 
-class Generation(Body):
-    """What completions and chats have in common."""
+class GenerationRequest(BaseRequest):
+    """Fields that completions and chats share."""
 
     temperature: float | None = None
-    top_k: Whole | None = None
+    top_k: Int64 | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
-    seed: Whole | None = None
+    seed: Int64 | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: Whole | None = None
-    min_tokens: Whole | None = None
+    max_tokens: Int64 | None = None
+    min_tokens: Int64 | None = None
     stop: Stop = None
     stop_token_ids: list[int] | None = Field(default=None, fail_fast=True, max_length=1024)
     ignore_eos: bool | None = None
-    prompt_logprobs: Whole | None = None
+    prompt_logprobs: Int64 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -167,24 +168,25 @@ class Generation(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a chunk that tells the tokens used."""
+        """True if a stream ends with a chunk that reports the tokens used."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def structure(self) -> Structure | None:
-        """What the answer is held to: at most one of what OpenAI's and vLLM's fields ask for."""
-        form = None if self.response_format is None else self.response_format.structure
-        given = [
+    def grammar(self) -> Grammar | None:
+        """The grammar of the completion, which at most one of OpenAI's and vLLM's fields sets."""
+        grammar = None if self.response_format is None else self.response_format.grammar
+        fields = [
             ("json", self.guided_json),
             ("regex", self.guided_regex),
             *(self.structured_outputs or {}).items(),
         ]
-        asked = [(name, value) for name, value in given if value is not None]
-        if len(asked) + (form is not None) > 1:
+        given = [(name, value) for name, value in fields if value is not None]
+        if len(given) + (grammar is not None) > 1:
             raise ValueError(
-                "response_format, guided_json, guided_regex and structured_outputs must not come together"
+                "response_format, guided_json, guided_regex and structured_outputs must not be "
+                "combined"
             )
-        for name, value in asked:
+        for name, value in given:
             if name == "regex" and isinstance(value, str):
                 return "regex", value
             if name == "json" and isinstance(value, str | dict):
@@ -192,61 +194,60 @@ class Generation(Body):
             raise ValueError(
                 "structured_outputs must be a schema under json, or a text under regex"
             )
-        return form
+        return grammar
 
     def to_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises ValueError for values out of range and for fields that do not go together."""
+        """Raise ValueError for values out of range and for fields that conflict."""
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options must come with stream: true")
+            raise ValueError("stream_options must be combined with stream: true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs must not come with stream: true")
-        given = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
+            raise ValueError("prompt_logprobs must not be combined with stream: true")
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        given = {name: value for name, value in given.items() if value is not None}
         bias = {token_id(name): value for name, value in (self.logit_bias or {}).items()}
         return SamplingParams(
             **given,
             max_tokens=max_tokens,
             logprobs=logprobs,
             logit_bias=bias,
-            structure=self.structure,
+            structure=self.grammar,
         )
 
 
 def token_id(name: str) -> int:
     if not (name.isascii() and name.isdigit() and len(name) < 10):
-        raise ValueError(f"logit_bias must have token ids as its keys, and {name!r:.40} is none")
+        raise ValueError(f"logit_bias must have token ids as keys, not {name!r:.40}")
     return int(name)
 
 
-class CompletionRequest(Generation):
-    """`POST /v1/completions`: go on with a text."""
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`: continue a text."""
 
     prompt: Prompts
     echo: bool | None = None
-    logprobs: Whole | None = None
-    best_of: Whole | None = None
+    logprobs: Int64 | None = None
+    best_of: Int64 | None = None
     suffix: str | None = None
 
     def params(self) -> SamplingParams:
         if self.suffix:
-            raise ValueError("suffix is not supported: the model writes on, it does not fill in")
+            raise ValueError("suffix must be left out: fill-in-the-middle is not supported")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError(
-                f"best_of is {self.best_of}, but it must be n: all answers are returned"
+                f"best_of is {self.best_of}, but must equal n: all completions are returned"
             )
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError(
-                "max_tokens is 0, but it must be at least 1 unless the prompt is echoed"
-            )
+            raise ValueError("max_tokens is 0, but must be at least 1 unless echo is true")
         if self.echo and self.logprobs is not None and self.stream and (self.n or 1) > 1:
-            raise ValueError("n must be 1 where a prompt is echoed with logprobs in a stream")
-        max_tokens = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens or 1
+            raise ValueError("n must be 1 in a stream with echo and logprobs")
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens or 1
         params = self.to_params(max_tokens, self.logprobs)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             return replace(params, prompt_logprobs=self.logprobs)
         return params
 
 
-class Message(Strict):
+class Message(StrictModel):
     role: str
     content: Content = None
     name: str | None = None
@@ -254,7 +255,7 @@ class Message(Strict):
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it. OpenAI's newer name for the system is known to no template."""
+        """Return the message for chat templates, which do not know OpenAI's role `developer`."""
         message = self.model_dump(exclude_none=True)
         role = "system" if self.role == "developer" else self.role
         return {**message, "role": role, "content": self.content or ""}
@@ -263,13 +264,13 @@ class Message(Strict):
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
 
 
-class ChatRequest(Generation):
-    """`POST /v1/chat/completions`: answer the last of these messages."""
+class ChatRequest(GenerationRequest):
+    """`POST /v1/chat/completions`: answer a conversation."""
 
     messages: Messages
-    max_completion_tokens: Whole | None = None
+    max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
-    top_logprobs: Whole | None = None
+    top_logprobs: Int64 | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     tool_choice: Any = None
@@ -277,28 +278,26 @@ class ChatRequest(Generation):
 
     def params(self) -> SamplingParams:
         if (self.tools or self.functions) and self.tool_choice != "none":
-            raise ValueError(
-                "tools are not supported here: leave them out, or say tool_choice: none"
-            )
+            raise ValueError("tools are not supported: leave them out, or set tool_choice to none")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs must come with logprobs: true")
+            raise ValueError("top_logprobs must be combined with logprobs: true")
         max_tokens = (
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
         return self.to_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-class EmbeddingRequest(Body):
-    """`POST /v1/embeddings`: a text as a vector."""
+class EmbeddingRequest(BaseRequest):
+    """`POST /v1/embeddings`: embed texts as vectors."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Whole | None = None
+    dimensions: Int64 | None = None
     add_special_tokens: bool | None = None
 
 
-class TokenizeRequest(Body):
-    """`POST /tokenize`: the ids of a text, or of a conversation in the model's template."""
+class TokenizeRequest(BaseRequest):
+    """`POST /tokenize`: token ids of a text, or of a conversation in the model's chat template."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -307,7 +306,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Body):
-    """`POST /detokenize`: the text of ids."""
+class DetokenizeRequest(BaseRequest):
+    """`POST /detokenize`: text of token ids."""
 
-    tokens: Ids
+    tokens: TokenIds

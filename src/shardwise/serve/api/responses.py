@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects, and those of vLLM's fields that its users rely on.
+"""Response bodies: OpenAI's objects, with the fields of vLLM that its users rely on.
 
 https://platform.openai.com/docs/api-reference
 """
@@ -18,8 +18,8 @@ def now_s() -> int:
 
 
 PromptLogprobs = list[dict[int, dict[str, Any]] | None]
-"""vLLM's form: by token id, {"logprob", "rank", "decoded_token"}; None for the first token, which
-nothing precedes."""
+"""vLLM's format, per token: {"logprob", "rank", "decoded_token"} by token id; None for the first
+token, because nothing precedes it."""
 
 
 class CachedTokens(BaseModel):
@@ -34,7 +34,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """A list entry a token; `text_offset` is where it begins in the choice's text."""
+    """One list entry per token; `text_offset` is its offset in the text of the choice."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -87,7 +87,7 @@ class ChatChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class Chat(BaseModel):
+class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int = Field(default_factory=now_s)
@@ -152,20 +152,19 @@ class Models(BaseModel):
     data: list[Model]
 
 
-class Tokens(BaseModel):
+class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
 
 
-class Prompt(BaseModel):
+class DetokenizeResponse(BaseModel):
     prompt: str
 
 
 class TokenizerInfo(BaseModel):
-    """What clients need that write prompts themselves: special tokens as text, and the template of
-    conversations."""
+    """Special tokens as text and the chat template, for clients that write prompts themselves."""
 
     bos_token: str | None
     eos_token: str | None
@@ -181,5 +180,5 @@ class Error(BaseModel):
     code: str | None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     error: Error

@@ -1,8 +1,8 @@
-"""The HTTP server: which path leads where, and how it starts and stops.
+"""The HTTP server: its routes, and how it starts and stops.
 
-A request passes the guard (id, key, size), is checked against its form in `protocol`, becomes one
-or more `Request`s of the engine, and returns whole or as a stream of events. All of it ends at once
-when its client leaves.
+A request passes the middleware (id, API key, size), is validated against its body's type
+(`requests.py`), becomes one or more requests of the engine, and returns whole or as a stream of
+events. All of it ends when the client disconnects.
 """
 
 import array
@@ -28,10 +28,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from shardwise.formats.tokenizers.tokenizer import SPECIAL_NAMES
-from shardwise.serve.api import chat, completions
-from shardwise.serve.api.errors import Refused, as_refused
+from shardwise.serve.api.chat import chat_request, complete_chat, stream_chat
+from shardwise.serve.api.completions import complete, completion_requests, stream_completion
+from shardwise.serve.api.errors import ApiError, to_api_error
 from shardwise.serve.api.metrics import Metrics
-from shardwise.serve.api.middleware import Gate, Guard
+from shardwise.serve.api.middleware import Admission, RequestMiddleware
 from shardwise.serve.api.requests import (
     ChatRequest,
     CompletionRequest,
@@ -40,41 +41,42 @@ from shardwise.serve.api.requests import (
     TokenizeRequest,
 )
 from shardwise.serve.api.responses import (
-    Chat,
+    ChatCompletion,
     Completion,
+    DetokenizeResponse,
     Embedding,
     Embeddings,
     EmbeddingUsage,
-    ErrorAnswer,
+    ErrorResponse,
     Model,
     Models,
-    Prompt,
+    TokenizeResponse,
     TokenizerInfo,
-    Tokens,
 )
 from shardwise.serve.api.service import Service
-from shardwise.serve.api.streaming import EventStream, end, while_connected
+from shardwise.serve.api.streaming import EventStream, cancel_and_wait, while_connected
 from shardwise.serve.engine_client import EngineClient, EngineDied, QueueFull
 from shardwise.serve.request import check_ids
 from shardwise.serve.settings import ServerSettings
 
-READY_S = 10.0  # an engine answers between two steps, and a step of a large model takes its time
-KEEP_ALIVE_S = (
-    75  # longer than clients keep idle connections, so that none is closed under a new request
-)
+STATS_TIMEOUT_S = 10.0  # the engine replies between two steps, and those of large models are long
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close them first
 DRAIN_S = 15.0
-CUT_OFF_S = 1.0  # for those who are cut off to read that they are
+ABORT_S = 1.0  # time for the error to reach clients whose requests are cut off
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer},
-    "5XX": {"model": ErrorAnswer},
+    "4XX": {"model": ErrorResponse},
+    "5XX": {"model": ErrorResponse},
 }
+HANDLED_ERRORS = (
+    ApiError, ValueError, QueueFull, EngineDied, HTTPException, RequestValidationError,
+)  # fmt: skip
 
 
 def make_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
-    """The application around an engine, which is closed when the application ends."""
-    gate = Gate()
+    """Return the application around an engine, which it closes at its end."""
+    admission = Admission()
     metrics = Metrics()
-    metrics.inside.set_function(lambda: gate.num_inside)
+    metrics.in_flight.set_function(lambda: admission.num_in_flight)
     service = Service(engine, settings, metrics)
 
     @asynccontextmanager
@@ -83,23 +85,23 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         await engine.close()
 
     app = FastAPI(title="Shardwise", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.gate = gate
+    app.state.admission = admission
     app.state.engine = engine
     app.router.route_class = StrictRoute
-    for kind in (Refused, ValueError, QueueFull, EngineDied, HTTPException, RequestValidationError):
-        app.add_exception_handler(kind, error_handler(metrics))
+    for error_type in HANDLED_ERRORS:
+        app.add_exception_handler(error_type, error_handler(metrics))
     add_generation(app, service)
     add_embeddings(app, service)
-    add_tokens(app, service)
-    add_state(app, service, gate)
+    add_tokenization(app, service)
+    add_status(app, service, admission)
     app.add_middleware(
-        Guard,
-        keys=settings.api_keys,
+        RequestMiddleware,
+        api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
-        gate=gate,
+        admission=admission,
         metrics=metrics,
     )
-    if settings.cors_origins:  # around the guard: a browser's preflight carries no key
+    if settings.cors_origins:  # outermost: a browser's preflight request has no API key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -112,8 +114,7 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
 
 class StrictRequest(Request):
     async def json(self) -> Any:
-        """JSON as its standard has it: UTF-8 without NaN, lone surrogates, or nesting without
-        end."""
+        """Parse strict JSON: UTF-8, without NaN, lone surrogates or unlimited nesting."""
         try:
             return from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
@@ -121,6 +122,8 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
+    """A route whose body is strict JSON."""
+
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
 
@@ -131,97 +134,100 @@ class StrictRoute(APIRoute):
 
 
 def error_handler(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def answer_error(_: Request, error: Exception) -> Response:
-        refused = as_refused(error)
-        metrics.errors.labels(refused.code).inc()
-        return refused.response()
+    async def respond(_: Request, error: Exception) -> Response:
+        api_error = to_api_error(error)
+        metrics.errors.labels(api_error.code).inc()
+        return api_error.response()
 
-    return answer_error
+    return respond
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
-    def as_event(error: Exception) -> str:
-        refused = as_refused(error)
-        service.metrics.errors.labels(refused.code).inc()
-        return json.dumps(refused.body())
+    def error_event(error: Exception) -> str:
+        api_error = to_api_error(error)
+        service.metrics.errors.labels(api_error.code).inc()
+        return json.dumps(api_error.body())
 
     @app.post(
         "/v1/completions", response_model=None, responses={200: {"model": Completion}, **ERRORS}
     )
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        async def answer() -> Response:
-            requests = await completions.completion_requests(service, body)
+    async def post_completions(body: CompletionRequest, request: Request) -> Response:
+        async def respond() -> Response:
+            requests = await completion_requests(service, body)
             id = f"cmpl-{request.state.request_id}"
             if body.stream:
-                events = completions.stream_completion(service, body, requests, id)
-                return await EventStream.start(events, as_event)
-            return as_json(await completions.complete(service, body, requests, id))
+                events = stream_completion(service, body, requests, id)
+                return await EventStream.start(events, error_event)
+            return json_response(await complete(service, body, requests, id))
 
-        return await while_connected(request.receive, answer())
+        return await while_connected(request.receive, respond())
 
     @app.post(
-        "/v1/chat/completions", response_model=None, responses={200: {"model": Chat}, **ERRORS}
+        "/v1/chat/completions",
+        response_model=None,
+        responses={200: {"model": ChatCompletion}, **ERRORS},
     )
-    async def answer_chat(body: ChatRequest, request: Request) -> Response:
-        async def answer() -> Response:
-            chat_request = await chat.chat_request(service, body)
+    async def post_chat_completions(body: ChatRequest, request: Request) -> Response:
+        async def respond() -> Response:
+            engine_request = await chat_request(service, body)
             id = f"chatcmpl-{request.state.request_id}"
             if body.stream:
-                events = chat.stream_chat(service, body, chat_request, id)
-                return await EventStream.start(events, as_event)
-            return as_json(await chat.chat(service, body, chat_request, id))
+                events = stream_chat(service, body, engine_request, id)
+                return await EventStream.start(events, error_event)
+            return json_response(await complete_chat(service, body, engine_request, id))
 
-        return await while_connected(request.receive, answer())
+        return await while_connected(request.receive, respond())
 
 
 def add_embeddings(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS}
     )
-    async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        return as_json(await while_connected(request.receive, embeddings(service, body)))
+    async def post_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        return json_response(await while_connected(request.receive, embed(service, body)))
 
 
-async def embeddings(service: Service, body: EmbeddingRequest) -> Embeddings:
-    """A vector an input; https://platform.openai.com/docs/api-reference/embeddings"""
+async def embed(service: Service, body: EmbeddingRequest) -> Embeddings:
+    """Return one vector per input; https://platform.openai.com/docs/api-reference/embeddings"""
     name = service.model_name(body)
     if body.dimensions is not None:
-        raise ValueError("dimensions must be left out: vectors are as long as the model makes them")
+        raise ValueError("dimensions must be left out: vectors have the model's hidden size")
     special_tokens = body.add_special_tokens is not False
-    prompts = [
-        await service.prompt_tokens(prompt, special_tokens, "input") for prompt in body.input
-    ]
-    for tokens in prompts:
-        if len(tokens) > service.engine.max_len:
-            says = f"an input has {len(tokens)} tokens, but this server has room for {service.engine.max_len}; shorten it"
-            raise Refused(400, says, "context_length_exceeded", "input")
-    tasks = [asyncio.ensure_future(service.engine.embed(tokens)) for tokens in prompts]
+    inputs = [await service.prompt_tokens(each, special_tokens, "input") for each in body.input]
+    max_len = service.engine.max_len
+    for tokens in inputs:
+        if len(tokens) > max_len:
+            message = f"an input has {len(tokens)} tokens, but the limit is {max_len}; shorten it"
+            raise ApiError(400, message, "context_length_exceeded", "input")
+    tasks = [asyncio.ensure_future(service.engine.embed(tokens)) for tokens in inputs]
     try:
         vectors = await asyncio.gather(*tasks)
     finally:
-        await end(tasks)
+        await cancel_and_wait(tasks)
     in_base64 = body.encoding_format == "base64"
     data = [
-        Embedding(index=index, embedding=as_base64(vector) if in_base64 else vector)
+        Embedding(index=index, embedding=to_base64(vector) if in_base64 else vector)
         for index, vector in enumerate(vectors)
     ]
-    total = sum(map(len, prompts))
-    return Embeddings(
-        data=data, model=name, usage=EmbeddingUsage(prompt_tokens=total, total_tokens=total)
-    )
+    num_tokens = sum(map(len, inputs))
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return Embeddings(data=data, model=name, usage=usage)
 
 
-def as_base64(vector: list[float]) -> str:
+def to_base64(vector: list[float]) -> str:
+    """Encode little-endian fp32."""
     numbers = array.array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode()
 
 
-def add_tokens(app: FastAPI, service: Service) -> None:
-    """vLLM's paths between text and ids."""
+def add_tokenization(app: FastAPI, service: Service) -> None:
+    """Add vLLM's routes between text and token ids."""
 
-    @app.post("/tokenize", response_model=None, responses={200: {"model": Tokens}, **ERRORS})
+    @app.post(
+        "/tokenize", response_model=None, responses={200: {"model": TokenizeResponse}, **ERRORS}
+    )
     async def tokenize(body: TokenizeRequest) -> Response:
         service.model_name(body)
         if (body.prompt is None) == (body.messages is None):
@@ -230,34 +236,35 @@ def add_tokens(app: FastAPI, service: Service) -> None:
             tokens = await service.chat_tokens(body)
         else:
             tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
-        pieces = (
-            await asyncio.to_thread(service.token_texts, tokens) if body.return_token_strs else None
-        )
-        return as_json(
-            Tokens(
+        texts = None
+        if body.return_token_strs:
+            texts = await asyncio.to_thread(service.token_texts, tokens)
+        return json_response(
+            TokenizeResponse(
                 count=len(tokens),
                 max_model_len=service.engine.max_len,
                 tokens=tokens,
-                token_strs=pieces,
+                token_strs=texts,
             )
         )
 
-    @app.post("/detokenize", response_model=None, responses={200: {"model": Prompt}, **ERRORS})
+    @app.post(
+        "/detokenize", response_model=None, responses={200: {"model": DetokenizeResponse}, **ERRORS}
+    )
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.model_name(body)
         check_ids("tokens", body.tokens, service.engine.vocab_size)
-        return as_json(
-            Prompt(prompt=await asyncio.to_thread(service.tokenizer.decode, body.tokens, False))
-        )
+        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)
+        return json_response(DetokenizeResponse(prompt=text))
 
     @app.get("/tokenizer_info", responses=ERRORS)
     async def tokenizer_info() -> TokenizerInfo:
-        """By this lm-eval finds out that the server cuts texts for it."""
+        """Describe the tokenizer; lm-eval probes this route to learn that the server tokenizes."""
         special = {name: service.tokenizer.special.get(name) for name in SPECIAL_NAMES}
         return TokenizerInfo(**special, chat_template=service.tokenizer.chat_template)
 
 
-def add_state(app: FastAPI, service: Service, gate: Gate) -> None:
+def add_status(app: FastAPI, service: Service, admission: Admission) -> None:
     created = int(time.time())
 
     def describe(name: str) -> Model:
@@ -269,36 +276,32 @@ def add_state(app: FastAPI, service: Service, gate: Gate) -> None:
 
     @app.get("/v1/models/{name:path}", responses=ERRORS)
     async def describe_model(name: str) -> Model:
-        return describe(service.known_name(name))
+        return describe(service.check_model_name(name))
 
     @app.get("/health", responses=ERRORS)
     async def health() -> dict[str, str]:
-        """The server answers, or will again by itself: also while it drains, and while its engine
-        is started again."""
+        """Liveness: 200 also while the server drains and while its engine restarts."""
         if service.engine.is_lost:
-            raise Refused(
-                503, "the engine has ended for good; start the server again", "engine_died"
-            )
+            raise ApiError(503, "the engine has ended for good; restart the server", "engine_died")
         return {"status": "ok"}
 
     @app.get("/ready", responses=ERRORS)
     async def ready() -> dict[str, str]:
-        """The engine answers, and requests are taken."""
-        if gate.is_shut:
-            raise Refused(503, "the server is shutting down", "draining")
+        """Readiness: 200 if the engine replies and requests are admitted."""
+        if admission.is_closed:
+            raise ApiError(503, "the server is shutting down", "draining")
         try:
-            async with asyncio.timeout(READY_S):
+            async with asyncio.timeout(STATS_TIMEOUT_S):
                 await service.engine.stats()
         except TimeoutError:
-            raise Refused(
-                503, f"the engine has not answered for {READY_S:g} s", "not_ready"
-            ) from None
+            message = f"the engine has not replied for {STATS_TIMEOUT_S:g} s"
+            raise ApiError(503, message, "not_ready") from None
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         try:
-            async with asyncio.timeout(READY_S):
+            async with asyncio.timeout(STATS_TIMEOUT_S):
                 stats = await service.engine.stats()
         except (EngineDied, TimeoutError):
             stats = None
@@ -307,13 +310,15 @@ def add_state(app: FastAPI, service: Service, gate: Gate) -> None:
         )
 
 
-def as_json(answer: BaseModel) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")
+def json_response(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address, so that a port in use is known before a model is loaded; nobody can connect
-    yet."""
+    """Bind an address before a model is loaded, so that a port in use fails at once.
+
+    Nobody can connect yet. Raises ValueError if the address cannot be bound.
+    """
     try:
         if not 0 <= port < 2**16:
             raise OSError(f"ports are from 0 to {2**16 - 1}")
@@ -326,22 +331,27 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"cannot listen on {host}, port {port}: {reason}; --port 0 takes any free port"
+            f"cannot listen on {host}, port {port}: {reason}; --port 0 picks a free port"
         ) from None
     return listener
 
 
-class Starts(EngineClient, Protocol):
-    """An engine that is not there yet."""
+class StartableEngine(EngineClient, Protocol):
+    """An engine that has to be started."""
 
     async def start(self) -> None: ...
 
 
 def serve_forever(
-    engine: Starts, settings: ServerSettings, listener: socket.socket, drain_s: float = DRAIN_S
+    engine: StartableEngine,
+    settings: ServerSettings,
+    listener: socket.socket,
+    drain_s: float = DRAIN_S,
 ) -> int:
-    """Start the engine, then answer requests until SIGTERM or SIGINT, then let those inside end.
-    How many were cut off after `drain_s`. Raises what the engine's start raises."""
+    """Start the engine and serve until SIGTERM or SIGINT, then let running requests finish.
+
+    Returns how many requests were cut off after `drain_s`. Raises what the engine's start raises.
+    """
 
     async def serve() -> int:
         await engine.start()
@@ -353,10 +363,10 @@ def serve_forever(
 
 
 class Server(uvicorn.Server):
-    """uvicorn that says when it is ready, and that on a signal first answers new requests with 503
-    and ends the others.
+    """A uvicorn server that prints when it is ready, and that drains on a signal: it refuses new
+    requests with 503 until the running ones have finished.
 
-    (Its own way closes the socket first, and clients of a load balancer see refused connections.)
+    (uvicorn closes the socket first, and clients of a load balancer see refused connections.)
     """
 
     def __init__(self, app: FastAPI, drain_s: float = DRAIN_S) -> None:
@@ -371,7 +381,7 @@ class Server(uvicorn.Server):
                 server_header=False,
             )
         )
-        self.gate: Gate = app.state.gate
+        self.admission: Admission = app.state.admission
         self.engine: EngineClient = app.state.engine
         self.drain_s = drain_s
         self.draining: asyncio.Task[None] | None = None
@@ -381,11 +391,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             host, port = listener.getsockname()[:2]
-            print(
-                f"shardwise: ready at http://{f'[{host}]' if ':' in host else host}:{port}",
-                file=sys.stderr,
-                flush=True,
-            )
+            address = f"[{host}]" if ":" in host else host
+            print_log(f"ready at http://{address}:{port}")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -403,21 +410,27 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """End in good order; asked a second time, at once."""
+        """Drain; at the second call, stop draining and cut off what runs."""
         if self.draining is None:
             self.draining = asyncio.ensure_future(self.drain())
         else:
             self.draining.cancel()
 
     async def drain(self) -> None:
-        if self.gate.num_inside:
-            says = f"stopping; the {self.gate.num_inside} requests inside have {self.drain_s:g} s to end"
-            print(f"shardwise: {says}", file=sys.stderr, flush=True)
+        if self.admission.num_in_flight:
+            print_log(
+                f"shutting down; {self.admission.num_in_flight} running requests have "
+                f"{self.drain_s:g} s to finish"
+            )
         try:
-            await self.gate.drain(self.drain_s)
+            await self.admission.drain(self.drain_s)
         finally:
-            self.num_cut_off = self.gate.num_inside
-            if self.num_cut_off:  # who is still inside is told so by the engine's end
+            self.num_cut_off = self.admission.num_in_flight
+            if self.num_cut_off:  # closing the engine ends their requests with an error
                 await self.engine.close()
-                await self.gate.drain(CUT_OFF_S)
+                await self.admission.drain(ABORT_S)
             self.should_exit = True
+
+
+def print_log(text: str) -> None:
+    print(f"shardwise: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,4 @@
-"""What all endpoints need: the engine, behind the checks that a prompt has to pass, and with its
-times taken."""
+"""What all endpoints share: the engine behind the checks of a request, with latencies measured."""
 
 import asyncio
 import time
@@ -8,9 +7,14 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from shardwise.serve.api.errors import Refused
+from shardwise.serve.api.errors import ApiError
 from shardwise.serve.api.metrics import Metrics
-from shardwise.serve.api.requests import Body, ChatRequest, Generation, TokenizeRequest
+from shardwise.serve.api.requests import (
+    BaseRequest,
+    ChatRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from shardwise.serve.api.responses import CachedTokens, Usage
 from shardwise.serve.api.streaming import merge
 from shardwise.serve.engine_client import EngineClient
@@ -27,7 +31,7 @@ from shardwise.serve.settings import ServerSettings
 
 
 class Service:
-    """The engine as endpoints see it."""
+    """The engine as endpoints use it."""
 
     def __init__(self, engine: EngineClient, settings: ServerSettings, metrics: Metrics) -> None:
         self.engine = engine
@@ -35,86 +39,82 @@ class Service:
         self.metrics = metrics
         self.tokenizer = engine.tokenizer
 
-    def model_name(self, body: Body) -> str:
-        """The name under which the request knows the model: the first, if it says none."""
-        return self.settings.model_names[0] if body.model is None else self.known_name(body.model)
+    def model_name(self, body: BaseRequest) -> str:
+        """Return the model's name in the request, by default the server's first. Raises a 404."""
+        if body.model is None:
+            return self.settings.model_names[0]
+        return self.check_model_name(body.model)
 
-    def known_name(self, name: str) -> str:
+    def check_model_name(self, name: str) -> str:
         names = self.settings.model_names
         if name not in names:
-            says = f"there is no model {name!r:.200} here, but {' and '.join(names)}"
-            raise Refused(404, says, "model_not_found", "model")
+            message = f"unknown model {name!r:.200}; this server has {' and '.join(names)}"
+            raise ApiError(404, message, "model_not_found", "model")
         return name
 
     async def prompt_tokens(
-        self, prompt: str | list[int], special_tokens: bool, name: str = "prompt"
+        self, prompt: str | list[int], special_tokens: bool, field: str = "prompt"
     ) -> list[int]:
-        """The ids of a prompt to be run, the field `name`: not empty, none outside the
-        vocabulary."""
+        """Return the token ids of a prompt. Raises ValueError if it is empty or an id is unknown.
+
+        `field` is the name of the prompt in the request.
+        """
         tokens = await self.encode(prompt, special_tokens) if isinstance(prompt, str) else prompt
-        check_ids(name, tokens, self.engine.vocab_size)
+        check_ids(field, tokens, self.engine.vocab_size)
         if not tokens:
-            raise ValueError(f"{name} is empty; give it at least one token")
+            raise ValueError(f"{field} is empty; give it at least one token")
         return tokens
 
     async def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """On another thread: a long text takes a second, in which other requests go on."""
+        """Tokenize in another thread: a long text takes a second, which must not block others."""
         return await asyncio.to_thread(self.tokenizer.encode, text, special_tokens)
 
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """The ids of a conversation, in the template of the model."""
+        """Return the token ids of a conversation in the model's chat template."""
         messages = [message.for_template() for message in body.messages or ()]
         text = await asyncio.to_thread(
             self.tokenizer.chat, messages, body.add_generation_prompt is not False
         )
         return await self.prompt_tokens(text, bool(body.add_special_tokens))
 
-    def request(self, tokens: list[int], params: SamplingParams, body: Generation) -> Request:
-        """Return the engine's request. Raises ValueError if prompt and completion are too long."""
-        if body.max_tokens is None and params.max_tokens is not None:  # our default: what fits
+    def make_request(
+        self, tokens: list[int], params: SamplingParams, body: GenerationRequest
+    ) -> Request:
+        """Return the engine's request. Raises ContextLengthExceeded, with what would work."""
+        if body.max_tokens is None and params.max_tokens is not None:  # the default: what fits
             num_left = self.engine.max_len - len(tokens)
             params = replace(params, max_tokens=max(1, min(params.max_tokens, num_left)))
         check_length(len(tokens), params.max_tokens, self.engine.max_len)
         return Request(tuple(tokens), params, body.priority or 0, body.cache_salt or "")
 
     async def deltas(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (number of the request, delta of one of its completions), as they come."""
-        began_s = time.perf_counter()
-        sources = [self.timed(request, began_s) for request in requests]
+        """Yield (index of the request, delta of one of its completions) as they arrive."""
+        start_s = time.perf_counter()
+        sources = [self.timed_deltas(request, start_s) for request in requests]
         async with aclosing(merge(sources)) as deltas:
-            async for number, delta in deltas:
-                yield number, delta
-        self.metrics.request_s.observe(time.perf_counter() - began_s)
+            async for index, delta in deltas:
+                yield index, delta
+        self.metrics.request_s.observe(time.perf_counter() - start_s)
 
-    async def timed(self, request: Request, began_s: float) -> AsyncGenerator[Delta, None]:
+    async def timed_deltas(self, request: Request, start_s: float) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of one request, observe latencies, and raise if it failed."""
         last_s: dict[int, float] = {}
         async with aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 now_s = time.perf_counter()
                 if delta.tokens and not last_s:
-                    self.metrics.first_token_s.observe(now_s - began_s)
+                    self.metrics.first_token_s.observe(now_s - start_s)
                 if delta.tokens:
                     if delta.index in last_s:
                         self.metrics.between_tokens_s.observe(now_s - last_s[delta.index])
                     last_s[delta.index] = now_s
                 if delta.finish_reason is not None:
-                    self.metrics.finished.labels(delta.finish_reason).inc()
-                if delta.finish_reason == "error":
-                    raise Refused(
-                        500,
-                        "the model failed on this request; others are not affected",
-                        "model_failed",
-                    )
-                if delta.finish_reason == "abort":
-                    raise Refused(
-                        503,
-                        "the server ended this request before its answer was complete",
-                        "aborted",
-                    )
+                    self.metrics.completions.labels(delta.finish_reason).inc()
+                check_not_failed(delta)
                 yield delta
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token stands for, which may be a part of a character."""
+        """Return the bytes of a token, which may be a part of a character."""
         if self.tokenizer.is_byte_level:
             return self.tokenizer.token_bytes(id)
         token = self.tokenizer.backend.id_to_token(id) or ""
@@ -126,8 +126,7 @@ class Service:
         return [self.token_text(id) for id in ids]
 
     def token_text(self, id: int) -> str:
-        """A token as log-probabilities name it: its text, or OpenAI's `bytes:\\xe2\\x80` for a part
-        of a character."""
+        """Return the text of a token, or OpenAI's `bytes:\\xe2\\x80` for a part of a character."""
         raw = self.token_bytes(id)
         try:
             return raw.decode()
@@ -135,35 +134,48 @@ class Service:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def prompt_logprobs(
-    service: Service, scores: Sequence[Logprob]
+def check_not_failed(delta: Delta) -> None:
+    """Raise a 500 for a request that failed in the model, a 503 for one that was ended early."""
+    if delta.finish_reason == "error":
+        raise ApiError(
+            500, "the model failed on this request; others are not affected", "model_failed"
+        )
+    if delta.finish_reason == "abort":
+        raise ApiError(503, "the server ended this request before it was complete", "aborted")
+
+
+def count_usage(outputs: Sequence[RequestOutput]) -> Usage:
+    """Return the tokens used by the requests of one HTTP request."""
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    completion_tokens = sum(
+        len(completion.token_ids) for output in outputs for completion in output.outputs
+    )
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=CachedTokens(
+            cached_tokens=sum(output.num_cached_tokens for output in outputs)
+        ),
+    )
+
+
+def format_prompt_logprobs(
+    service: Service, logprobs: Sequence[Logprob]
 ) -> list[dict[int, dict[str, Any]] | None]:
-    """vLLM's form of the prompt's log-probabilities; the first token has none."""
-    found: list[dict[int, dict[str, Any]] | None] = [None]
-    for score in scores:
-        ranks = {id: rank for rank, (id, _) in enumerate(score.top, 1)}
-        entries = {**dict(score.top), score.id: score.logprob}
-        found.append(
+    """Return log-probabilities of a prompt in vLLM's format; the first token has none."""
+    formatted: list[dict[int, dict[str, Any]] | None] = [None]
+    for token in logprobs:
+        ranks = {id: rank for rank, (id, _) in enumerate(token.top, 1)}
+        entries = {**dict(token.top), token.id: token.logprob}
+        formatted.append(
             {
                 id: {
-                    "logprob": value,
+                    "logprob": logprob,
                     "rank": ranks.get(id),
                     "decoded_token": service.token_text(id),
                 }
-                for id, value in entries.items()
+                for id, logprob in entries.items()
             }
         )
-    return found
-
-
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Return the tokens that one HTTP request has used so far."""
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_new = sum(len(each.token_ids) for output in outputs for each in output.outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_new,
-        total_tokens=num_prompt + num_new,
-        prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
-    )
+    return formatted

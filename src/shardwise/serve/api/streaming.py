@@ -1,8 +1,7 @@
-"""Answers that take a while: work that ends when its client leaves, several streams as one, and
+"""Long responses: work that ends when its client disconnects, several streams merged into one, and
 server-sent events.
 
-Whatever is started here is awaited here: when a function returns, raises or is cancelled, no task
-of it is left.
+Every task that a function here starts has ended when the function returns, raises or is cancelled.
 """
 
 import asyncio
@@ -16,78 +15,78 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 
-class ClientLeft(Exception):
-    """The client has closed its connection: there is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client has closed its connection; nobody reads a response."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; when the client leaves before, the work is cancelled at once and
-    ClientLeft raised.
+    """Return the result of `work`, which is cancelled if the client disconnects first.
 
-    `receive` is that of a request whose body has been read, so that a disconnect is all that can
-    still come.
+    `receive` is that of a request whose body has been read: only a disconnect can follow. Raises
+    ClientDisconnected.
     """
     worker = asyncio.create_task(work)
-    watcher = asyncio.create_task(disconnect(receive))
+    watcher = asyncio.create_task(wait_for_disconnect(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
-            raise ClientLeft
+            raise ClientDisconnected
         return worker.result()
     finally:
-        await end((worker, watcher))
+        await cancel_and_wait((worker, watcher))
 
 
-async def disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs, and wait until it has cleaned up."""
+async def cancel_and_wait(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks that still run, and wait until they have cleaned up."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """(number of its source, item), as they come; the first error ends all.
+    """Yield (index of the source, item) as items arrive; the first error ends all sources.
 
-    Nothing is read ahead beyond one item a source, so that a slow reader slows its sources and
+    At most one item per source is read ahead, so that a slow reader slows its sources down and
     fills no memory.
     """
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:
-            async for only in source:
-                yield 0, only
+            async for item in source:
+                yield 0, item
         return
     ready: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=len(sources))
     tasks = [
-        asyncio.create_task(pour(number, source, ready)) for number, source in enumerate(sources)
+        asyncio.create_task(enqueue(index, source, ready)) for index, source in enumerate(sources)
     ]
     try:
         num_open = len(sources)
         while num_open:
-            item = await ready.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
+            entry = await ready.get()
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is None:
                 num_open -= 1
             else:
-                yield item
+                yield entry
     finally:
-        await end(tasks)
+        await cancel_and_wait(tasks)
 
 
-async def pour(
-    number: int,
+async def enqueue(
+    index: int,
     source: AsyncGenerator[T, None],
     ready: asyncio.Queue[tuple[int, T] | Exception | None],
 ) -> None:
+    """Put (index, item) of a source on the queue, and at its end None or the error."""
     try:
         async with aclosing(source):
             async for item in source:
-                await ready.put((number, item))
+                await ready.put((index, item))
         await ready.put(None)
     except Exception as error:
         await ready.put(error)
@@ -96,29 +95,28 @@ async def pour(
 class EventStream(Response):
     """Server-sent events, each a JSON text, and [DONE] at the end.
 
-    An event is made when the one before it has gone out: writing waits while the client does not
-    read. An error on the way is the last event.
+    The next event is generated once the last has been sent: sending waits while the client does not
+    read. An error is sent as the last event.
     https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: str, rest: AsyncGenerator[str, None], as_event: Callable[[Exception], str]
+        self, first: str, rest: AsyncGenerator[str, None], error_event: Callable[[Exception], str]
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.first = first
         self.rest = rest
-        self.as_event = as_event
+        self.error_event = error_event
 
     @classmethod
     async def start(
-        cls, events: AsyncGenerator[str, None], as_event: Callable[[Exception], str]
+        cls, events: AsyncGenerator[str, None], error_event: Callable[[Exception], str]
     ) -> "EventStream":
-        """Waits for the first event, so that what fails before it is still an answer with a status
-        of its own."""
-        return cls(await anext(events), events, as_event)
+        """Wait for the first event, so that an error before it still has a status of its own."""
+        return cls(await anext(events), events, error_event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.rest):
@@ -133,7 +131,7 @@ class EventStream(Response):
             async for event in self.rest:
                 await self.send_event(send, event)
         except Exception as error:
-            await self.send_event(send, self.as_event(error))
+            await self.send_event(send, self.error_event(error))
         await self.send_event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
