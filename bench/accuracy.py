@@ -35,7 +35,7 @@ from shardwise.measure.perplexity import (
     ROWS,
     ReferenceComparison,
     RowLogits,
-    compare_logits,
+    compare_predictions,
     compare_with_reference,
     row_logits,
 )
@@ -155,7 +155,9 @@ def measure_cache(task: Task) -> Iterator[Row]:
         plain = partial(row_logits, task.model)
         ids = torch.tensor(task.held_out)
         served = over_pages(task.model, task.context, REFERENCE, kv_dtype)
-        yield Row(f"KV {kv_dtype}", None, bits, compare_logits(served, plain, ids, task.context))
+        yield Row(
+            f"KV {kv_dtype}", None, bits, compare_predictions(served, plain, ids, task.context)
+        )
 
 
 def measure_served(task: Task, path: Path) -> Iterator[Row]:
@@ -170,7 +172,10 @@ def measure_served(task: Task, path: Path) -> Iterator[Row]:
         served = over_pages(model, task.context, kernels, "auto")
         name = f"{quant or 'dequantized'}, bf16, {kernels.name} kernels"
         yield Row(
-            name, None, 5.0 if quant else 16.0, compare_logits(served, plain, ids, task.context)
+            name,
+            None,
+            5.0 if quant else 16.0,
+            compare_predictions(served, plain, ids, task.context),
         )
 
 

@@ -293,7 +293,10 @@ def test_stages_of_a_v_are_distinguishable() -> None:
             "zb-auto, files ending with .csv, and runs",
         ),
         ([], "required: NAME"),
-        (["1f1b"], "1f1b needs --stages and --microbatches, for example --stages 4 --microbatches 8"),
+        (
+            ["1f1b"],
+            "1f1b needs --stages and --microbatches, for example --stages 4 --microbatches 8",
+        ),
         (["1f1b", "--stages", "4"], "1f1b needs --stages and --microbatches"),
         (["1f1b", "--stages", "four", "--microbatches", "8"], "invalid int value: 'four'"),
         (["1f1b", "--stages", "-4", "--microbatches", "8"], "stages must be at least 1, not -4"),

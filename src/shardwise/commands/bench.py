@@ -6,10 +6,9 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.bench_rows import print_rows, rows_json
 from shardwise.commands.bench_serve import add_bench_serve
 from shardwise.commands.flags import add_flags, given_values
-from shardwise.commands.terminal import log
+from shardwise.commands.terminal import log, print_rows, rows_json
 from shardwise.layout import Layout
 from shardwise.measure.rows import Row, ratios_to_first
 from shardwise.measure.workload import StepSizes

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.bench_rows import print_rows
 from shardwise.commands.flags import add_flags, documented_fields, flag_of, given_values
-from shardwise.commands.terminal import log, progress_bar
+from shardwise.commands.terminal import log, print_rows, progress_bar
 from shardwise.measure.rows import Row, ratios_to_first
 from shardwise.measure.workload import LatencyLimits, Load, RequestSizes
 from shardwise.serve.settings import EngineSettings, check_model

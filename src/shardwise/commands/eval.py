@@ -67,10 +67,10 @@ def run_perplexity(args: argparse.Namespace) -> int:
     from shardwise.parallel.launch import device_of
     from shardwise.serve.generate import load_model
 
-    check_positive(args, ["context", "stride"])
+    check_at_least_one(args, ["context", "stride"])
     path = model_path(find_model(args.model))
     settings = EngineSettings(path, **given_values(args, EngineSettings))
-    text = read_text(Path(args.data))
+    text = read_utf8(Path(args.data))
     with progress_bar() as advance:
         model = load_model(path, DTYPES[settings.dtype], device_of(0, 1), settings.quant)
         tokens = model.tokenizer.encode(text, special_tokens=True)
@@ -94,10 +94,10 @@ def run_logprobs(args: argparse.Namespace) -> int:
     from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
     from shardwise.measure.perplexity import compare_trainer_with_server
 
-    check_positive(args, ["context"])
+    check_at_least_one(args, ["context"])
     path = model_path(find_model(args.model))
     settings = EngineSettings(path, **given_values(args, EngineSettings))
-    text = read_text(Path(args.data))
+    text = read_utf8(Path(args.data))
     with progress_bar() as advance:
         tokens = load_tokenizer(path).encode(text, special_tokens=True)
         result = compare_trainer_with_server(
@@ -113,7 +113,7 @@ def run_logprobs(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_positive(args: argparse.Namespace, names: list[str]) -> None:
+def check_at_least_one(args: argparse.Namespace, names: list[str]) -> None:
     """Raise ValueError if one of these flags was given and is below 1."""
     for name in names:
         value = getattr(args, name)
@@ -121,7 +121,7 @@ def check_positive(args: argparse.Namespace, names: list[str]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
 
 
-def read_text(path: Path) -> str:
+def read_utf8(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

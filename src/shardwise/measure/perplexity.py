@@ -148,11 +148,13 @@ def compare_with_reference(
 ) -> ReferenceComparison:
     """Compare a quantized model with the model that it was made from."""
     ids = torch.tensor(tokens, device=model.device)
-    return compare_logits(partial(row_logits, model), partial(row_logits, reference), ids, context)
+    return compare_predictions(
+        partial(row_logits, model), partial(row_logits, reference), ids, context
+    )
 
 
 @torch.inference_mode()
-def compare_logits(
+def compare_predictions(
     logits: RowLogits, reference_logits: RowLogits, tokens: Tensor, context: int
 ) -> ReferenceComparison:
     """Compare predictions q with those of a reference p, in windows without overlap.
