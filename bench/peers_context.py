@@ -1,10 +1,9 @@
-"""PyTorch's own `context_parallel`, on CPUs.
+"""PyTorch's `context_parallel` on CPUs.
 
-In torch 2.13 it knows the attention operations of GPUs alone and stops at that of CPUs ("Operator
-aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy
-registered"). What is missing is which operation to call: its ring, forward and backward, its
-balanced halves and its merge take any. So this puts the CPU's into its table; all else is
-PyTorch's.
+In torch 2.13 it supports only the attention operations of GPUs, and fails on that of CPUs
+("Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding
+strategy registered"). Only the table of operations lacks an entry: the ring, its load balancing and
+its merge work with any. This file adds the entry for CPUs; all else is PyTorch's.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +19,7 @@ ring: Any = _attention
 FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 SEQUENCE = 2
-"""The dimension of q, k, v [B, H, T, C] that is cut."""
+"""The dimension of q, k, v [B, H, T, C] that is sharded."""
 
 
 def know_cpus() -> None:
@@ -29,7 +28,7 @@ def know_cpus() -> None:
 
 
 def attend(op: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    """Of (q, k, v, dropout, is_causal) the output and the log-sum-exp."""
+    """Return output and log-sum-exp of (q, k, v, dropout, is_causal)."""
     q, k, v, _, is_causal = args
     assert kwargs.get("attn_mask") is None
     found = ring._templated_ring_attention(
@@ -46,7 +45,10 @@ def attend(op: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 def attend_backward(
     op: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[DTensor, ...]:
-    """Of (gradient, q, k, v, output, log-sum-exp, dropout, is_causal) the gradients of q, k, v."""
+    """Return the gradients of q, k, v.
+
+    `args` are (gradient, q, k, v, output, log-sum-exp, dropout, is_causal).
+    """
     *tensors, _, is_causal = args
     mesh = tensors[0].device_mesh
     grad, *others = local(tensors)
@@ -73,7 +75,7 @@ def backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, ...]:
-    """The CPU's, by the names that the ring calls it with."""
+    """Call the operation for CPUs, with the argument names of the ring."""
     grads: tuple[Tensor, ...] = BACKWARD(
         grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale
     )

@@ -1,9 +1,9 @@
-"""PyTorch's own pipeline parallel on transformers' Llama: `torch.distributed.pipelining`, with
-stages built by hand as torchtitan has them, and the schedules that it comes with.
+"""PyTorch's pipeline parallelism on the Llama of transformers: `torch.distributed.pipelining` with
+its schedules, and stages built by hand as in torchtitan.
 
-Two things it leaves to its user. A tied embedding is on two ranks, so its gradient is summed over
-the first and the last. And weights are bf16 with fp32 masters kept here, since under autocast every
-micro-batch casts weights and their gradients again, and fp32 is sent.
+Two things are left to its user. A tied embedding is on two ranks, so its gradient is summed over
+the first and the last. Weights are bf16 with fp32 master weights, because under autocast every
+micro-batch casts weights and gradients again, and fp32 is sent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a model and its batch are cut: the number of blocks of each stage in order, stage s on
-    rank s % p, and the number of micro-batches."""
+class PipelineSizes:
+    """Blocks of each stage in order, with stage s on rank s % p, and the number of
+    micro-batches."""
 
     blocks: Sequence[int]
     microbatches: int
@@ -44,8 +44,8 @@ class Cut:
         ]
 
 
-class Part(nn.Module):
-    """Blocks in a row. The first part has the embedding too, the last the norm and the head."""
+class StageModule(nn.Module):
+    """Consecutive blocks; the first stage also has the embedding, the last norm and head."""
 
     def __init__(self, model: "LlamaForCausalLM", blocks: range, first: bool, last: bool) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class Part(nn.Module):
         self.norm_and_head = nn.Sequential(model.model.norm, model.lm_head) if last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids [B, T] or what the part before gave [B, T, D] -> the same for the next, or logits [B,
-        T, V]."""
+        """Map ids [B, T] or the output of the stage before [B, T, D] to an output, or to logits
+        [B, T, V] in the last stage."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
         if self.embed is not None:
             x = self.embed(x)
@@ -72,17 +72,17 @@ SCHEDULES: dict[str, type] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zb1p": ScheduleInterleavedZeroBubble,
 }
-"""The last, with one stage a rank, is the ZB-H1 of Qi et al. (2023)."""
+"""The last, with one stage per rank, is ZB-H1 of Qi et al. (2023)."""
 
 
 class Pipeline:
-    """Training steps of this rank's stages, and of what PyTorch leaves to its user."""
+    """Training steps of this rank's stages, with what PyTorch leaves to its user."""
 
     def __init__(
         self,
         model: "LlamaForCausalLM",
         schedule: str,
-        cut: Cut,
+        cut: PipelineSizes,
         lr: float,
         max_norm: float,
         dtype: torch.dtype = torch.bfloat16,
@@ -91,7 +91,7 @@ class Pipeline:
         size = dist.get_world_size()
         last = len(cut.blocks) - 1
         parts = {
-            at: Part(model, cut.ranges[at], at == 0, at == last)
+            at: StageModule(model, cut.ranges[at], at == 0, at == last)
             for at in range(rank, last + 1, size)
         }
         self.weights = list(
@@ -114,7 +114,7 @@ class Pipeline:
         self.counts_tied = rank == 0
 
     def step(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """All micro-batches of [B, T] -> the mean loss and the norm of its gradient, on every
+        """Run all micro-batches of [B, T]; return the mean loss and the gradient norm, on every
         rank."""
         losses: list[Tensor] = []
         self.schedule.step(ids, target=targets, losses=losses, return_outputs=False)
@@ -137,14 +137,14 @@ class Pipeline:
         return loss, norm
 
     def counted_grads(self) -> Iterator[Tensor]:
-        """Each of the model once: the tied ones by the first rank."""
+        """Return each parameter of the model once; tied ones belong to the first rank."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             if master.grad is not None and (weight is not self.tied or self.counts_tied):
                 yield master.grad
 
 
 def make_schedule(kind: type, stages: list[PipelineStage], microbatches: int) -> Any:
-    """With the mean loss over all micro-batches, so that no gradient is left to scale."""
+    """Make a schedule with the mean loss of all micro-batches: gradients need no scale."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / microbatches

@@ -1,4 +1,4 @@
-"""PyTorch's own tensor parallel on transformers' Llama: DTensor weights through
+"""PyTorch's tensor parallelism on the Llama of transformers: DTensor weights through
 `parallelize_module`, as torchtitan has them. The vocabulary is cut in embedding, head and loss;
 gradients are summed before attention and before the MLP."""
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 def cut(model: "LlamaForCausalLM", mesh: DeviceMesh, sequence: bool) -> None:
-    """Cut `model` over `mesh`, in place; with `sequence` its norms and residuals along the
-    sequence."""
+    """Shard `model` over `mesh`, in place; with `sequence` also norms and residuals, by tokens."""
     between = Shard(1) if sequence else Replicate()
     parallelize_module(
         model,
@@ -72,7 +71,7 @@ def block_plan(sequence: bool) -> dict[str, ParallelStyle]:
 
 
 def alike(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-    """Cut and whole parameters apart, since torch's fused kernels do not take both at once."""
+    """Separate sharded from replicated parameters: torch's fused kernels do not mix them."""
     parts: dict[bool, list[Parameter]] = defaultdict(list)
     for parameter in parameters:
         parts[isinstance(parameter, DTensor)].append(parameter)
@@ -84,7 +83,7 @@ def groups_of(parameters: Iterable[Parameter]) -> list[dict[str, list[Parameter]
 
 
 def clip_cut(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
-    """torch's `clip_grad_norm_` of both; returns the norm."""
+    """Clip the gradients of both as torch's `clip_grad_norm_` does; return the norm."""
     parts = alike(parameters)
     norms = [
         whole(get_total_norm([each.grad for each in part if each.grad is not None]))

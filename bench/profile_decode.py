@@ -1,8 +1,8 @@
-"""Where the time of a decode step goes, next to what reading the weights once would take.
+"""Time of a decode step by part, next to the time of reading the weights once.
 
-A step has the parts that its design has: the scheduler, the model and in it products, attention and
-head, the choice of tokens, the answers, the message to the server. Each is timed by something that
-stands in its place and calls it, so the times add up, but for what the clock itself takes.
+The parts are the scheduler, the model (matrix products, attention, head), sampling, completions and
+the message to the server. Each is timed by a wrapper that calls it, so the times add up, except for
+the time of the clock itself.
 """
 
 import time
@@ -33,10 +33,16 @@ STREAM_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a decode step of `num_running` sequences that have `context` tokens, the least of
-    some steps; parts are from the step with the least. `run_s` is the model alone, `overhead_s` all
-    else that the engine does for a step; `weights_s` is what reading the weights takes at the
-    memory's measured rate."""
+    """Seconds of the fastest of some decode steps.
+
+    Attributes:
+        num_running: Sequences in the batch.
+        context: Tokens that each sequence has.
+        run_s: The model only.
+        overhead_s: Everything else that the engine does for a step.
+        weights_s: Reading the weights at the measured memory bandwidth.
+        parts: Seconds by part, of the fastest step.
+    """
 
     num_running: int
     context: int
@@ -54,20 +60,20 @@ class StepTimes:
 
 @dataclass
 class Clock:
-    """Seconds by part. Parts within parts count once, for the inner one."""
+    """Seconds by part; nested parts count once, for the inner one."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     inside: list[float] = field(default_factory=list)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.inside.append(0.0)
         yield
-        took = time.perf_counter() - began
-        self.seconds[name] += took - self.inside.pop()
+        elapsed = time.perf_counter() - start
+        self.seconds[name] += elapsed - self.inside.pop()
         if self.inside:
-            self.inside[-1] += took
+            self.inside[-1] += elapsed
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*given: Any, **named: Any) -> Any:
@@ -79,7 +85,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class TimedWeight:
-    """In place of a row-invariant weight, or of the head."""
+    """A wrapper that times a batch-invariant weight, or the head."""
 
     weight: Any
     name: str
@@ -93,7 +99,7 @@ class TimedWeight:
 
 @dataclass(frozen=True)
 class TimedTransformer(Transformer):
-    """The decoder with a clock at its small operations and at attention."""
+    """The decoder with a clock around its small operations and attention."""
 
     clock: Clock = field(default_factory=Clock)
 
@@ -112,8 +118,8 @@ class TimedTransformer(Transformer):
 
 
 def profile_decode(llm: LLM, num_running: int, context: int, num_steps: int) -> StepTimes:
-    """Time steps of sequences that have about `context` tokens: first the whole, then its parts.
-    `llm` is not to be used afterwards."""
+    """Time steps of sequences that have about `context` tokens: first the whole step, then its
+    parts. `llm` cannot be used afterwards."""
     engine = llm.engine
     runner = runner_of(llm)
     weights_s = weight_bytes(runner) / stream_bytes_per_s()
@@ -125,7 +131,7 @@ def profile_decode(llm: LLM, num_running: int, context: int, num_steps: int) -> 
     ]
     del runner.run
     parts = Clock()
-    put_clock_in(runner, parts)
+    time_model(runner, parts)
     runner.run = parts.timed("other operations of the model", runner.run)  # type: ignore[method-assign]
     split = [timed_step(engine, parts, num_running) for _ in range(WARMUP_STEPS + num_steps)][
         WARMUP_STEPS:
@@ -148,8 +154,7 @@ def runner_of(llm: LLM) -> Runner:
 
 
 def begin(engine: Engine, num_running: int, context: int, num_steps: int) -> None:
-    """Have that many sequences past their prompts, of which each runs for another `num_steps` steps
-    at least."""
+    """Start `num_running` sequences and run their prompts; each has at least `num_steps` left."""
     params = SamplingParams(temperature=0, max_tokens=num_steps, ignore_eos=True)
     prompts = torch.randint(
         engine.config.vocab_size, (num_running, context), generator=torch.Generator().manual_seed(0)
@@ -161,13 +166,13 @@ def begin(engine: Engine, num_running: int, context: int, num_steps: int) -> Non
 
 
 def timed_step(engine: Engine, clock: Clock, num_running: int) -> dict[str, float]:
-    """One step as the engine's process makes it, by part: what comes of it is sent to the server
-    too."""
+    """Run one step as the engine's process does, with the message to the server; return seconds by
+    part."""
     clock.seconds.clear()
     here, there = Pipe()
     scheduler = engine.scheduler
-    with here, there, pieces_timed(engine, clock):
-        with clock.part("answers"):
+    with here, there, engine_timed(engine, clock):
+        with clock.part("completions"):
             deltas = engine.step()
         with clock.part("link"):
             here.send(("deltas", deltas))
@@ -182,12 +187,11 @@ def received(there: Connection) -> list[Delta]:
 
 
 @contextmanager
-def pieces_timed(engine: Engine, clock: Clock) -> Iterator[None]:
-    """The engine's own parts, timed while the block runs: what an object has goes before what its
-    class has."""
+def engine_timed(engine: Engine, clock: Clock) -> Iterator[None]:
+    """Time the engine's parts while the block runs, by attributes that shadow its methods."""
     scheduler = engine.scheduler
     append = Sequence.append
-    Sequence.append = clock.timed("answers", append)  # type: ignore[method-assign]
+    Sequence.append = clock.timed("completions", append)  # type: ignore[method-assign]
     engine.sample = clock.timed("sampler", engine.sample)  # type: ignore[method-assign]
     scheduler.next_batch = clock.timed("scheduler", scheduler.next_batch)  # type: ignore[method-assign]
     scheduler.commit = clock.timed("scheduler", scheduler.commit)  # type: ignore[method-assign]
@@ -198,7 +202,7 @@ def pieces_timed(engine: Engine, clock: Clock) -> Iterator[None]:
         del engine.sample, scheduler.next_batch, scheduler.commit
 
 
-def put_clock_in(runner: Runner, clock: Clock) -> None:
+def time_model(runner: Runner, clock: Clock) -> None:
     runner.blocks = None  # the same kernels one by one
     for name, weight in runner.weights.items():
         if is_block_matrix(name) and not isinstance(weight, Tensor):
@@ -214,8 +218,8 @@ def put_clock_in(runner: Runner, clock: Clock) -> None:
 
 
 def weight_bytes(runner: Runner) -> int:
-    """Of all that a step reads: every matrix once, and the head's, whether or not it is the
-    embedding too."""
+    """Return the bytes of the weights that a step reads: every matrix, and the head once even if it
+    is tied to the embedding."""
     read = [
         *(weight for name, weight in runner.weights.items() if name.startswith("blocks.")),
         runner.head,
@@ -234,11 +238,11 @@ def weight_bytes(runner: Runner) -> int:
 
 
 def stream_bytes_per_s() -> float:
-    """What reading memory that no cache holds reaches."""
+    """Return the bytes per second of reading memory that is in no cache."""
     x = torch.ones(STREAM_BYTES // 4)
     best_s = float("inf")
     for _ in range(5):
-        began = time.perf_counter()
+        start = time.perf_counter()
         x.sum()
-        best_s = min(best_s, time.perf_counter() - began)
+        best_s = min(best_s, time.perf_counter() - start)
     return STREAM_BYTES / best_s

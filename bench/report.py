@@ -74,8 +74,8 @@ PIPELINES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What all contenders of a stage train, as arguments of `shardwise bench train`; None is its
-    default."""
+    """Training work that all contenders of a stage share, as arguments of `shardwise bench train`;
+    None is its default."""
 
     model: Path | None = None
     length: int | None = None

@@ -25,7 +25,7 @@ GROWTH_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class SoakResult:
-    """What a soak test found.
+    """The result of a soak test.
 
     Attributes:
         behaviours: Requests by the behaviour of their client.

@@ -1,11 +1,11 @@
-"""Training steps with what a user would pick instead, on gloo: prints tokens/s and peak memory as a
-line of JSON.
+"""Training steps of the alternatives a user has, on gloo: prints tokens/s and peak memory as a line
+of JSON.
 
     torchrun --standalone --nproc-per-node 2 bench/train_peers.py PEER WORK [STEPS]
 
 Runs in an environment of its own with torch, transformers, accelerate and deepspeed, without
-Shardwise. WORK is JSON that `bench/train.py` writes, and what `shardwise bench train` does too: the
-same shape, tokens, optimizer and clipping, bf16 over fp32 master weights.
+Shardwise. WORK is JSON that `bench/train.py` writes: the same shape, tokens, optimizer and clipping
+as in `shardwise bench train`, bf16 with fp32 master weights.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is importe
 import torch
 import torch.distributed as dist
 from peers_context import know_cpus
-from peers_pipeline import Cut, Pipeline
+from peers_pipeline import Pipeline, PipelineSizes
 from peers_tensor import clip_cut, cut, groups_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,8 +36,13 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Work:
-    """`shape` is a config.json; `sequences` of `length` tokens go into each micro-batch of each
-    data rank. `blocks` has the number of every pipeline stage, in order."""
+    """Work of a training step.
+
+    Attributes:
+        shape: A config.json.
+        sequences: Sequences of `length` tokens per data rank and micro-batch.
+        blocks: Blocks of each pipeline stage, in order.
+    """
 
     shape: dict[str, Any]
     sequences: int
@@ -54,7 +59,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 def ddp(model: LlamaForCausalLM, work: Work) -> Step:
-    """DistributedDataParallel under autocast, whose weights are their own fp32 masters."""
+    """DistributedDataParallel under autocast, with fp32 weights that are the master weights."""
     return torch_step(data_parallel(model), adamw(work, model.parameters()), work, autocast)
 
 
@@ -69,7 +74,7 @@ def zero_optimizer(model: LlamaForCausalLM, work: Work) -> Step:
 
 
 def fsdp2(model: LlamaForCausalLM, work: Work, keep: bool = False) -> Step:
-    """`keep` leaves the gathered parameters whole after the forward, as ZeRO-2 has them."""
+    """Fully shard the model; `keep` keeps gathered parameters after the forward, as ZeRO-2."""
     shard(model, keep)
     return torch_step(model, adamw(work, model.parameters()), work)
 
@@ -122,8 +127,8 @@ def context_ddp(model: LlamaForCausalLM, work: Work) -> Step:
 
 
 def context_fsdp2(model: LlamaForCausalLM, work: Work) -> Step:
-    """context_parallel with parameters cut over the same ranks, as accelerate and torchtitan run
-    it."""
+    """context_parallel with parameters sharded over the same ranks, as in accelerate and
+    torchtitan."""
     shard(model, keep=True)
     return context_step(
         model, torch_step(model, adamw(work, model.parameters()), work, around=context())
@@ -131,8 +136,7 @@ def context_fsdp2(model: LlamaForCausalLM, work: Work) -> Step:
 
 
 def context_step(model: LlamaForCausalLM, step: Step) -> Step:
-    """Steps whose loss is the mean of every rank's. The model leaves the mask to
-    `context_parallel`."""
+    """Return steps whose loss is the mean over ranks; `context_parallel` applies the mask."""
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     know_cpus()
@@ -147,8 +151,8 @@ def context_step(model: LlamaForCausalLM, step: Step) -> Step:
 
 
 def pipeline(model: LlamaForCausalLM, work: Work, schedule: str) -> Step:
-    """torch.distributed.pipelining on bf16 weights with fp32 masters."""
-    cut = Cut(work.blocks, work.microbatches)
+    """torch.distributed.pipelining on bf16 weights with fp32 master weights."""
+    cut = PipelineSizes(work.blocks, work.microbatches)
     pipeline = Pipeline(model, schedule, cut, work.lr, work.max_norm)
 
     def step(tokens: Tensor) -> Tensor:
@@ -197,7 +201,7 @@ def torch_step(
 
 
 def cut_tokens(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T + 1] -> ids, targets and positions, [B, T] each."""
+    """Split [B, T + 1] into ids, targets and positions, each [B, T]."""
     ids = tokens[:, :-1].contiguous()
     targets = tokens[:, 1:].contiguous()
     return ids, targets, torch.arange(ids.shape[1]).repeat(len(ids), 1)
@@ -237,7 +241,7 @@ DATA_PEERS: dict[str, Callable[[LlamaForCausalLM, Work], Step]] = {
     "deepspeed2": lambda model, work: deepspeed(model, work, 2),
     "deepspeed3": lambda model, work: deepspeed(model, work, 3),
 }
-"""Whose ranks have tokens of their own."""
+"""Peers whose ranks have different tokens."""
 CUT_PEERS: dict[str, Callable[[LlamaForCausalLM, Work], Step]] = {
     "dtensor": dtensor,
     "dtensor_sp": dtensor_sp,
@@ -248,11 +252,11 @@ CUT_PEERS: dict[str, Callable[[LlamaForCausalLM, Work], Step]] = {
     "pipeline_interleaved": lambda model, work: pipeline(model, work, "interleaved"),
     "pipeline_zb1p": lambda model, work: pipeline(model, work, "zb1p"),
 }
-"""Whose ranks work on the same tokens."""
+"""Peers whose ranks have the same tokens."""
 
 
 def peak_resident_mb() -> float:
-    """The most that this process ever held in memory, in MiB."""
+    """Return the peak resident memory of this process in MiB."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 

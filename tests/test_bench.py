@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import train as bench_train
 from peers_context import know_cpus
-from peers_pipeline import Cut, Pipeline
+from peers_pipeline import Pipeline, PipelineSizes
 from peers_tensor import clip_cut, cut, whole
 from profile_train import group_of, profile_layout
 from report import (
@@ -540,7 +540,9 @@ def pipeline_steps(
     fp32."""
     model = tiny_llama()
     batches = tiny_batches()
-    pipeline = Pipeline(model, schedule, Cut(blocks, 4), lr=0.01, max_norm=0.5, dtype=torch.float32)
+    pipeline = Pipeline(
+        model, schedule, PipelineSizes(blocks, 4), lr=0.01, max_norm=0.5, dtype=torch.float32
+    )
     steps = [pipeline.step(ids, targets) for ids, targets in batches]
     theirs = pipeline.schedule.pipeline_order.values()
     order = [

@@ -483,7 +483,7 @@ def test_where_the_time_of_a_step_goes(model: Path) -> None:
         "norms",
         "activation",
         "sampler",
-        "answers",
+        "completions",
         "link",
     }
     assert named < found.parts.keys() and min(found.parts.values()) > 0
@@ -492,7 +492,12 @@ def test_where_the_time_of_a_step_goes(model: Path) -> None:
         and 0 < found.run_s < found.step_s
         and found.weights_s > 0
     )
-    assert timed_step(llm.engine, Clock(), 3).keys() >= {"scheduler", "sampler", "answers", "link"}
+    assert timed_step(llm.engine, Clock(), 3).keys() >= {
+        "scheduler",
+        "sampler",
+        "completions",
+        "link",
+    }
     assert "sample" not in vars(llm.engine)
 
 

@@ -1,5 +1,5 @@
-"""How well a model predicts a text: its perplexity, its divergence from a reference model, and the
-agreement of trainer and server on log-probabilities.
+"""Evaluation of a model on a text: perplexity, divergence from a reference model, and agreement of
+trainer and server on log-probabilities.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -124,7 +124,7 @@ def training_logprobs(
 ) -> Tensor:
     """Return log p of each token after those before it, fp32 [T - 1], or of the last `num_scored`.
 
-    Model and attention are those of training; logits have the dtype of the weights, as in the loss.
+    Uses the model and attention of training; logits have the dtype of the weights, as in the loss.
     """
     decoder = Transformer(model.config, REFERENCE)
     ids = torch.tensor(tokens, device=model.device)
@@ -157,7 +157,7 @@ def compare_with_reference(
 def compare_predictions(
     logits: RowLogits, reference_logits: RowLogits, tokens: Tensor, context: int
 ) -> ReferenceComparison:
-    """Compare predictions q with those of a reference p, in windows without overlap.
+    """Compare the predictions q of a model with a reference p, in windows without overlap.
 
     The KL divergence is sum p log(p / q).
     """

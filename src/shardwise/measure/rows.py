@@ -15,7 +15,7 @@ class Row:
 
 
 def ratios_to_first(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
-    """Return the figures `names` of each later case over those of the first, as `NAME CASE/FIRST`.
+    """Return the figures `names` of each later case over the first case, as `NAME CASE/FIRST`.
 
     A figure that a case lacks, or that is 0 in the first case, is left out.
     """

@@ -21,7 +21,7 @@ COMMON_IDS = range(256, 8192)
 
 @dataclass(frozen=True)
 class StepSizes:
-    """How much `shardwise bench train` computes."""
+    """Sizes of the work of `shardwise bench train`."""
 
     length: int = setting(512, "tokens per sequence")
     sequences: int = setting(2, "sequences per data rank and micro-batch")
@@ -71,7 +71,7 @@ class RequestSizes:
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """What a request must meet to count as goodput; None for no limit."""
+    """Latency limits of a request that counts as goodput; None for no limit."""
 
     ttft_ms: float | None = setting(None, "TTFT limit for goodput", metavar="MS")
     itl_ms: float | None = setting(
@@ -85,7 +85,7 @@ class LatencyLimits:
 
 @dataclass(frozen=True)
 class Load:
-    """How requests arrive.
+    """Arrival of requests.
 
     Closed loop: `concurrency` clients, each of which sends its next request when the last is
     complete. Open loop: a Poisson process whose rate goes from `rates[0]` to `rates[1]` requests

@@ -57,7 +57,7 @@ def echo_of(service: Service, body: CompletionRequest, index: int) -> str:
 async def complete(
     service: Service, body: CompletionRequest, requests: Sequence[Request], id: str
 ) -> Completion:
-    """Return all completions in one object; those of prompt i are choices i * n and on."""
+    """Return all completions in one object; prompt i has the choices from i * n on."""
     outputs = [RequestOutput.empty(request) for request in requests]
     async with aclosing(completion_deltas(service, body, requests)) as deltas:
         async for index, delta in deltas:

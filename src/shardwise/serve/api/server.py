@@ -59,7 +59,7 @@ from shardwise.serve.engine_client import EngineClient, EngineDied, QueueFull
 from shardwise.serve.request import check_ids
 from shardwise.serve.settings import ServerSettings
 
-STATS_TIMEOUT_S = 10.0  # the engine replies between two steps, and those of large models are long
+STATS_TIMEOUT_S = 10.0  # the engine replies between steps, which are long for large models
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close them first
 DRAIN_S = 15.0
 ABORT_S = 1.0  # time for the error to reach clients whose requests are cut off

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine behind the checks of a request, with latencies measured."""
+"""The service behind all endpoints: checks of a request, the engine, and measured latencies."""
 
 import asyncio
 import time
