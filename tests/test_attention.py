@@ -1,5 +1,4 @@
-"""Attention by blocks of rows against its definition, value and gradients, with fp64 as the
-judge."""
+"""Blocked attention against its definition, in value and gradients, with fp64 as the reference."""
 
 from pathlib import Path
 
@@ -65,7 +64,9 @@ def cases(draw: st.DrawFn) -> dict[str, int | None]:
 
 @settings(max_examples=examples(60))
 @given(cases())
-def test_any_shape_window_and_documents_in_blocks_of_any_size(case: dict[str, int]) -> None:
+def test_matches_definition_for_any_shape_window_documents_and_block_size(
+    case: dict[str, int],
+) -> None:
     inputs = drawn(
         *(case[k] for k in ("batch", "tokens", "heads", "kv_heads", "dim")),
         torch.float64,
@@ -95,11 +96,9 @@ def test_any_shape_window_and_documents_in_blocks_of_any_size(case: dict[str, in
         (torch.bfloat16, 4.0, 2e-2),
     ],
 )
-def test_rounding_is_that_of_inputs_and_outputs_not_of_scores(
-    dtype: torch.dtype, scale: float, bound: float
-) -> None:
-    """Scores of scale 4 reach 60; rounded to bf16 they would miss the last bound more than twice
-    (0.045 was seen)."""
+def test_scores_are_not_rounded_to_bf16(dtype: torch.dtype, scale: float, bound: float) -> None:
+    """Scores of scale 4 reach 60. Rounded to bf16 they would exceed the last bound more than twice
+    (0.045 was measured)."""
     inputs = drawn(2, 200, 6, 2, 64, dtype, scale)
     dy = torch.randn(2, 200, 6, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -109,15 +108,15 @@ def test_rounding_is_that_of_inputs_and_outputs_not_of_scores(
     assert max(error(x, wanted) for x, wanted in zip(got, expected, strict=True)) < bound
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     inputs = tuple(drawn(1, 7, 4, 2, 4, torch.float64))
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     assert torch.autograd.gradcheck(lambda q, k, v: causal_attention(q, k, v, 3, documents), inputs)
 
 
-def test_no_score_matrix_is_held(tmp_path: Path) -> None:
-    """Forward and backward hold a few blocks of scores and copies of what they are given, at four
-    times the length four times as much; the score matrix of these heads alone has 256 MiB."""
+def test_memory_is_linear_in_sequence_length(tmp_path: Path) -> None:
+    """Forward and backward hold a few blocks of scores and copies of their inputs; four times the
+    length takes four times the memory. The score matrix of these heads alone has 256 MiB."""
 
     def run(tokens: int) -> int:
         inputs = drawn(1, tokens, 4, 2, 8, torch.float32)

@@ -1,5 +1,5 @@
-"""Norm, rotation and gated activation compute what their definitions say, in any shape and memory
-layout, and keep for the backward what they claim to and nothing else."""
+"""Norm, RoPE and gated activation match their definitions in any shape and memory layout, and save
+for the backward only what they document."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operation and its definition, both called with `num_leaves` tensors that have gradients,
-    and then the rest."""
+    """An operation and its definition. Both take `num_leaves` tensors with gradients, and then the
+    other arguments."""
 
     fast: Callable[..., Tensor]
     naive: Callable[..., Tensor]
@@ -50,8 +50,8 @@ assert {*ACTIVATIONS} < {*KERNELS}
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of a kernel: x [*leading, width], for rotary [*leading, heads, width], and how x and
-    the gradient of the result lie in memory."""
+    """Inputs of a kernel: x [*leading, width], for RoPE [*leading, heads, width], and the memory
+    layouts of x and of the gradient of the result."""
 
     kernel: str
     leading: tuple[int, ...]
@@ -65,7 +65,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Of any shape, also of no rows at all; a rank may have nothing of an MLP, but always has
+    """Cases of any shape, also without rows. A rank may have no part of an MLP, but always has
     something to norm."""
     kernel = draw(st.sampled_from(sorted(KERNELS)))
     leading = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
@@ -90,26 +90,26 @@ def with_gaps(x: Tensor) -> Tensor:
     return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
 
 
-def turned_over(x: Tensor) -> Tensor:
+def transposed(x: Tensor) -> Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def repeated(x: Tensor) -> Tensor:
-    """The first row everywhere, in the memory of one."""
+    """The first row, expanded over all rows."""
     return x[:1].expand_as(x)
 
 
 MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda x: x,
     "gaps": with_gaps,
-    "turned over": turned_over,
+    "turned over": transposed,
     "repeated": repeated,
 }
 
 
 def inputs_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
     """Arguments and the gradient of the result, all of order one, so that errors are relative to
-    one: no row is so short that its norm blows it up."""
+    one: no row is so small that its norm amplifies it."""
     random = seeded(case.seed)
     heads = (case.num_heads,) if case.kernel == "rotary" else ()
     x = torch.randn(*case.leading, *heads, case.width, generator=random)
@@ -143,8 +143,8 @@ def wide(tensors: list[Tensor]) -> list[Tensor]:
 
 @settings(max_examples=examples(200))
 @given(case=cases())
-def test_any_shape_and_memory(case: Case) -> None:
-    """In fp32 within 1e-6 of the definition in fp64."""
+def test_matches_definition_for_any_shape_and_memory_layout(case: Case) -> None:
+    """The error in fp32 is within 1e-6 of the definition in fp64."""
     kernel = KERNELS[case.kernel]
     inputs, dy = inputs_of(case)
     before = [x.clone() for x in (*inputs, dy)]
@@ -160,7 +160,7 @@ def test_any_shape_and_memory(case: Case) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_in_bf16_no_worse_than_the_definition(kernel: str, seed: int) -> None:
+def test_bf16_error_is_no_larger_than_the_definitions(kernel: str, seed: int) -> None:
     """The error against fp64, of the result and of every gradient, is at most 1.1 times that of the
     definition in bf16, which is a rounding or two (2^-9 each)."""
     case = Case(kernel, (7, 33), 96, seed=seed)
@@ -175,7 +175,7 @@ def test_in_bf16_no_worse_than_the_definition(kernel: str, seed: int) -> None:
 
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_gradients_are_those_of_finite_differences(kernel: str, memory: str) -> None:
+def test_gradients_match_finite_differences(kernel: str, memory: str) -> None:
     inputs, _ = inputs_of(Case(kernel, (2, 3), 6, num_heads=2, x_memory=memory), torch.float64)
     leaves = [x.detach().clone().requires_grad_() for x in inputs[: KERNELS[kernel].num_leaves]]
     rest = inputs[len(leaves) :]
@@ -185,7 +185,6 @@ def test_gradients_are_those_of_finite_differences(kernel: str, memory: str) -> 
 
 
 # -- what is kept for the backward
-# --------------------------------------------------------------------------
 
 
 def kept_by(run: Callable[..., Tensor], *inputs: Any) -> list[Tensor]:
@@ -205,7 +204,7 @@ def is_view(x: Tensor, of: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_norm_keeps_its_input_and_a_number_a_row(dtype: torch.dtype) -> None:
+def test_norm_saves_its_input_and_one_number_per_row(dtype: torch.dtype) -> None:
     (x, weight), _ = inputs_of(Case("norm", (4, 9), 10), dtype)
     x.requires_grad_()
     first, second, scale = kept_by(rms_norm, x, weight, EPS)
@@ -216,14 +215,14 @@ def test_a_norm_keeps_its_input_and_a_number_a_row(dtype: torch.dtype) -> None:
     )
 
 
-def test_a_rotation_keeps_nothing_of_what_it_turns() -> None:
+def test_rope_saves_nothing_of_its_input() -> None:
     (x, cos, sin), _ = inputs_of(Case("rotary", (2, 9), 8))
     first, second = kept_by(apply_rope, x.requires_grad_(), cos, sin)
     assert is_view(first, cos) and is_view(second, sin)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_gated_activation_keeps_its_input_alone(activation: str) -> None:
+def test_gated_activation_saves_only_its_input(activation: str) -> None:
     (inner,), _ = inputs_of(Case(activation, (4, 9), 10))
     (kept,) = kept_by(gated, inner.requires_grad_(), activation)
     assert is_view(kept, inner) and kept.shape == inner.shape
@@ -232,7 +231,7 @@ def test_a_gated_activation_keeps_its_input_alone(activation: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_without_gradients_nothing_is_kept(kernel: str) -> None:
+def test_nothing_is_saved_without_gradients(kernel: str) -> None:
     inputs, _ = inputs_of(Case(kernel, (4, 9), 10))
     leaves = [x.requires_grad_() for x in inputs[: KERNELS[kernel].num_leaves]]
     with torch.no_grad():
@@ -240,12 +239,11 @@ def test_without_gradients_nothing_is_kept(kernel: str) -> None:
 
 
 # -- norm
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_norm_is_that_of_torch_and_of_transformers(scale: float, eps: float) -> None:
+def test_norm_matches_torch_and_transformers(scale: float, eps: float) -> None:
     """Result and gradients within 1e-6, where eps counts and where it does not."""
     (x, weight), dy = inputs_of(Case("norm", (5, 7), 33))
     x = scale * x
@@ -260,22 +258,21 @@ def test_norm_is_that_of_torch_and_of_transformers(scale: float, eps: float) -> 
             assert relative(mine, other) < TOLERANCE
 
 
-def test_the_weight_is_applied_to_what_was_rounded() -> None:
-    """As in transformers: the normed row is rounded to bf16 and then multiplied, in bf16. All but
-    one in a thousand elements are equal bit for bit; where the norm differs in its last bit,
-    rounding may fall the other way."""
+def test_norm_rounds_before_the_weight() -> None:
+    """As in transformers, the normed row is rounded to bf16 and then multiplied, in bf16. All but
+    one in a thousand elements are bit-identical; where the norm differs in its last bit, it may
+    round the other way."""
     (x, weight), _ = inputs_of(Case("norm", (40,), 96), torch.bfloat16)
     expected = torch.func.functional_call(LlamaRMSNorm(96, EPS), {"weight": weight}, x)
     assert (rms_norm(x, weight, EPS) != expected).float().mean() < 1e-3
 
 
 # -- rotation
-# -----------------------------------------------------------------------------------------------
 
 
-def test_rotation_is_that_of_transformers() -> None:
-    """Within 1e-6; there heads come before tokens, and cosine and sine are repeated for both
-    halves."""
+def test_rope_matches_transformers() -> None:
+    """Results agree within 1e-6. In transformers heads come before tokens, and cosines and sines
+    are repeated for both halves."""
     (q, cos, sin), _ = inputs_of(Case("rotary", (2, 9), 8, num_heads=4))
     k = q.flip(1)
     twice = [each.squeeze(-2).repeat(1, 1, 2) for each in (cos, sin)]
@@ -286,9 +283,9 @@ def test_rotation_is_that_of_transformers() -> None:
 
 @settings(max_examples=examples(30))
 @given(case=cases().filter(lambda case: case.kernel == "rotary"))
-def test_turned_there_and_back(case: Case) -> None:
-    """A rotation keeps lengths, to 1e-6, and its gradient turns back, to 1e-5. Head by head the
-    result lies in one piece, as attention wants it."""
+def test_rope_keeps_lengths_and_its_gradient_is_the_inverse(case: Case) -> None:
+    """RoPE keeps lengths, to 1e-6, and its gradient is the inverse rotation, to 1e-5. The memory of
+    the result has heads before tokens."""
     (x, cos, sin), _ = inputs_of(case)
     leaf = x.detach().requires_grad_()
     y = apply_rope(leaf, cos, sin)
@@ -298,8 +295,8 @@ def test_turned_there_and_back(case: Case) -> None:
     assert y.transpose(-3, -2).is_contiguous() and y.shape == x.shape
 
 
-def test_scores_depend_on_the_distance_alone() -> None:
-    """q at i + n and k at i have one score for all i, to 1e-5 of angles of up to 40."""
+def test_scores_depend_only_on_distance() -> None:
+    """q at i + n and k at i have the same score for all i, to 1e-5, for angles of up to 40."""
     (x, *_), _ = inputs_of(Case("rotary", (1,), 8, num_heads=1))
     q = x.expand(40, 1, 8)
     k = x.flip(-1).expand(40, 1, 8)

@@ -1,5 +1,4 @@
-"""Keys and values in 8 bits: what is kept of them, attention over it, the same bits in any company,
-and the bytes."""
+"""An 8-bit KV cache: codes, attention over them, batch invariance, and bytes."""
 
 from pathlib import Path
 from typing import get_args
@@ -47,7 +46,7 @@ STEP = {"int8": 0.5 / 127, "fp8": 2.0**-4}
 
 
 def kept(x: Tensor, kv_dtype: KvDtype) -> Tensor:
-    """What pages give back of vectors [..., C], in fp64."""
+    """The vectors [..., C] that pages return, in fp64."""
     codes, scales = quantize_vectors(x, CODES[kv_dtype])
     return codes.double() * scales.double()[..., None]
 
@@ -61,13 +60,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- codes
-# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(30))
 @given(seed=st.integers(0, 99), size=st.sampled_from([1, 16, 80]), power=st.integers(-30, 30))
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_codes_are_the_nearest(kv_dtype: KvDtype, seed: int, size: int, power: int) -> None:
+def test_codes_are_nearest(kv_dtype: KvDtype, seed: int, size: int, power: int) -> None:
     x = torch.randn(7, 3, size, generator=torch.Generator().manual_seed(seed)) * 2.0**power
     error = (kept(x, kv_dtype) - x).abs()
     largest = x.double().abs().amax(-1, keepdim=True)
@@ -88,9 +86,8 @@ def test_codes_are_the_nearest(kv_dtype: KvDtype, seed: int, size: int, power: i
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_vectors_without_a_range(kv_dtype: KvDtype) -> None:
-    """Zeros stay zeros, what is not finite does not become so, and numbers that are hardly there
-    stay small."""
+def test_vectors_of_zeros_tiny_and_non_finite_numbers(kv_dtype: KvDtype) -> None:
+    """Zeros stay zeros, non-finite vectors stay non-finite, and tiny numbers stay small."""
     x = torch.zeros(4, 8)
     x[1, 3] = torch.nan
     x[2, 3] = torch.inf
@@ -102,7 +99,6 @@ def test_vectors_without_a_range(kv_dtype: KvDtype) -> None:
 
 
 # -- attention
-# ----------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=examples(6))
@@ -116,7 +112,7 @@ def test_vectors_without_a_range(kv_dtype: KvDtype) -> None:
     most=st.sampled_from([1, 7, 64]),
     seed=st.integers(0, 1000),
 )
-def test_attention_is_that_over_what_is_kept_and_its_bits_do_not_depend_on_chunks_or_company(
+def test_attention_over_codes_matches_definition_and_is_batch_invariant(
     lengths: list[int],
     heads: tuple[int, int],
     size: int,
@@ -126,8 +122,8 @@ def test_attention_is_that_over_what_is_kept_and_its_bits_do_not_depend_on_chunk
     most: int,
     seed: int,
 ) -> None:
-    """Within 3e-6 of the largest value in fp32, and 2^-7 in bf16, which rounds weights and
-    results."""
+    """The error is within 3e-6 of the largest value in fp32, and 2^-7 in bf16, which rounds weights
+    and results."""
     case = drawn(lengths, *heads, size, dtype, seed)
     alone = over_pages(case, whole(lengths), window, kv_dtype)
     for q, k, v, found in zip(case.q, case.k, case.v, alone, strict=True):
@@ -145,7 +141,7 @@ def test_attention_is_that_over_what_is_kept_and_its_bits_do_not_depend_on_chunk
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, "int8"), (torch.bfloat16, "fp8")])
 @pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_a_tiny_model_has_the_same_bits(name: str, dtype: torch.dtype, kv_dtype: KvDtype) -> None:
+def test_tiny_model_is_batch_invariant(name: str, dtype: torch.dtype, kv_dtype: KvDtype) -> None:
     theirs = tiny_model(name, dtype)
     model = served(from_hugging_face(theirs.config.to_dict()), our_weights(theirs), dtype, kv_dtype)
     random = torch.Generator().manual_seed(0)
@@ -158,11 +154,11 @@ def test_a_tiny_model_has_the_same_bits(name: str, dtype: torch.dtype, kv_dtype:
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 32)]
 )  # the native kernels take the last
-def test_an_engine_says_the_same_after_hits_preemption_and_in_company(
+def test_engine_is_invariant_to_prefix_hits_preemption_and_batch(
     dtype: torch.dtype, head_dim: int, kv_dtype: KvDtype
 ) -> None:
-    """Also several answers to one prompt, which share its pages and copy the last; and close to
-    what is said with keys and values as they are: 0.1 of log-probabilities."""
+    """This includes several completions of one prompt, which share its pages and copy the last one.
+    Log-probabilities are within 0.1 of those with an unquantized cache."""
     model = tiny("llama", dtype, head_dim=head_dim)
     runner = runner_of(model, kv_dtype)
     shared = drawn_tokens(20, 7)
@@ -186,13 +182,12 @@ def test_an_engine_says_the_same_after_hits_preemption_and_in_company(
 
 
 # -- bytes
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
-def test_pages_take_what_is_planned(kv_dtype: KvDtype) -> None:
-    """To the byte: tensors as they are made, the runner's count, the planner's row, and its bytes a
-    token."""
+def test_page_bytes_match_the_plan(kv_dtype: KvDtype) -> None:
+    """Allocated tensors, the runner's count, the planner's row and its bytes per token agree to the
+    byte."""
     model = tiny("llama")
     num_pages = 3
     runner = runner_of(model, kv_dtype)
@@ -210,9 +205,9 @@ def test_pages_take_what_is_planned(kv_dtype: KvDtype) -> None:
     assert told["kv_dtype"] == kv_dtype
 
 
-def test_bytes_of_published_shapes() -> None:
-    """Llama 3.1 70B: 80 layers, 8 kv heads of 128: a byte a number and four of a scale, where bf16
-    has two a number."""
+def test_kv_bytes_of_published_models() -> None:
+    """Llama 3.1 70B has 80 layers and 8 kv heads of 128: one byte per number and four per scale,
+    where bf16 has two per number."""
     config = CATALOGUE["llama-3.1-70b"]
 
     def kv(layout: str, kv_dtype: KvDtype) -> int:
@@ -229,7 +224,7 @@ def test_bytes_of_published_shapes() -> None:
     assert longer.fits and not plan("llama-3.1-8b", "rtx-4090", mode="serve", seq=65536).fits
 
 
-def test_a_server_has_as_many_pages_as_memory_allows(folder: Path) -> None:
+def test_number_of_pages_follows_from_memory(folder: Path) -> None:
     given = 1 << 18
     found = {
         kv_dtype: start_rank(
@@ -246,10 +241,9 @@ def test_a_server_has_as_many_pages_as_memory_allows(folder: Path) -> None:
 
 
 # -- commands
-# -----------------------------------------------------------------------------------------------
 
 
-def test_llm_takes_it(folder: Path) -> None:
+def test_llm_accepts_kv_dtype(folder: Path) -> None:
     asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     found = [
         LLM(str(folder), kv_bytes=1 << 20, kv_dtype=kv_dtype)
@@ -260,7 +254,7 @@ def test_llm_takes_it(folder: Path) -> None:
     assert all(len(output.token_ids) == 8 for output in found)
 
 
-def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_kv_dtypes_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (
         ["serve", str(folder), "--port", "0"],
         ["plan", "llama-3.1-8b", "--gpu", "h100-80gb"],
@@ -275,12 +269,12 @@ def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         plan("llama-3.1-8b", "h100-80gb", mode="train", kv_dtype="fp8")
 
 
-def test_a_plan_says_what_keys_and_values_are_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_kv_dtype(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--gpu", "h100-80gb", "--mode", "serve", "--kv-dtype", "fp8"]
     assert main(["plan", "llama-3.1-70b", *flags]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "Serving in bf16, KV cache in fp8, one request" in said
     assert (
-        "(168,960 bytes a token: keys and values of 80 layers x 8 kv heads x 128 in fp8, each with a scale)"
-        in said
-    )
+        "(168,960 bytes a token: keys and values of 80 layers x 8 kv heads x 128 in fp8, "
+        "each with a scale)"
+    ) in said

@@ -20,11 +20,9 @@ of_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: ker
 
 @of_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_log_probabilities_are_of_the_logits_as_they_came(
-    kernels: ServingKernels, dtype: torch.dtype
-) -> None:
-    """Against log_softmax in fp64 of the same (rounded) logits: within 1e-5, whatever is changed or
-    filtered."""
+def test_logprobs_are_of_unmodified_logits(kernels: ServingKernels, dtype: torch.dtype) -> None:
+    """Values are within 1e-5 of log_softmax in fp64 of the same (rounded) logits, whatever
+    penalties and filters change."""
     logits = (5 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(2))).to(dtype)
     given_logits = logits.clone()
     filters: dict[str, Any] = {
@@ -47,7 +45,7 @@ def test_log_probabilities_are_of_the_logits_as_they_came(
 
 
 def assert_top(told: Logprob, logits: Tensor, num_top: int) -> None:
-    """The first of a stable sort, with log-probabilities within 1e-5."""
+    """Compare with the first of a stable sort, log-probabilities within 1e-5."""
     order = logits.float().argsort(descending=True, stable=True)[:num_top].tolist()
     assert [id for id, _ in told.top] == order
     expected = logits.double().log_softmax(-1)[order].tolist()
@@ -58,7 +56,7 @@ def assert_top(told: Logprob, logits: Tensor, num_top: int) -> None:
     rows=st.lists(st.lists(st.integers(0, 3), min_size=9, max_size=9), min_size=1, max_size=4),
     k=st.integers(1, 10),
 )
-def test_the_most_probable_of_equal_ones_have_the_lowest_ids(rows: list[list[int]], k: int) -> None:
+def test_ties_of_the_most_probable_prefer_lowest_ids(rows: list[list[int]], k: int) -> None:
     logits = torch.tensor(rows).float()
     expected = logits.argsort(dim=-1, descending=True, stable=True)[:, :k].tolist()
     assert most_probable(logits, k) == expected
@@ -68,9 +66,9 @@ def test_the_most_probable_of_equal_ones_have_the_lowest_ids(rows: list[list[int
 
 
 @of_kernels
-def test_log_probabilities_of_a_prompt(kernels: ServingKernels) -> None:
-    """Of the tokens that are there, not chosen: rows with and without the most probable beside
-    them, of a vocabulary that no register divides."""
+def test_prompt_logprobs(kernels: ServingKernels) -> None:
+    """Log-probabilities of given tokens, with and without the most probable ones, for a vocabulary
+    that no register width divides."""
     logits = 3 * torch.randn(70, 5003, generator=torch.Generator().manual_seed(13)).round(
         decimals=2
     )
@@ -86,9 +84,9 @@ def test_log_probabilities_of_a_prompt(kernels: ServingKernels) -> None:
 
 @of_kernels
 @pytest.mark.parametrize("fault", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(kernels: ServingKernels, fault: float) -> None:
-    """A row that has one has no log-probabilities; the others have those that they have alone, bit
-    for bit."""
+def test_nan_rows_have_no_logprobs(kernels: ServingKernels, fault: float) -> None:
+    """A row with NaN has no log-probabilities; those of the other rows are bit-identical to those
+    alone."""
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(20))
     expected = log_probabilities(logits, [1, 2, 3], [2] * 3, kernels)
     logits[1, 400] = fault
@@ -98,7 +96,7 @@ def test_what_is_no_number_stays_none(kernels: ServingKernels, fault: float) -> 
 
 
 @of_kernels
-def test_log_probabilities_are_told_to_those_who_ask(kernels: ServingKernels) -> None:
+def test_logprobs_are_returned_only_if_requested(kernels: ServingKernels) -> None:
     asked = [SamplingParams(logprobs=num) for num in (None, 0, 2)]
     none, zero, two = sample(
         torch.randn(3, 20), [SamplerState(each) for each in asked], kernels=kernels

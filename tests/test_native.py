@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -34,7 +35,7 @@ from shardwise.kernels.reference.serving import REFERENCE, ReferenceAttention
 from shardwise.kernels.reference.training import REFERENCE_TRAINING
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import AttentionShape, ServingKernels
-from shardwise.kernels.spans import Span
+from shardwise.kernels.spans import BLOCK_TOKENS, Span
 from shardwise.kernels.training_registry import training_kernels
 from shardwise.quant.dynamic import dynamic_matmul
 from shardwise.quant.format import QuantizedMatrix, dequantize, quantize
@@ -63,7 +64,6 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 # -- products
-# -------------------------------------------------------------------------------------------------
 
 
 def weight_of(native: NativeServing, weight: Tensor, wide: bool) -> PackedWeight:
@@ -83,7 +83,7 @@ def weight_of(native: NativeServing, weight: Tensor, wide: bool) -> PackedWeight
     num_in=st.integers(1, 90).map(lambda pairs: 2 * pairs),
     num_out=st.integers(1, 150),
 )
-def test_a_product_is_right_and_a_row_has_the_same_bits_alone(
+def test_product_matches_definition_and_is_batch_invariant(
     name: str, num_rows: int, num_in: int, num_out: int
 ) -> None:
     native = NativeServing.of(name)
@@ -101,7 +101,7 @@ def test_a_product_is_right_and_a_row_has_the_same_bits_alone(
         assert torch.equal(wide.apply(x[row]), found[row])
 
 
-def test_rows_may_lie_apart_and_have_leading_dims(native: NativeServing) -> None:
+def test_product_accepts_strided_rows_and_leading_dims(native: NativeServing) -> None:
     x = drawn(3, 5, 200)
     weight = drawn(40, 64, seed=1)
     packed = weight_of(native, weight, False)
@@ -110,7 +110,7 @@ def test_rows_may_lie_apart_and_have_leading_dims(native: NativeServing) -> None
     assert packed.apply(x[:0, 0, :64]).shape == (0, 40)
 
 
-def test_what_is_no_number_stays_in_its_row_and_column(native: NativeServing) -> None:
+def test_nan_stays_in_its_row_and_column(native: NativeServing) -> None:
     x = drawn(8, 32)
     weight = drawn(20, 32, seed=1)
     x[3, 5] = torch.nan
@@ -122,9 +122,8 @@ def test_what_is_no_number_stays_in_its_row_and_column(native: NativeServing) ->
     assert found[6, 7] == torch.inf and found[6, [0, 6, 8]].isfinite().all()
 
 
-def test_tiny_numbers_are_no_trouble(native: NativeServing) -> None:
-    """Numbers too small to be normal may count as zero, as bf16 instructions have it, and nothing
-    else."""
+def test_subnormal_numbers_may_be_flushed(native: NativeServing) -> None:
+    """Subnormal numbers may count as zero, as in bf16 instructions; other numbers may not."""
     x = torch.full((2, 64), 1e-39, dtype=BF16)
     found = weight_of(native, torch.full((16, 64), 1.0, dtype=BF16), True).apply(x)
     assert ((found == 0) | ((found - 64e-39).abs() < 1e-39)).all()
@@ -142,7 +141,7 @@ def test_tiny_numbers_are_no_trouble(native: NativeServing) -> None:
     scales=st.sampled_from([BF16, torch.float16, torch.float32]),
     minima=st.booleans(),
 )
-def test_a_quantized_product_is_as_defined_and_a_row_has_the_same_bits_alone(
+def test_quantized_product_matches_definition_and_is_batch_invariant(
     name: str,
     scheme: str,
     num_rows: int,
@@ -151,8 +150,8 @@ def test_a_quantized_product_is_as_defined_and_a_row_has_the_same_bits_alone(
     scales: torch.dtype,
     minima: bool,
 ) -> None:
-    """Sums of integers are exact, so fp32 sums of a stretch each are all that differs from the
-    definition in fp64."""
+    """Integer sums are exact, so only the fp32 sums over stretches differ from the definition in
+    fp64."""
     native = NativeServing.of(name)
     x = drawn(num_rows, num_in)
     held = with_numbers(
@@ -188,7 +187,7 @@ def with_numbers(held: QuantizedMatrix, scales: torch.dtype, minima: bool) -> Qu
 
 
 @given(num_in=st.integers(1, 140), num_out=st.integers(1, 40))
-def test_one_scale_a_row_needs_no_whole_stretches(num_in: int, num_out: int) -> None:
+def test_one_scale_per_row_supports_partial_stretches(num_in: int, num_out: int) -> None:
     held = quantize(drawn(num_out, num_in).float(), Scheme.parse("int8"))
     x = drawn(3, 2 * num_in, seed=1)[:, :num_in]
     for name in instruction_sets():
@@ -199,7 +198,7 @@ def test_one_scale_a_row_needs_no_whole_stretches(num_in: int, num_out: int) -> 
         assert torch.equal(table.look_up(torch.arange(num_out)), dequantize(held, BF16))
 
 
-def test_a_stretch_that_is_no_number_spoils_its_row_alone(native: NativeServing) -> None:
+def test_nan_in_a_stretch_affects_only_its_row(native: NativeServing) -> None:
     held = quantize(drawn(20, 96, seed=1).float(), Scheme.parse("int4-g32"))
     x = drawn(8, 96)
     x[3, 40] = torch.nan
@@ -211,8 +210,9 @@ def test_a_stretch_that_is_no_number_spoils_its_row_alone(native: NativeServing)
     assert native.pack_head(QuantizedWeight((held,)), BF16)[0].apply(x[:0]).shape == (0, 20)
 
 
-def test_what_has_no_native_product_is_made_plain_as_it_is_needed(native: NativeServing) -> None:
-    """Pieces in two ways, floats, groups that are no whole stretches: rows a strip at a time."""
+def test_weights_without_native_product_are_dequantized_on_the_fly(native: NativeServing) -> None:
+    """Weights with several storage formats, floats, and groups of partial stretches are dequantized
+    a strip of rows at a time."""
     names = ("int8", "int4", "fp8", "int4-g16", "int3-g16")
     int8, int4, *odd = [quantize(drawn(8, 80).float(), Scheme.parse(name)) for name in names]
     for weight in (QuantizedWeight((int8, int4)), *(QuantizedWeight((each,)) for each in odd)):
@@ -237,7 +237,7 @@ def test_what_has_no_native_product_is_made_plain_as_it_is_needed(native: Native
     num_out=st.integers(1, 70),
     num_in=st.integers(1, 20).map(lambda pairs: 2 * pairs),
 )
-def test_rows_are_looked_up_in_what_makes_logits(rows: int, num_out: int, num_in: int) -> None:
+def test_tied_embedding_looks_up_rows_of_the_head(rows: int, num_out: int, num_in: int) -> None:
     weight = drawn(num_out, num_in)
     ids = torch.arange(rows)[:, None] * 7 % num_out
     for name in instruction_sets():
@@ -247,11 +247,10 @@ def test_rows_are_looked_up_in_what_makes_logits(rows: int, num_out: int, num_in
 
 
 # -- rows
-# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 15, 64, 100, 576])
-def test_norm(native: NativeServing, size: int) -> None:
+def test_norm_matches_definition(native: NativeServing, size: int) -> None:
     x = drawn(7, size) * 3
     weight = drawn(size, seed=1)
     found = native.rms_norm(x, weight, 1e-5)
@@ -263,7 +262,7 @@ def test_norm(native: NativeServing, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [96, 100])
-def test_gated(native: NativeServing, size: int) -> None:
+def test_gated_matches_definition(native: NativeServing, size: int) -> None:
     inner = drawn(5, 2 * size) * 20
     found = native.gated(inner, "silu")
     expected = gated_naive(inner.double(), "silu")
@@ -272,9 +271,9 @@ def test_gated(native: NativeServing, size: int) -> None:
     assert torch.equal(native.gated(inner, "gelu_tanh"), gated(inner, "gelu_tanh"))
 
 
-def test_a_rank_may_hold_nothing_of_an_mlp(native: NativeServing) -> None:
-    """Where there are more ranks than units: no rows of one matrix, no columns of the next, plain
-    and quantized."""
+def test_rank_with_an_empty_mlp_shard(native: NativeServing) -> None:
+    """With more ranks than ffn units a rank has no rows of one matrix and no columns of the next,
+    unquantized and quantized."""
     x = drawn(3, 64)
     none = torch.empty(0, 64, dtype=BF16)
     for up, down in (
@@ -295,7 +294,7 @@ def test_a_rank_may_hold_nothing_of_an_mlp(native: NativeServing) -> None:
 
 
 def empty_codes(weight: Tensor) -> QuantizedMatrix:
-    """In groups: of no columns there are none."""
+    """Codes in groups, of which there are none without columns."""
     num_rows, num_columns = weight.shape
     codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
     return QuantizedMatrix(
@@ -307,12 +306,11 @@ def empty_codes(weight: Tensor) -> QuantizedMatrix:
 
 
 # -- attention
-# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Story:
-    """Sequences that grow by chunks: the lengths to which each step brings each of them."""
+    """Sequences that grow by chunks: the length of each sequence after each step."""
 
     heads: AttentionShape
     window: int | None
@@ -338,8 +336,8 @@ def stories(draw: st.DrawFn) -> Story:
 
 
 class Told:
-    """A story with its numbers: q, k and v of every sequence, the angles of every position, pages
-    full of NaN."""
+    """A story with its numbers: q, k and v of every sequence, the RoPE tables of every position,
+    pages full of NaN."""
 
     def __init__(self, story: Story, seed: int) -> None:
         self.story = story
@@ -363,7 +361,7 @@ class Told:
         attention: NativePagedAttention | ReferenceAttention,
         parts: list[tuple[int, int, int]],
     ) -> Tensor:
-        """Attention of tokens [start, stop) of each (sequence, start, stop)."""
+        """The attention output of tokens [start, stop) of each (sequence, start, stop)."""
         spans = [Span(start, stop - start, self.pages[number]) for number, start, stop in parts]
         q, k, v = (
             torch.cat([self.qkv[number][i][start:stop] for number, start, stop in parts])
@@ -402,7 +400,7 @@ class Told:
 @given(
     story=stories(), name=st.sampled_from(instruction_sets() or ("none",)), seed=st.integers(0, 9)
 )
-def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
+def test_attention_matches_definition_and_is_batch_invariant(
     story: Story, name: str, seed: int
 ) -> None:
     attention = NativeServing.of(name).paged_attention(story.heads)
@@ -428,7 +426,7 @@ def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_com
 
 
 @pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
-def test_decoding_token_by_token_has_the_bits_of_one_chunk(
+def test_decoding_token_by_token_is_bit_identical_to_one_chunk(
     native: NativeServing, kv_dtype: KvDtype
 ) -> None:
     story = Story(
@@ -447,9 +445,9 @@ def test_decoding_token_by_token_has_the_bits_of_one_chunk(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_codes_are_those_of_the_definition(native: NativeServing, kv_dtype: KvDtype) -> None:
-    """In an order of their own, page by page; scales where they are expected, bit for bit; what is
-    no number has none that is one. With vectors of zeros, and numbers from hardly there to huge."""
+def test_written_codes_match_definition(native: NativeServing, kv_dtype: KvDtype) -> None:
+    """Codes have their own order within a page; scales are bit-identical at their positions; NaN
+    vectors have scales that are not finite. Vectors include zeros, and tiny to huge numbers."""
     heads = AttentionShape(2, 2, 64, 16, frozenset({None}), BF16, CPU, kv_dtype)
     told = Told(Story(heads, None, ((32,),), rotated=False), 3)
     _, k, v = told.qkv[0]
@@ -476,10 +474,10 @@ def test_codes_are_those_of_the_definition(native: NativeServing, kv_dtype: KvDt
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (1e-3, 1e12), (3, 1e-12)])
-def test_attention_over_codes_is_that_of_torch(
+def test_attention_over_codes_matches_torch(
     native: NativeServing, kv_dtype: KvDtype, key_size: float, value_size: float
 ) -> None:
-    """Its plain definition in bf16, which rounds at other places: 2^-6 of the largest value."""
+    """The reference in bf16 rounds elsewhere: within 2^-6 of the largest value."""
     heads = AttentionShape(9, 3, 64, 16, frozenset({130}), BF16, CPU, kv_dtype)
     found = []
     for attention in (native.paged_attention(heads), ReferenceAttention.of(heads)):
@@ -493,9 +491,7 @@ def test_attention_over_codes_is_that_of_torch(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_codes_that_are_no_numbers_stay_in_their_sequence(
-    native: NativeServing, kv_dtype: KvDtype
-) -> None:
+def test_nan_codes_stay_in_their_sequence(native: NativeServing, kv_dtype: KvDtype) -> None:
     heads = AttentionShape(2, 1, 32, 16, frozenset({None}), BF16, CPU, kv_dtype)
     told = Told(Story(heads, None, ((40,), (40,), (40,)), rotated=True), 5)
     told.qkv[0][1][30, 0, 1] = torch.nan
@@ -508,7 +504,7 @@ def test_codes_that_are_no_numbers_stay_in_their_sequence(
     assert third.isfinite().all()
 
 
-def test_threads_change_nothing(native: NativeServing) -> None:
+def test_threads_do_not_change_results(native: NativeServing) -> None:
     story = Story(
         AttentionShape(4, 2, 64, 16, frozenset({None}), BF16, CPU),
         None,
@@ -531,18 +527,17 @@ def test_threads_change_nothing(native: NativeServing) -> None:
 
 
 # -- the choice
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("choose", "plain"), [(serving_kernels, REFERENCE), (training_kernels, REFERENCE_TRAINING)]
 )
-def test_the_choice(
+def test_kernels_choice_by_environment(
     choose: Callable[[torch.device, torch.dtype], ServingKernels | TrainingKernels],
     plain: object,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For serving and for training."""
+    """The choice of serving and of training kernels."""
     monkeypatch.delenv(CPU_KERNELS_VARIABLE, raising=False)
     assert choose(CPU, BF16).name == f"native {instruction_sets()[0]}"
     assert choose(CPU, torch.float32) is plain
@@ -556,8 +551,17 @@ def test_the_choice(
         choose(CPU, BF16)
 
 
+def test_attention_blocks_are_those_of_the_library() -> None:
+    header = (Path(__file__).parents[1] / "csrc/attention.h").read_text()
+    assert f"BLOCK_TOKENS = {BLOCK_TOKENS}," in header
+
+
 def test_one_openmp_runtime_is_loaded() -> None:
-    """Two would each start threads of their own, and torch's count would not bind the kernels."""
-    code = "import shardwise.kernels.native.serving; print({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l})"
+    """Two runtimes would start separate threads, and torch's thread count would not apply to the
+    kernels."""
+    code = (
+        "import shardwise.kernels.native.serving; "
+        "print({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.count("libgomp") == 1

@@ -1,4 +1,5 @@
-"""All blocks of a decoder in one native call: the bits of the same blocks run one by one."""
+"""All blocks of a decoder in one native call are bit-identical to the same blocks run one by
+one."""
 
 from collections.abc import Mapping
 
@@ -62,7 +63,7 @@ def runner_of_family(
 
 
 def batches() -> list[Batch]:
-    """A prompt, then another beside a token of the first, then a token of both."""
+    """A prompt; then another next to a token of the first; then a token of both."""
     first = tuple(range(40))
     second = tuple(range(7, 30))
     return [
@@ -105,7 +106,7 @@ def check_bits(together: Runner, apart: Runner) -> None:
         ("qwen3", "int8", None),
     ],
 )
-def test_the_bits_are_those_of_blocks_run_one_by_one(
+def test_decoder_is_bit_identical_to_blocks_one_by_one(
     family: str, kv_dtype: KvDtype, quant: str | None, name: str
 ) -> None:
     together, apart = (runner_of_family(family, kv_dtype, quant, name) for _ in range(2))
@@ -114,7 +115,7 @@ def test_the_bits_are_those_of_blocks_run_one_by_one(
 
 @st.composite
 def decoders(draw: st.DrawFn, quant: str | None) -> ModelConfig:
-    """With biases, norms of q and k and a window or without, each by itself."""
+    """Decoders with and without biases, norms of q and k, and a window, each separately."""
     num_kv_heads = draw(st.integers(1, 3))
     flag = st.booleans()
     unit = 32 if quant and "-g" in quant else 16
@@ -141,7 +142,7 @@ def decoders(draw: st.DrawFn, quant: str | None) -> ModelConfig:
 
 
 def drawn_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Norms and biases too, so that none can be mistaken for another."""
+    """Random norms and biases too, so that none can be mistaken for another."""
     random = torch.Generator().manual_seed(seed)
     weights = {}
     for spec in model_specs(config):
@@ -154,7 +155,7 @@ def drawn_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", instruction_sets())
 @settings(max_examples=examples(10))
 @given(data=st.data(), quant=st.sampled_from([None, "int8", "int4z-g32"]), seed=st.integers(0, 99))
-def test_drawn_decoders_have_the_bits_of_blocks_run_one_by_one(
+def test_random_decoders_are_bit_identical_to_blocks_one_by_one(
     name: str, data: st.DataObject, quant: str | None, seed: int
 ) -> None:
     config = data.draw(decoders(quant))
@@ -173,7 +174,7 @@ def test_drawn_decoders_have_the_bits_of_blocks_run_one_by_one(
         ("llama", "int3-g32", {}),
     ],
 )
-def test_what_has_no_kernel_is_run_block_by_block(
+def test_models_without_native_kernels_run_block_by_block(
     family: str, quant: str | None, changes: dict[str, object]
 ) -> None:
     made = runner_of_family(family, "auto", quant, instruction_sets()[0], **changes)

@@ -1,5 +1,5 @@
-"""The native kernels that training uses, forward and backward, against fp64, on every instruction
-set there is."""
+"""The native training kernels, forward and backward, against fp64, on every instruction set of this
+processor."""
 
 import math
 from collections.abc import Callable
@@ -52,13 +52,12 @@ def native(request: pytest.FixtureRequest) -> NativeTraining:
 
 
 # -- attention
-# ------------------------------------------------------------------------------------------------
 
 
 def assert_attends(
     native: NativeTraining, inputs: list[Tensor], dy: Tensor, *options: object
 ) -> None:
-    """Within 8e-3 of fp64 in the 2-norm, of what is of order one: two or three roundings to
+    """Results of order one are within 8e-3 of fp64 in the 2-norm: two or three roundings to
     bf16."""
     exact = with_gradients(
         attention_naive, [x.detach().double().requires_grad_() for x in inputs], dy, *options
@@ -81,7 +80,7 @@ def assert_attends(
     documents=st.none() | st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_attention_of_any_shape_window_and_documents(
+def test_attention_matches_definition_for_any_shape_window_and_documents(
     name: str,
     batch: int,
     tokens: int,
@@ -105,10 +104,10 @@ def test_attention_of_any_shape_window_and_documents(
 
 
 @pytest.mark.parametrize(("scale", "bound"), [(1.0, 4e-3), (4.0, 1e-2)])
-def test_scores_of_attention_are_not_rounded(
+def test_attention_scores_are_not_rounded(
     native: NativeTraining, scale: float, bound: float
 ) -> None:
-    """As in test_attention, at half of the bounds there."""
+    """The same test as in test_attention, with half of its bounds."""
     inputs = drawn(2, 200, 6, 2, 64, BF16, scale)
     dy = torch.randn(2, 200, 6, 64, generator=seeded(1)).to(BF16)
     exact = with_gradients(
@@ -118,7 +117,7 @@ def test_scores_of_attention_are_not_rounded(
     assert max(error(x, truth) for x, truth in zip(found, exact, strict=True)) < bound
 
 
-def test_attention_of_what_is_cut_out_of_one_tensor(native: NativeTraining) -> None:
+def test_attention_of_views_of_one_tensor(native: NativeTraining) -> None:
     qkv = torch.randn(2, 19, 7, 32, generator=seeded(2)).to(BF16)
     parts = [x.requires_grad_() for x in qkv.split((3, 1, 3), 2)]
     q = parts[0]
@@ -134,7 +133,7 @@ def test_attention_of_what_is_cut_out_of_one_tensor(native: NativeTraining) -> N
         assert torch.equal(mine, other)
 
 
-def test_other_heads_have_torchs_attention(native: NativeTraining) -> None:
+def test_unsupported_head_dims_use_torch_attention(native: NativeTraining) -> None:
     inputs = drawn(1, 9, 2, 2, 24, BF16)
     dy = torch.randn(1, 9, 2, 24, generator=seeded(1)).to(BF16)
     for mine, other in zip(
@@ -145,8 +144,9 @@ def test_other_heads_have_torchs_attention(native: NativeTraining) -> None:
         assert torch.equal(mine, other)
 
 
-def test_what_is_no_number_shows(native: NativeTraining) -> None:
-    """A query's row alone; a key's, for all who see it. So does a gradient's."""
+def test_attention_propagates_nan(native: NativeTraining) -> None:
+    """NaN in a query affects its own row; in a key, all rows that attend to it; the same in
+    gradients."""
     q, k, v = (x.detach() for x in drawn(1, 50, 2, 2, 32, BF16))
     spoilt = q.clone()
     spoilt[0, 20, 1, 3] = torch.nan
@@ -170,9 +170,9 @@ def test_what_is_no_number_shows(native: NativeTraining) -> None:
     )
 
 
-def test_attention_needs_memory_as_long_as_the_sequence(tmp_path: Path) -> None:
-    """What torch sees of it: the results. The kernel's own rows of scores are for a block of
-    tokens."""
+def test_attention_memory_is_linear_in_sequence_length(tmp_path: Path) -> None:
+    """torch's peak memory is that of the results. The kernel's own rows of scores cover one block
+    of tokens."""
     inputs = drawn(1, 2048, 4, 2, 16, BF16)
     native = NativeTraining.of(instruction_sets()[0])
     peak, _ = peak_bytes(
@@ -182,7 +182,6 @@ def test_attention_needs_memory_as_long_as_the_sequence(tmp_path: Path) -> None:
 
 
 # -- rows
-# -----------------------------------------------------------------------------------------------------
 
 
 def versions(native: NativeTraining, kernel: str) -> Callable[..., Tensor]:
@@ -203,7 +202,7 @@ def versions(native: NativeTraining, kernel: str) -> Callable[..., Tensor]:
     x_memory=st.sampled_from(sorted(MEMORY)),
     dy_memory=st.sampled_from(sorted(MEMORY)),
 )
-def test_rows_of_any_shape_and_memory(
+def test_row_kernels_match_definition_for_any_shape_and_memory_layout(
     name: str,
     kernel: str,
     shared: bool,
@@ -214,8 +213,8 @@ def test_rows_of_any_shape_and_memory(
     x_memory: str,
     dy_memory: str,
 ) -> None:
-    """Within 8e-3 of the definition in fp64, in the 2-norm, of what is of order one: a rounding or
-    two."""
+    """Results of order one are within 8e-3 of the definition in fp64, in the 2-norm: one or two
+    roundings."""
     width += width % 2 if kernel != "norm" else 0
     case = Case(kernel, tuple(leading), width, heads, shared, x_memory, dy_memory, seed)
     inputs, dy = inputs_of(case, BF16)
@@ -232,7 +231,9 @@ def test_rows_of_any_shape_and_memory(
 
 
 @pytest.mark.parametrize("kernel", ["norm", "rotary", "silu"])
-def test_rows_are_no_worse_than_the_definition(native: NativeTraining, kernel: str) -> None:
+def test_row_kernel_errors_are_no_larger_than_the_definitions(
+    native: NativeTraining, kernel: str
+) -> None:
     """The error against fp64, of the result and of every gradient, is at most 1.1 times that of the
     definition."""
     inputs, dy = inputs_of(Case(kernel, (7, 33), 96), BF16)
@@ -244,9 +245,9 @@ def test_rows_are_no_worse_than_the_definition(native: NativeTraining, kernel: s
         assert relative(found, truth) <= 1.1 * relative(slow, truth) < 1e-2
 
 
-def test_gates_far_from_zero(native: NativeTraining) -> None:
-    """Where exp(-gate) has no number, and where it is none: silu is 0 or the gate, its slope 0 or
-    1, to a rounding."""
+def test_gates_far_from_zero_and_non_finite(native: NativeTraining) -> None:
+    """Where exp(-gate) overflows or underflows, silu is 0 or the gate, and its slope 0 or 1, to a
+    rounding."""
     gate = torch.tensor(
         [-3e38, -1000, -100, -89, -88, 88, 100, 1000, 3e38, -math.inf, math.inf, math.nan]
     ).repeat(8)
@@ -263,7 +264,7 @@ def test_gates_far_from_zero(native: NativeTraining) -> None:
     assert y[10] == math.inf and y[11].isnan() and d_gate[11].isnan()
 
 
-def test_norm_shows_what_is_no_number(native: NativeTraining) -> None:
+def test_norm_propagates_nan(native: NativeTraining) -> None:
     inputs, dy = inputs_of(Case("norm", (200,), 40), BF16)
     inputs[0][150, 3] = torch.nan
     y, dx, d_weight = results(versions(native, "norm"), 2, inputs, dy)
@@ -272,7 +273,6 @@ def test_norm_shows_what_is_no_number(native: NativeTraining) -> None:
 
 
 # -- loss
-# -----------------------------------------------------------------------------------------------------
 
 
 def logits_of(num_rows: int, num_columns: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -291,10 +291,10 @@ def logits_of(num_rows: int, num_columns: int, seed: int) -> tuple[Tensor, Tenso
     gaps=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_loss_and_gradient_of_logits(
+def test_loss_and_gradient_of_logits_match_fp64(
     name: str, num_rows: int, num_columns: int, padding: int, gaps: bool, seed: int
 ) -> None:
-    """The loss to 1e-5 of that of fp64, the gradient to one rounding."""
+    """The loss is within 1e-5 of fp64, the gradient within one rounding."""
     logits, targets = logits_of(num_rows, num_columns, seed)
     exact = logits.double()
     log_p = exact.log_softmax(-1)
@@ -317,8 +317,8 @@ def test_loss_and_gradient_of_logits(
     assert not padded[:, num_columns:].any()
 
 
-def test_loss_of_a_block_of_the_vocabulary(native: NativeTraining) -> None:
-    """Two ranks, of which one plays the other: what it would have told is worked out in fp64."""
+def test_loss_of_a_vocabulary_shard(native: NativeTraining) -> None:
+    """One rank of two: the values that the other rank would reduce are computed in fp64."""
     logits, targets = logits_of(11, 90, 4)
     exact = logits.double()
     aimed = targets[:, None].clamp(min=0)
@@ -343,7 +343,7 @@ def test_loss_of_a_block_of_the_vocabulary(native: NativeTraining) -> None:
         torch.testing.assert_close(found.float(), other.float(), rtol=2 * HALF_STEP, atol=1e-6)
 
 
-def test_loss_without_a_gradient_leaves_the_logits(native: NativeTraining) -> None:
+def test_loss_without_gradient_leaves_logits_unchanged(native: NativeTraining) -> None:
     logits, targets = logits_of(5, 70, 1)
     local = local_targets(targets, VocabShard(UNSHARDED, 70, 70))
     before = logits.clone()
@@ -353,7 +353,7 @@ def test_loss_without_a_gradient_leaves_the_logits(native: NativeTraining) -> No
     )
 
 
-def test_logits_that_are_no_numbers_show(native: NativeTraining) -> None:
+def test_loss_propagates_nan(native: NativeTraining) -> None:
     logits, targets = logits_of(6, 70, 1)
     targets[:] = 3
     logits[1, 60] = torch.nan
@@ -370,7 +370,7 @@ def test_logits_that_are_no_numbers_show(native: NativeTraining) -> None:
 
 
 @pytest.mark.parametrize("target", [70, -1])
-def test_a_target_outside_the_vocabulary_is_an_error(native: NativeTraining, target: int) -> None:
+def test_target_outside_the_vocabulary_is_an_error(native: NativeTraining, target: int) -> None:
     logits, targets = logits_of(5, 70, 1)
     targets[2] = target
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
@@ -379,8 +379,8 @@ def test_a_target_outside_the_vocabulary_is_an_error(native: NativeTraining, tar
         )
 
 
-def test_the_whole_loss_in_chunks(native: NativeTraining, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients are no further from fp64 than 1.1 times what torch's operations are."""
+def test_chunked_loss_matches_fp64(native: NativeTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of its gradients against fp64 is at most 1.1 times that of torch operations."""
     monkeypatch.setattr(loss, "PRODUCT_BYTES", 2 * 999 * 17)
     monkeypatch.setattr(loss, "SOFTMAX_BYTES", 4 * 999 * 5)
     x = torch.randn(60, 64, generator=seeded(1))
@@ -399,9 +399,9 @@ def test_the_whole_loss_in_chunks(native: NativeTraining, monkeypatch: pytest.Mo
         assert relative(mine, truth) <= 1.1 * relative(torchs, truth) + 1e-6
 
 
-def test_no_logits_are_held_in_fp32(native: NativeTraining, tmp_path: Path) -> None:
-    """1000 rows of 32,000 logits, 64 MB in bf16, of which torch's operations hold 24 MB in fp32
-    besides."""
+def test_logits_are_not_copied_to_fp32(native: NativeTraining, tmp_path: Path) -> None:
+    """1000 rows of 32,000 logits take 64 MB in bf16; torch operations hold another 24 MB in
+    fp32."""
     x = torch.randn(1000, 8).to(BF16).requires_grad_()
     weight = torch.randn(32_000, 8).to(BF16).requires_grad_()
     targets = torch.randint(32_000, (1000,))
@@ -414,10 +414,9 @@ def test_no_logits_are_held_in_fp32(native: NativeTraining, tmp_path: Path) -> N
 
 
 # -- together
-# -------------------------------------------------------------------------------------------------
 
 
-def test_threads_change_nothing(native: NativeTraining) -> None:
+def test_threads_do_not_change_results(native: NativeTraining) -> None:
     inputs = drawn(2, 70, 4, 2, 32, BF16)
     normed, dy = inputs_of(Case("norm", (700,), 96), BF16)
     of = native.cross_entropy_grad_
@@ -441,8 +440,9 @@ def test_threads_change_nothing(native: NativeTraining) -> None:
 
 @pytest.mark.parametrize("short", ["dp1", "dp1.rc-selective"])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gpt2"])
-def test_a_block_saves_what_is_planned(native: NativeTraining, model: str, short: str) -> None:
-    """As test_activations measures it, of heads and an activation that the native kernels take."""
+def test_saved_activations_match_the_plan(native: NativeTraining, model: str, short: str) -> None:
+    """The measurement of test_activations, with heads and an activation that the native kernels
+    support."""
     config = replace(FAMILIES[model], hidden_size=64, ffn_size=96, head_dim=32)
     layout = Layout.parse(short)
     kernels = native_training_kernels(native.name)

@@ -1,5 +1,4 @@
-"""Paged attention against its definition, and that bits depend neither on company nor on how a text
-is cut."""
+"""Paged attention against its definition, and invariance to the batch and to chunking."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,8 +48,7 @@ Runs = list[list[tuple[int, int]]]  # of each step: (sequence, tokens)
 
 @dataclass
 class Drawn:
-    """Sequences with all their queries, keys and values [T, heads, C], and where their pages
-    are."""
+    """Random sequences with their queries, keys and values [T, heads, C], and their page tables."""
 
     q: list[Tensor]
     k: list[Tensor]
@@ -84,8 +82,8 @@ def drawn(
 def over_pages(
     case: Drawn, runs: Runs, window: int | None, kv_dtype: KvDtype = "auto"
 ) -> list[Tensor]:
-    """Attention [T, H, C] of every sequence, its tokens run as `runs` says. Pages are full of NaN
-    at first."""
+    """Attention output [T, H, C] of every sequence, its tokens run in the steps of `runs`. Pages
+    are full of NaN at first."""
     _, num_heads, size = case.q[0].shape
     num_kv = case.k[0].shape[1]
     dtype = case.q[0].dtype
@@ -111,7 +109,7 @@ def over_pages(
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Softmax of all scores, in fp64."""
+    """The softmax of all scores, in fp64."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
     at = torch.arange(q.shape[1])
@@ -155,7 +153,7 @@ def whole(lengths: Sequence[int]) -> Runs:
     most=st.sampled_from([1, 7, 64, 300]),
     seed=st.integers(0, 1000),
 )
-def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
+def test_attention_matches_definition_and_is_batch_invariant(
     lengths: list[int],
     heads: tuple[int, int],
     size: int,
@@ -175,7 +173,7 @@ def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_com
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_decode_at_once(dtype: torch.dtype) -> None:
+def test_many_sequences_decode_together(dtype: torch.dtype) -> None:
     lengths = [*range(3, 700, 41), 128, 129, 256, 257]
     case = drawn(lengths, 9, 3, 64, dtype)
     alone = over_pages(case, whole(lengths), None)
@@ -184,9 +182,9 @@ def test_many_decode_at_once(dtype: torch.dtype) -> None:
     assert all(map(torch.equal, alone, together))
 
 
-def test_numbers_that_nobody_may_see_do_not_count() -> None:
-    """What lies behind a sequence in its last page, and in pages of others, may be NaN or
-    anything."""
+def test_masked_slots_do_not_affect_results() -> None:
+    """Slots behind a sequence in its last page, and pages of other sequences, may hold anything,
+    even NaN."""
     case = drawn([20], 2, 1, 16, torch.float32)
     batch = paged_batch(
         [Span(0, 20, case.tables[0])], 2, PAGE_TOKENS, [None], attention_sizes(16, torch.float32)
@@ -206,9 +204,7 @@ def test_numbers_that_nobody_may_see_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("num_in", "num_out"), [(64, 96), (576, 960), (1536, 576), (4096, 256), (33, 101)]
 )
-def test_rows_of_a_product_do_not_depend_on_how_many_there_are(
-    num_in: int, num_out: int, dtype: torch.dtype
-) -> None:
+def test_products_are_batch_invariant(num_in: int, num_out: int, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(num_in)
     weight = torch.randn(num_out, num_in, generator=random).to(dtype)
     x = torch.randn(300, num_in, generator=random).to(dtype)
@@ -230,8 +226,8 @@ def test_rows_of_a_product_do_not_depend_on_how_many_there_are(
             assert torch.equal(made.apply(x[-count:]), wanted[-count:])
 
 
-def test_a_size_at_which_rows_differ_is_found_out() -> None:
-    """A product that adds backwards when it has few rows, as libraries do."""
+def test_sizes_that_disagree_are_detected() -> None:
+    """The product adds in reverse order for few rows, as libraries do."""
     weight = torch.empty(64, 640, dtype=torch.bfloat16)
 
     def product(x: Tensor) -> Tensor:
@@ -250,7 +246,7 @@ def test_a_size_at_which_rows_differ_is_found_out() -> None:
     num_rows=st.integers(1, 2000),
     sizes=st.sets(st.sampled_from([1, 2, 4, 8, 32, 64, 256]), min_size=1),
 )
-def test_pieces_are_all_rows_in_order(num_rows: int, sizes: set[int]) -> None:
+def test_row_chunks_cover_all_rows_in_order(num_rows: int, sizes: set[int]) -> None:
     found = list(row_chunks(num_rows, tuple(sorted(sizes))))
     assert [start for start, _, _ in found] == [
         sum(count for _, count, _ in found[:n]) for n in range(len(found))
@@ -261,7 +257,7 @@ def test_pieces_are_all_rows_in_order(num_rows: int, sizes: set[int]) -> None:
 
 @dataclass(frozen=True)
 class Paged:
-    """`attend` of a step, as the runner of a server has it."""
+    """`attend` of a step, as in the runner of a server."""
 
     config: ModelConfig
     pages: list[KVPages]
@@ -275,7 +271,7 @@ class Paged:
 
 @dataclass(frozen=True)
 class Served:
-    """A model ready to be run over pages."""
+    """A model that runs over pages."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
@@ -337,7 +333,7 @@ def served(
 
 
 def ways(texts: list[list[int]]) -> Iterator[Runs]:
-    """Alone in chunks of 7, token by token, and with others."""
+    """The ways to run: alone in chunks of 7, token by token, and with other sequences."""
     lengths = [len(text) for text in texts]
     yield [[(0, min(7, lengths[0] - at))] for at in range(0, lengths[0], 7)]
     yield [[(0, 1)]] * lengths[0]
@@ -361,7 +357,7 @@ def assert_same_bits(model: Served, texts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "llama-biases", "gpt2"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tiny_model_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
+def test_tiny_model_is_batch_invariant(name: str, dtype: torch.dtype) -> None:
     theirs = tiny_model(name, dtype)
     model = served(from_hugging_face(theirs.config.to_dict()), our_weights(theirs), dtype)
     random = torch.Generator().manual_seed(0)
@@ -376,7 +372,7 @@ def test_a_tiny_model_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_smollm2_has_the_same_bits(dtype: torch.dtype) -> None:
+def test_smollm2_is_batch_invariant(dtype: torch.dtype) -> None:
     path = smollm2_gguf()
     one = Layout()
     config = read_config(path)

@@ -1,5 +1,5 @@
-"""Products of integers in Triton, run by its interpreter on CPUs: against their definition in fp64,
-with the same bits in any company and however they are shared out, and in whole models."""
+"""Products with quantized weights in Triton, in its interpreter on CPUs: against their definition
+in fp64, batch-invariant however they are split, and in whole models."""
 
 from dataclasses import replace
 from typing import Any
@@ -71,8 +71,7 @@ def head_of(held: QuantizedMatrix, dtype: torch.dtype) -> TritonQuantized:
 
 
 def assert_defined(found: Tensor, x: Tensor, held: QuantizedMatrix) -> None:
-    """Products of codes are exact, so sums in fp32 are all that differs from the definition in
-    fp64."""
+    """Products of codes are exact, so only the fp32 sums differ from the definition in fp64."""
     plain = dequantize_fp64(held)
     wide = x.double()
     most = (
@@ -84,7 +83,6 @@ def assert_defined(found: Tensor, x: Tensor, held: QuantizedMatrix) -> None:
 
 
 # -- products
-# -------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(12))
@@ -98,7 +96,7 @@ def assert_defined(found: Tensor, x: Tensor, held: QuantizedMatrix) -> None:
     odd=st.integers(1, 140),
     num_out=st.integers(1, 100),
 )
-def test_a_product_is_as_defined_and_a_row_has_the_same_bits_in_any_company(
+def test_product_matches_definition_and_is_batch_invariant(
     scheme: str,
     num_rows: int,
     dtype: torch.dtype,
@@ -128,7 +126,7 @@ def test_a_product_is_as_defined_and_a_row_has_the_same_bits_in_any_company(
 @pytest.mark.parametrize(
     ("scheme", "minima"), [("int8", False), ("int4z-g64", False), ("int4z-g32", True)]
 )
-def test_parts_that_are_shared_out_add_up_to_the_same_bits(scheme: str, minima: bool) -> None:
+def test_split_parts_are_bit_identical(scheme: str, minima: bool) -> None:
     held = held_as(scheme, 20, 320, minima=minima)
     packed = pack(held)
     x = drawn(3, 320).to(BF16)
@@ -141,7 +139,7 @@ def test_parts_that_are_shared_out_add_up_to_the_same_bits(scheme: str, minima: 
 
 
 @given(num_blocks=st.integers(1, 300), num_tiles=st.integers(1, 2000), wanted=st.integers(1, 600))
-def test_parts_are_all_columns_and_not_too_short(
+def test_parts_cover_all_columns_and_are_not_too_short(
     num_blocks: int, num_tiles: int, wanted: int
 ) -> None:
     like = pack(held_as("int8-g64", 1, 64))
@@ -157,7 +155,7 @@ def test_parts_are_all_columns_and_not_too_short(
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4z-g32"])
-def test_rows_that_are_no_numbers_spoil_no_others(scheme: str) -> None:
+def test_nan_rows_do_not_affect_others(scheme: str) -> None:
     held = held_as(scheme, 70, 160)
     x = drawn(9, 160).to(BF16)
     head = head_of(held, BF16)
@@ -171,7 +169,7 @@ def test_rows_that_are_no_numbers_spoil_no_others(scheme: str) -> None:
     assert head.apply(x[:0]).shape == (0, 70) and head.apply(x.view(3, 3, 160)).shape == (3, 3, 70)
 
 
-def test_numbers_of_rows_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_sizes_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack(held_as("int8", 64, 128))
     sizes = agreeing_rows(packed, 1, FP32)
     assert 16 in sizes and set(sizes) <= {16, 64, 128}
@@ -192,20 +190,19 @@ def test_numbers_of_rows_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatc
 
 
 # -- weights
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8z-g64", "int4-g32", "int4z-g128"])
-def test_packed_weights_take_as_many_bytes(scheme: str) -> None:
+def test_packed_weights_have_the_same_bytes(scheme: str) -> None:
     held = held_as(scheme, 192, 256)
     packed = pack(held)
     parts = packed.codes, packed.scales, packed.offsets
     assert sum(part.nbytes for part in parts if part is not None) == held.num_bytes
 
 
-def test_what_has_no_product_here_has_that_of_torch() -> None:
-    """Pieces in two ways, floats, groups that are no whole blocks; and an embedding alone is looked
-    up as it is."""
+def test_weights_without_triton_product_use_torch() -> None:
+    """Weights with several storage formats, floats, and groups of partial blocks use torch; an
+    embedding that is not tied stays as it is."""
     int8, int4, *odd = [
         held_as(name, 8, 80) for name in ("int8", "int4", "fp8", "int4-g16", "int3")
     ]
@@ -230,7 +227,7 @@ def test_what_has_no_product_here_has_that_of_torch() -> None:
 
 
 def quantized_model(name: str, dtype: torch.dtype, scheme: str) -> LoadedModel:
-    """With the matrices of its blocks, and a tied embedding, in integers."""
+    """A model with the matrices of its blocks, and a tied embedding, in integers."""
     model = tiny(name, dtype, num_hidden_layers=1)
     weights: dict[str, Any] = dict(model.weights)
     for key, weight in model.weights.items():
@@ -247,7 +244,7 @@ def quantized_model(name: str, dtype: torch.dtype, scheme: str) -> LoadedModel:
     ("name", "dtype", "scheme", "error"),
     [("llama", BF16, "int8", 0.1), ("llama-tied", FP32, "int4z-g32", 1e-5)],
 )
-def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_company(
+def test_served_model_matches_torch_and_is_batch_invariant(
     name: str, dtype: torch.dtype, scheme: str, error: float
 ) -> None:
     assert_served(quantized_model(name, dtype, scheme), "auto", error, 2)

@@ -375,7 +375,8 @@ def smallest_tile(group: int) -> int:
 
 
 def agreeing_tiles(shape: AttentionShape) -> tuple[int, ...]:
-    """Return the numbers of rows of a tile whose results are bit-identical to those of the smallest.
+    """Return the numbers of rows of a tile whose results are bit-identical to those of the
+    smallest.
 
     They are measured in fp32, since rounding hides differences. Raises RuntimeError if the results
     of the smallest tile depend on how its blocks are split over programs.

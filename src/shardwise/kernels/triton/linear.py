@@ -481,7 +481,8 @@ def blocks_per_part(packed: Packed, min_programs: int) -> int:
 
 
 def agreeing_rows(packed: Packed, part_blocks: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the numbers of rows of a tile whose results are bit-identical to those of the smallest.
+    """Return the numbers of rows of a tile whose results are bit-identical to those of the
+    smallest.
 
     They are measured in fp32, since rounding hides differences. Raises RuntimeError if the results
     of the smallest tile depend on how its parts are split over programs.
