@@ -1,5 +1,4 @@
-"""Greedy answers have the same bits in any company: on the real SmolLM2, and on drawn mixtures of
-requests."""
+"""Greedy decoding is batch-invariant: on the real SmolLM2, and on random mixtures of requests."""
 
 import json
 import re
@@ -29,7 +28,9 @@ from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.serve.request import Request, SamplingParams
 from smollm2 import smollm2_gguf
 
-ERROR = 3e-2  # of log-probabilities, on average, against a plain forward in bf16, which is 3e-2 from fp32; ours 2.5e-2
+# Mean error of log-probabilities against a plain forward in bf16, which is 3e-2 from fp32; served
+# ones are 2.5e-2 from fp32.
+ERROR = 3e-2
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -48,7 +49,7 @@ def smollm2_runner(smollm2: LoadedModel) -> Runner:
     return runner_of(smollm2)
 
 
-def test_smollm2_is_as_a_plain_forward_has_it(smollm2: LoadedModel, smollm2_runner: Runner) -> None:
+def test_smollm2_matches_a_plain_forward(smollm2: LoadedModel, smollm2_runner: Runner) -> None:
     prompts = [
         smollm2.tokenizer.encode(text) for text in ("The capital of France is", "1, 2, 3, 4,")
     ]
@@ -67,7 +68,7 @@ def test_smollm2_is_as_a_plain_forward_has_it(smollm2: LoadedModel, smollm2_runn
 
 @pytest.fixture(scope="module")
 def requests(smollm2: LoadedModel) -> list[Request]:
-    """24, greedy; the last 8 begin like each other."""
+    """24 greedy requests; the last 8 share a prefix."""
     shared = smollm2.tokenizer.encode(
         "You are a helpful assistant who answers every question in one short sentence. "
     )
@@ -99,7 +100,7 @@ def requests(smollm2: LoadedModel) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request]) -> list[list[Got]]:
-    """What each answers when it has an engine for itself."""
+    """The completion of each request in an engine of its own."""
     engine = engine_of(smollm2_runner, smollm2.tokenizer)
     found = []
     for number, request in enumerate(requests):
@@ -109,13 +110,13 @@ def alone(smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request])
 
 
 def assert_same(found: Sequence[Sequence[Got]], wanted: Sequence[Sequence[Got]]) -> None:
-    """The same tokens and log-probabilities, bit for bit."""
+    """Tokens are equal and log-probabilities bit-identical."""
     for mine, theirs in zip(found, wanted, strict=True):
         assert all(each.said == theirs[0].said for each in mine)
 
 
 @pytest.mark.parametrize(("budget", "num_running"), [(65, 8), (512, 32)])
-def test_smollm2_says_the_same_in_company(
+def test_smollm2_is_batch_invariant(
     smollm2: LoadedModel,
     smollm2_runner: Runner,
     requests: list[Request],
@@ -133,7 +134,7 @@ def test_smollm2_says_the_same_in_company(
     )
 
 
-def test_smollm2_says_the_same_after_it_was_preempted(
+def test_smollm2_is_invariant_to_preemption(
     smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request]
 ) -> None:
     longer = [replace(request, params=greedy(20)) for request in requests[:8]]
@@ -144,7 +145,7 @@ def test_smollm2_says_the_same_after_it_was_preempted(
     assert engine.scheduler.counters().num_preemptions > 0
 
 
-def test_smollm2_says_the_same_beside_all_kinds(
+def test_smollm2_is_invariant_to_other_kinds_of_requests(
     smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request], alone: list[list[Got]]
 ) -> None:
     pytest.importorskip("llguidance")
@@ -180,7 +181,7 @@ def test_smollm2_says_the_same_beside_all_kinds(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_drawn_company_changes_nothing(dtype: torch.dtype) -> None:
+def test_random_batches_do_not_change_completions(dtype: torch.dtype) -> None:
     model = tiny("qwen3", dtype)
     runner = runner_of(model)
     memo: dict[str, list[tuple[object, ...]]] = {}
@@ -224,7 +225,7 @@ def test_drawn_company_changes_nothing(dtype: torch.dtype) -> None:
     check()
 
 
-def test_smollm2_answers_in_json_while_others_go_on(
+def test_smollm2_completes_json_next_to_other_requests(
     smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request], alone: list[list[Got]]
 ) -> None:
     pytest.importorskip("llguidance")

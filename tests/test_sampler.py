@@ -104,9 +104,9 @@ def distribution(row: list[float], params: SamplingParams) -> tuple[list[float],
 
 @given(rows=st.lists(st.tuples(ROWS, PARAMS), min_size=1, max_size=5))
 @settings(max_examples=examples(300))
-def test_filters_by_definition(rows: list[tuple[list[float], SamplingParams]]) -> None:
-    """In a batch of rows with different parameters: the same tokens stay, with probabilities within
-    1e-5."""
+def test_filters_match_definition(rows: list[tuple[list[float], SamplingParams]]) -> None:
+    """In a batch of rows with different parameters the same tokens are kept, with probabilities
+    within 1e-5."""
     width = max(len(row) for row, _ in rows)
     padded = [row + [-math.inf] * (width - len(row)) for row, _ in rows]
     answers = [distribution(row, params) for row, (_, params) in zip(padded, rows, strict=True)]
@@ -119,8 +119,8 @@ def test_filters_by_definition(rows: list[tuple[list[float], SamplingParams]]) -
 
 @pytest.mark.parametrize(("top_p", "spread"), [(0.3, 1.0), (0.95, 1.0), (0.999, 0.1), (0.9, 5.0)])
 def test_top_p_of_a_large_vocabulary_with_ties(top_p: float, spread: float) -> None:
-    """Few tokens or thousands stay, among many equal ones: as many as by definition, and of equals
-    the lowest ids."""
+    """A few tokens or thousands are kept, among many equal ones: as many as in the definition, and
+    of equal ones the lowest ids."""
     logits = (spread * torch.randn(3, 6000, generator=torch.Generator().manual_seed(8))).round(
         decimals=1
     )
@@ -148,7 +148,7 @@ def test_top_p_of_a_large_vocabulary_with_ties(top_p: float, spread: float) -> N
     ],
     ids=str,
 )
-def test_frequencies(kernels: ServingKernels, params: SamplingParams) -> None:
+def test_sampling_frequencies(kernels: ServingKernels, params: SamplingParams) -> None:
     """Chi-square of 8,000 draws from one generator; at most 7 degrees of freedom, 0.1 % critical
     value 24.3."""
     row = [1.0, -0.5, 0.25, 2.0, -2.0, 0.0, 1.5, -30.0]
@@ -165,7 +165,7 @@ def test_frequencies(kernels: ServingKernels, params: SamplingParams) -> None:
     assert sum((count - mean) ** 2 / mean for count, mean in likely) < 24.3
 
 
-def test_first_draws_of_many_seeds_have_the_frequencies_too() -> None:
+def test_first_draws_of_many_seeds_have_the_frequencies() -> None:
     """Requests differ by seed alone; 4 degrees of freedom, 0.1 % critical value 18.5."""
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.08, 0.02])
     points = [SamplerState(SamplingParams(seed=seed)).uniform() for seed in range(5000)]
@@ -179,10 +179,10 @@ def test_first_draws_of_many_seeds_have_the_frequencies_too() -> None:
     point=st.floats(0, 1, exclude_max=True),
 )
 @settings(max_examples=examples(200))
-def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
+def test_cpu_kernels_match_batched_filters(
     rows: list[tuple[list[float], SamplingParams]], point: float
 ) -> None:
-    """choose.py and the native kernels against filters.py, which the tests above hold to the
+    """The reference and the native kernels match filters.py, which the tests above compare with the
     definition."""
     assume(all(distribution(row, params)[1] > 1e-6 for row, params in rows))
     for row, params in rows:
@@ -205,10 +205,10 @@ def test_a_row_on_a_cpu_is_a_row_of_the_batch_on_a_gpu(
     ],
     ids=str,
 )
-def test_a_row_of_a_large_vocabulary_too(
+def test_cpu_kernels_match_batched_filters_for_a_large_vocabulary(
     kernels: ServingKernels, spread: float, fields: dict[str, Any]
 ) -> None:
-    """20,011 tokens (blocks that do not divide it), with ties; 40 points, the ends of the line
+    """20,011 tokens (which blocks do not divide), with ties; 40 uniform numbers, 0 and almost 1
     among them."""
     params = SamplingParams(temperature=0.9, **fields)
     random = torch.Generator().manual_seed(9)
@@ -268,10 +268,10 @@ TOKENS = st.lists(st.integers(0, 6), max_size=8)
     answer=TOKENS,
 )
 @settings(max_examples=examples(300))
-def test_what_a_sequence_changes_by_definition(
+def test_penalties_match_definition(
     row: list[float], params: SamplingParams, prompt: list[int], answer: list[int]
 ) -> None:
-    """Within 1e-5; and again after a fork, whose own tokens change only its own."""
+    """Results are within 1e-5, also after a fork, whose tokens change only its own penalties."""
     end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (1,))}
     sampling = SamplerState(params, prompt, end_ids)
     for token in answer:
@@ -286,7 +286,7 @@ def test_what_a_sequence_changes_by_definition(
         assert each.changes or logits.tolist() == row
 
 
-def test_repetition_penalty_is_that_of_transformers() -> None:
+def test_repetition_penalty_matches_transformers() -> None:
     logits = 4 * torch.randn(3, 60, generator=torch.Generator().manual_seed(10))
     ids = torch.randint(60, (3, 40), generator=torch.Generator().manual_seed(11))
     expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits)
@@ -301,7 +301,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
 def run_on(
     steps: Tensor, samplings: list[SamplerState], masks: list[Tensor | None]
 ) -> list[list[Sampled]]:
-    """What each row gets, step after step."""
+    """The tokens of each row, step by step."""
     told: list[list[Sampled]] = [[] for _ in samplings]
     for logits in steps:
         for row, picked in enumerate(sample(logits, samplings, masks)):
@@ -317,7 +317,7 @@ def run_on(
     masked=st.booleans(),
 )
 @settings(max_examples=examples(25))
-def test_a_row_is_the_same_alone_and_in_company(
+def test_rows_are_batch_invariant(
     vocab_size: int, seed: int, params: list[SamplingParams], masked: bool
 ) -> None:
     """Tokens and the bits of log-probabilities, at widths that leave tails of vectors, and with one
@@ -345,9 +345,9 @@ def test_a_row_is_the_same_alone_and_in_company(
     fault=st.sampled_from([0.0, math.nan, math.inf]),
 )
 @settings(max_examples=examples(60))
-def test_rows_at_once_are_rows_one_by_one(params: list[SamplingParams], fault: float) -> None:
-    """What a GPU does, with rows that a sequence changes, masks, and a row that fails, against what
-    a CPU does."""
+def test_batched_sampling_matches_row_by_row(params: list[SamplingParams], fault: float) -> None:
+    """The batched path of GPUs, with penalties, masks and a failing row, matches the row-by-row
+    path of CPUs."""
     logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(17))
     logits[2, 7] += fault
     masks = [None, torch.full((10,), 0x77777777, dtype=torch.int32), None, None]
@@ -361,8 +361,8 @@ def test_rows_at_once_are_rows_one_by_one(params: list[SamplingParams], fault: f
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_leave_a_row_the_same(kernels: ServingKernels, threads: int) -> None:
-    """With more than one thread torch cuts the sum of a lone row among them, but not those of many
+def test_threads_do_not_change_rows(kernels: ServingKernels, threads: int) -> None:
+    """With several threads torch splits the sum of a single row over them, but not those of many
     rows."""
     logits = 3 * torch.randn(5, 70_001, generator=torch.Generator().manual_seed(12))
     params = [
@@ -381,9 +381,7 @@ def test_threads_leave_a_row_the_same(kernels: ServingKernels, threads: int) -> 
     assert alone == company
 
 
-def test_greedy_takes_the_lowest_id_of_the_largest_and_draws_nothing(
-    kernels: ServingKernels,
-) -> None:
+def test_greedy_takes_the_lowest_id_and_draws_nothing(kernels: ServingKernels) -> None:
     logits = torch.tensor(
         [[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, -1.0]]
     )
@@ -419,9 +417,9 @@ def test_the_narrowest_settings_are_greedy(kernels: ServingKernels, params: dict
     )
 
 
-def test_tokens_without_probability_are_never_drawn(kernels: ServingKernels) -> None:
-    """Masked columns at both ends and between; 4 tokens stay, drawn 20,000 times at a temperature
-    that flattens."""
+def test_masked_tokens_are_never_drawn(kernels: ServingKernels) -> None:
+    """Columns are masked at both ends and between; 4 tokens are left, drawn 20,000 times at a high
+    temperature."""
     logits = torch.full((1, 1000), -math.inf)
     logits[:, [3, 20, 621, 960]] = torch.tensor([0.0, -1.0, -2.0, 1.0])
     sampling = SamplerState(SamplingParams(temperature=5.0, seed=4))
@@ -455,7 +453,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn(kernels: ServingKernels) ->
 @pytest.mark.parametrize(
     "fault", [[(4, math.nan)], [(4, math.inf)], [(id, -math.inf) for id in range(20)]], ids=str
 )
-def test_a_row_that_nothing_can_be_chosen_from_fails_alone(
+def test_row_without_finite_logits_fails_alone(
     kernels: ServingKernels,
     fields: dict[str, Any],
     changes: dict[str, Any],
@@ -478,9 +476,8 @@ def bits(ids: set[int], vocab_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_what_is_allowed_is_taken(kernels: ServingKernels, temperature: float) -> None:
-    """A row with few tokens allowed, one with none beside an end token that min_tokens bans, one
-    without a mask."""
+def test_only_allowed_tokens_are_sampled(kernels: ServingKernels, temperature: float) -> None:
+    """One row allows few tokens, one only an end token that min_tokens bans, one has no mask."""
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(15))
     logits[:, 50] = 60.0
     params = SamplingParams(temperature=temperature, min_tokens=1, logprobs=0)
@@ -498,8 +495,8 @@ def test_only_what_is_allowed_is_taken(kernels: ServingKernels, temperature: flo
     ]
 
 
-def test_answers_to_one_request_have_seeds_of_their_own() -> None:
-    """Answer 0 is that of n = 1; no answer of one seed is the answer of another."""
+def test_completions_of_one_request_have_different_seeds() -> None:
+    """Completion 0 is that of n = 1; no completion of one seed is a completion of another."""
     steps = torch.randn(12, 1, 400, generator=torch.Generator().manual_seed(16))
 
     def answer(seed: int, index: int, forked: bool) -> list[int | None]:
@@ -529,7 +526,7 @@ def test_without_a_seed_requests_differ() -> None:
 @pytest.mark.parametrize(
     "fields", [{"logit_bias": {50: 1.0}}, {"stop_token_ids": [3, 50]}, {"stop_token_ids": [-1]}]
 )
-def test_tokens_that_the_vocabulary_lacks_are_refused(fields: dict[str, Any]) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(fields: dict[str, Any]) -> None:
     name = next(iter(fields))
     id = -1 if -1 in next(iter(fields.values())) else 50
     with pytest.raises(

@@ -1,9 +1,8 @@
-"""The kernels for GPUs, run by Triton's interpreter on CPUs, against their definitions; and
-compiled for GPUs.
+"""The kernels for GPUs, in Triton's interpreter on CPUs, against their definitions; and compiled
+for GPUs.
 
-The interpreter computes as a CPU does. That rows have the same bits in any company is shown here
-for how the kernels are put together; for the products of a GPU it is found out when a model is
-loaded.
+The interpreter computes with CPU arithmetic. So these tests show that the structure of the kernels
+is batch-invariant; whether a GPU's products are is measured when a model is loaded.
 """
 
 import json
@@ -71,7 +70,6 @@ interpreter cuts bf16 off where a GPU rounds it."""
 
 
 # -- attention over pages
-# -----------------------------------------------------------------------------------
 
 
 def over_tables(
@@ -83,8 +81,8 @@ def over_tables(
     num_done: Sequence[int] = (),
     kv_dtype: KvDtype = "auto",
 ) -> list[Tensor]:
-    """Attention [T, H, C] of every sequence, its tokens run as `runs` says; of the first `num_done`
-    there are only keys and values. Pages are full of NaN at first."""
+    """Attention output [T, H, C] of every sequence, its tokens run in the steps of `runs`; the
+    first `num_done` tokens have only keys and values. Pages are full of NaN at first."""
     _, num_heads, size = case.q[0].shape
     num_kv = case.k[0].shape[1]
     dtype = case.q[0].dtype
@@ -142,7 +140,7 @@ def assert_close(found: Tensor, expected: Tensor, error: float) -> None:
     seed=st.integers(0, 1000),
 )
 @pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
-def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_company(
+def test_attention_matches_definition_and_is_batch_invariant(
     kv_dtype: KvDtype,
     lengths: list[int],
     heads: tuple[int, int],
@@ -152,7 +150,7 @@ def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_com
     most: int,
     seed: int,
 ) -> None:
-    """Over what pages keep of keys and values."""
+    """The definition uses keys and values as the pages store them."""
     case = drawn(lengths, *heads, size, dtype, seed)
     sizes = sizes_for(heads, size, dtype, kv_dtype)
     alone = over_tables(case, whole(lengths), window, 0, sizes, (), kv_dtype)
@@ -168,10 +166,9 @@ def test_attention_is_its_definition_and_its_bits_do_not_depend_on_chunks_or_com
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_that_are_shared_out_add_up_to_the_same_bits(
-    dtype: torch.dtype, window: int | None
-) -> None:
-    """A token with several blocks: by one program, by two that take turns, and by one for each."""
+def test_split_blocks_are_bit_identical(dtype: torch.dtype, window: int | None) -> None:
+    """A token with several blocks is computed by one program, by two that alternate, and by one per
+    block."""
     lengths = [300, 129, 700]
     case = drawn(lengths, 4, 2, 16, dtype)
     runs: Runs = [[(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)]]
@@ -185,9 +182,9 @@ def test_blocks_that_are_shared_out_add_up_to_the_same_bits(
         assert all(torch.equal(a[-2:], b[-2:]) for a, b in zip(found[0], shared, strict=True))
 
 
-def test_numbers_that_nobody_may_see_do_not_count() -> None:
-    """What lies behind a sequence in its last page, in front of a window, and in pages of others
-    may be anything."""
+def test_masked_slots_do_not_affect_results() -> None:
+    """Slots behind a sequence in its last page or before a window, and pages of other sequences,
+    may hold anything."""
     case = drawn([60], 2, 1, 16, torch.float32)
     batch = table_batch([Span(40, 20, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU)
     found = []
@@ -203,8 +200,8 @@ def test_numbers_that_nobody_may_see_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", get_args(KvDtype))
-def test_a_request_that_is_no_number_fails_alone(kv_dtype: KvDtype) -> None:
-    """Of codes also where a value is none: what comes before does not see it."""
+def test_nan_affects_only_its_request(kv_dtype: KvDtype) -> None:
+    """With codes also where a value is NaN: earlier tokens do not attend to it."""
     case = drawn([30, 20], 2, 1, 16, torch.float32)
     expected = over_tables(case, [[(0, 30), (1, 20)]], None, 0, (16,), (), kv_dtype)
     for broken in (case.k, case.v) if kv_dtype != "auto" else (case.k,):
@@ -216,7 +213,7 @@ def test_a_request_that_is_no_number_fails_alone(kv_dtype: KvDtype) -> None:
         broken[0][7] = before
 
 
-def test_a_tile_size_at_which_rows_differ_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_sizes_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = triton_paged.launch_tiles
 
     def differing(q: Tensor, pages: KVPages, batch: Any, tiles: Any, *given: Any) -> None:
@@ -234,7 +231,7 @@ def test_a_tile_size_at_which_rows_differ_is_not_used(monkeypatch: pytest.Monkey
     spans=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 100)), min_size=1, max_size=5),
     group=st.sampled_from([1, 3, 16]),
 )
-def test_tiles_are_all_tokens_once(spans: list[tuple[int, int]], group: int) -> None:
+def test_tiles_cover_all_tokens_once(spans: list[tuple[int, int]], group: int) -> None:
     step = [Span(start, count, tuple(range(20))) for start, count in spans]
     batch = table_batch(step, group, PAGE_TOKENS, (16, 64), CPU)
     found = []
@@ -252,12 +249,11 @@ def test_tiles_are_all_tokens_once(spans: list[tuple[int, int]], group: int) -> 
 
 
 # -- small operations
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 3, 64), (2, 576)])
-def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_norm_matches_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(each, generator=random).to(dtype) for each in (shape, shape[-1:]))
     found = triton_small.rms_norm(x, weight, 1e-5)
@@ -270,7 +266,7 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_gated(activation: str, dtype: torch.dtype) -> None:
+def test_gated_matches_definition(activation: str, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     for width in (1, 96, 1100):
         inner = (3 * torch.randn(3, 2 * width, generator=random)).to(dtype)
@@ -282,10 +278,11 @@ def test_gated(activation: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv", "size"), [(1, 1, 2), (6, 2, 40), (9, 3, 64)])
-def test_queries_are_turned_and_keys_written(
+def test_rope_is_applied_and_keys_and_values_are_written(
     num_heads: int, num_kv: int, size: int, dtype: torch.dtype
 ) -> None:
-    """Into their slots and nowhere else; a token without a slot is not written."""
+    """Keys and values are written into their slots and nowhere else; a token without a slot is not
+    written."""
     random = torch.Generator().manual_seed(size)
     q, k, v = (
         torch.randn(4, num_heads + 2 * num_kv, size, generator=random)
@@ -321,10 +318,10 @@ def test_queries_are_turned_and_keys_written(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.dtype) -> None:
-    """The same codes and scales, bit for bit, of keys as they are rotated and of values; also of
-    vectors of zeros, of hardly anything, and with what is no number, whose scales are not finite;
-    and nothing without a slot."""
+def test_written_codes_match_definition(kv_dtype: KvDtype, dtype: torch.dtype) -> None:
+    """Codes and scales of rotated keys and of values are bit-identical, also for vectors of zeros,
+    of tiny numbers, and with NaN, whose scales are not finite; a token without a slot is not
+    written."""
     random = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(9, 3 * 2, 40, generator=random).to(dtype).split((2, 2, 2), 1)
     for x in (k, v):
@@ -356,8 +353,8 @@ def test_codes_are_written_as_they_are_defined(kv_dtype: KvDtype, dtype: torch.d
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_codes_are_the_nearest_and_of_two_the_even(kv_dtype: KvDtype) -> None:
-    """All codes, what lies halfway between two, and what lies next to that."""
+def test_codes_are_nearest_with_ties_to_even(kv_dtype: KvDtype) -> None:
+    """All codes, the midpoints between two, and the numbers next to those."""
     codes = torch.arange(256, dtype=torch.uint8).view(CODES[kv_dtype]).float()
     codes = codes[codes.isfinite()].sort().values
     middles = (codes[1:] + codes[:-1]) / 2
@@ -379,12 +376,11 @@ def test_codes_are_the_nearest_and_of_two_the_even(kv_dtype: KvDtype) -> None:
 
 
 # -- whole models
-# -------------------------------------------------------------------------------------------
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what may not be in a CUDA graph: numbers that the host reads, or that it makes while
-    the graph runs."""
+    """Refuses what a CUDA graph cannot capture: numbers that the host reads or creates in the
+    step."""
 
     REFUSED = frozenset(
         {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
@@ -396,7 +392,8 @@ class NoWaiting(TorchDispatchMode):
 
 
 def record(step: Step) -> Step:
-    """What a CUDA graph does, by doing it again; into the same place."""
+    """A replay like that of a CUDA graph: runs the step again and writes the result to the same
+    memory."""
     kept = step().fill_(torch.nan)
 
     def replay() -> Tensor:
@@ -413,7 +410,7 @@ def answered(
     requests: Sequence[Request],
     capture: Callable[[Step], Step] | None = None,
 ) -> list[Got]:
-    """Prompts in chunks; single tokens by captured steps, if there are."""
+    """Run prompts in chunks, and single tokens in captured steps, if any."""
     engine = engine_of(runner, model.tokenizer, num_pages=16)
     if capture is not None:
         runner.capture_graphs(3, 64, capture)
@@ -421,8 +418,8 @@ def answered(
 
 
 def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_tokens: int = 3) -> None:
-    """It answers as with torch's kernels, in fp32 with the same tokens, and has the same bits in
-    company, in captured steps, and alone."""
+    """Completions match those with torch kernels, in fp32 with equal tokens, and are bit-identical
+    in a batch, in captured steps, and alone."""
     requests = [Request(drawn_tokens(n, n), greedy(num_tokens)) for n in (17, 4)]
     runner = runner_of(model, kv_dtype, triton_kernels())
     alone = answered(runner, model, requests[:1])
@@ -447,25 +444,23 @@ def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_token
         ("gpt2", torch.float32, "fp8", 1e-2),
     ],
 )
-def test_a_served_model_answers_as_with_torch_and_has_the_same_bits_in_any_company(
+def test_served_model_matches_torch_and_is_batch_invariant(
     name: str, dtype: torch.dtype, kv_dtype: KvDtype, error: float
 ) -> None:
     assert_served(tiny(name, dtype), kv_dtype, error)
 
 
-def test_cpus_have_torch_kernels_for_fp32() -> None:
+def test_fp32_on_cpu_uses_torch_kernels() -> None:
     assert serving_kernels(CPU, torch.float32) is REFERENCE
 
 
 # -- on GPUs
-# ------------------------------------------------------------------------------------------------
 
 
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    """With the whole compiler, down to machine code, for compute capabilities 8.0 and 9.0;
-    attention fits into the smallest shared memory of a GPU with bf16 (99 KiB) and into registers,
-    uses tensor cores for bf16, and fuses no multiplication with an addition but in the products of
-    fp32."""
+    """The whole compiler runs, down to machine code, for compute capabilities 8.0 and 9.0.
+    Attention fits into the smallest shared memory of a GPU with bf16 (99 KiB) and into registers,
+    uses tensor cores for bf16, and fuses multiplications and additions only in fp32 products."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / "compiled.py", "80", "90"],
