@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from shardwise.formats.tokenizers.train_bpe import train_bpe
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import ServingKernels
-from shardwise.kernels.spans import Span
 from shardwise.layout import Layout
 from shardwise.measure.perplexity import (
     ROWS,
@@ -192,7 +192,7 @@ def over_pages(
     runner.make_pages(num_pages)
 
     def logits(ids: Tensor) -> Iterator[Tensor]:
-        batch = runner.attention.batch([Span(0, len(ids), tuple(range(num_pages)))])
+        batch = runner.attention.batch([TokenSpan(0, len(ids), tuple(range(num_pages)))])
         for rows in runner.hidden(ids, torch.arange(len(ids)), batch).split(ROWS):
             yield runner.logits(rows)
 

@@ -29,6 +29,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE, llama
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import CODES, KVPages, quantize_vectors
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.reference.batch_invariant import RowWeight, row_quantized, row_weights
 from shardwise.kernels.reference.gated import gated_naive
 from shardwise.kernels.reference.norm import rms_norm_naive
@@ -36,7 +37,6 @@ from shardwise.kernels.reference.rope import apply_rope_naive
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import triton_kernels
 from shardwise.kernels.serving_interface import AttentionShape, PagedAttention, ServingKernels
-from shardwise.kernels.spans import Span
 from shardwise.layout import Layout
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs
@@ -191,7 +191,8 @@ def attend_in_steps(
     out = [text.new_empty(len(text), heads.num_heads, heads.head_dim) for text in texts]
     for step in steps:
         spans = [
-            Span(done[n], count, tuple(range(ends[n] - pages_of[n], ends[n]))) for n, count in step
+            TokenSpan(done[n], count, tuple(range(ends[n] - pages_of[n], ends[n])))
+            for n, count in step
         ]
         new = torch.cat([texts[n][done[n] : done[n] + count] for n, count in step])
         q, k, v = new.split((heads.num_heads, heads.num_kv, heads.num_kv), 1)
@@ -493,7 +494,8 @@ def time_attention(work: Work, kernels: ServingKernels) -> Iterator[Result]:
         for vectors in (pages.keys, pages.values):
             vectors.write(slots, drawn((len(slots), num_kv, size), torch.bfloat16, work.device))
         spans = [
-            Span(context - 1, 1, tuple(range(n * width, (n + 1) * width))) for n in range(count)
+            TokenSpan(context - 1, 1, tuple(range(n * width, (n + 1) * width)))
+            for n in range(count)
         ]
         q, k, v = drawn((count, num_heads + 2 * num_kv, size), torch.bfloat16, work.device).split(
             (32, 8, 8), 1
@@ -531,7 +533,7 @@ def time_prompt(work: Work, kernels: ServingKernels) -> Iterator[Result]:
         pages = KVPages.empty(
             (num_kv, num_pages, PAGE_TOKENS, size), kv_dtype, torch.bfloat16, work.device
         )
-        batch = attention.batch([Span(0, num_tokens, tuple(range(num_pages)))])
+        batch = attention.batch([TokenSpan(0, num_tokens, tuple(range(num_pages)))])
         ours = kernel_s(partial(attention.attend, q, k, v, None, pages, batch, None), 5)
         yield Result(
             f"attention of {num_tokens} tokens, kv_dtype {kv_dtype}", flops / ours / 1e12, "TFLOP/s"

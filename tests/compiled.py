@@ -24,17 +24,17 @@ from triton.runtime.driver import driver
 
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
-from shardwise.kernels.spans import Span
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.triton.attention import triton_paged_attention
 from shardwise.kernels.triton.batch import table_batch
-from shardwise.kernels.triton.linear import TritonQuantized, pack, quantized_product
+from shardwise.kernels.triton.linear import TritonQuantized, pack_integers, quantized_product
 from shardwise.kernels.triton.pointwise import gated, rms_norm, rope_and_write_kv
 from shardwise.quant.format import quantize
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import Scheme
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SPANS = [Span(0, 40, (0, 1, 2)), Span(600, 1, tuple(range(38)))]
+SPANS = [TokenSpan(0, 40, (0, 1, 2)), TokenSpan(600, 1, tuple(range(38)))]
 
 
 class NoGPU:
@@ -111,8 +111,12 @@ def launch_product(dtype: torch.dtype, name: str, num_rows: int, split: bool) ->
     held = quantize(torch.randn(192, 1536), Scheme.parse(name))
     if name == "int4z-g32":
         held = replace(held, zeros=held.scales)
-    quantized_product(torch.empty(300, 1536, dtype=dtype), pack(held), num_rows, 4, split, dtype)
-    TritonQuantized(pack(held), (16,), 4, 1, dtype).look_up(torch.zeros(3, dtype=torch.int64))
+    quantized_product(
+        torch.empty(300, 1536, dtype=dtype), pack_integers(held), num_rows, 4, split, dtype
+    )
+    TritonQuantized(pack_integers(held), (16,), 4, 1, dtype).look_up(
+        torch.zeros(3, dtype=torch.int64)
+    )
 
 
 def told(kernel: Any, capability: int) -> dict[str, Any]:

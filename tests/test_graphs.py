@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from examples import examples
-from shardwise.kernels.spans import Span
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.triton.batch import NO_SLOT, TableBatch, table_batch
 from shardwise.serve.engine.cuda_graphs import DecodeGraphs, Step, captured_sizes, only_decodes
 from shardwise.serve.engine.sequence import BatchEntry
@@ -91,7 +91,7 @@ def test_a_step_reads_what_its_batch_says_whatever_was_there_before(
         size = played.replayed[-1]
         assert size in captured_sizes(max_running) and len(batch) <= size
         assert size == 1 or size // 2 < len(batch) or size == max_running
-        spans = [Span(entry.start, 1, entry.pages) for entry in batch]
+        spans = [TokenSpan(entry.start, 1, entry.pages) for entry in batch]
         wanted = table_batch(spans, 1, PAGE_TOKENS, (16,), CPU)
         assert found[:, 0].tolist() == [entry.tokens[0] for entry in batch]
         assert torch.equal(found[:, 1], wanted.starts) and torch.equal(found[:, 2], wanted.slots)

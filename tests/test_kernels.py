@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from examples import examples
-from shardwise.kernels.activations import ACTIVATIONS
+from shardwise.kernels.activation_functions import ACTIVATIONS
 from shardwise.kernels.reference.gated import gated, gated_naive
 from shardwise.kernels.reference.norm import rms_norm, rms_norm_naive
 from shardwise.kernels.reference.rope import apply_rope, apply_rope_naive

@@ -27,6 +27,7 @@ from shardwise.kernels.native.serving import (
     PackedWeight,
 )
 from shardwise.kernels.native.training import NativeTraining
+from shardwise.kernels.page_table import BLOCK_TOKENS, TokenSpan
 from shardwise.kernels.reference.batch_invariant import Head, RowWeight
 from shardwise.kernels.reference.gated import gated, gated_naive
 from shardwise.kernels.reference.norm import rms_norm_naive
@@ -35,7 +36,6 @@ from shardwise.kernels.reference.serving import REFERENCE, ReferenceAttention
 from shardwise.kernels.reference.training import REFERENCE_TRAINING
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import AttentionShape, ServingKernels
-from shardwise.kernels.spans import BLOCK_TOKENS, Span
 from shardwise.kernels.training_registry import training_kernels
 from shardwise.quant.dynamic import dynamic_matmul
 from shardwise.quant.format import QuantizedMatrix, dequantize, quantize
@@ -362,7 +362,9 @@ class Told:
         parts: list[tuple[int, int, int]],
     ) -> Tensor:
         """The attention output of tokens [start, stop) of each (sequence, start, stop)."""
-        spans = [Span(start, stop - start, self.pages[number]) for number, start, stop in parts]
+        spans = [
+            TokenSpan(start, stop - start, self.pages[number]) for number, start, stop in parts
+        ]
         q, k, v = (
             torch.cat([self.qkv[number][i][start:stop] for number, start, stop in parts])
             for i in range(3)

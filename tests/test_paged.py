@@ -15,6 +15,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.model_source import read_config
 from shardwise.kernels.kv_cache import KVPages, Vectors
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.reference.batch_invariant import (
     Head,
     RowWeight,
@@ -31,7 +32,6 @@ from shardwise.kernels.reference.paged_attention import (
     paged_batch,
 )
 from shardwise.kernels.reference.serving import REFERENCE
-from shardwise.kernels.spans import Span
 from shardwise.layout import Layout
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
@@ -94,7 +94,9 @@ def over_pages(
     out = [torch.empty_like(q) for q in case.q]
     for step in runs:
         places = [(number, slice(done[number], done[number] + count)) for number, count in step]
-        spans = [Span(at.start, at.stop - at.start, case.tables[number]) for number, at in places]
+        spans = [
+            TokenSpan(at.start, at.stop - at.start, case.tables[number]) for number, at in places
+        ]
         batch = paged_batch(spans, num_heads // num_kv, PAGE_TOKENS, [window], sizes)
         q, k, v = (
             torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v)
@@ -187,7 +189,11 @@ def test_masked_slots_do_not_affect_results() -> None:
     even NaN."""
     case = drawn([20], 2, 1, 16, torch.float32)
     batch = paged_batch(
-        [Span(0, 20, case.tables[0])], 2, PAGE_TOKENS, [None], attention_sizes(16, torch.float32)
+        [TokenSpan(0, 20, case.tables[0])],
+        2,
+        PAGE_TOKENS,
+        [None],
+        attention_sizes(16, torch.float32),
     )
     found = []
     for garbage in (0.0, torch.nan, torch.inf):
@@ -299,7 +305,7 @@ class Served:
         done = [0] * len(texts)
         hidden: list[list[Tensor]] = [[] for _ in texts]
         for step in runs:
-            spans = [Span(done[number], count, tables[number]) for number, count in step]
+            spans = [TokenSpan(done[number], count, tables[number]) for number, count in step]
             batch = paged_batch(spans, group, PAGE_TOKENS, windows, sizes)
             tokens = [
                 token

@@ -35,13 +35,13 @@ from engines import (
 from examples import examples
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import CODES, LARGEST, KVPages, Vectors, as_bytes, write_pages
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.reference.gated import gated_naive
 from shardwise.kernels.reference.norm import rms_norm_naive
 from shardwise.kernels.reference.rope import apply_rope_naive
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import serving_kernels, triton_kernels
 from shardwise.kernels.serving_interface import AttentionShape
-from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.batch import table_batch
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.serve.engine.cuda_graphs import Step
@@ -92,13 +92,15 @@ def over_tables(
     out = [torch.zeros_like(q) for q in case.q]
     for number, count in enumerate(num_done):
         slots = table_batch(
-            [Span(0, count, case.tables[number])], 1, PAGE_TOKENS, (16,), CPU
+            [TokenSpan(0, count, case.tables[number])], 1, PAGE_TOKENS, (16,), CPU
         ).slots.long()
         pages.keys.write(slots, case.k[number][:count])
         pages.values.write(slots, case.v[number][:count])
     for step in runs:
         places = [(number, slice(done[number], done[number] + count)) for number, count in step]
-        spans = [Span(at.start, at.stop - at.start, case.tables[number]) for number, at in places]
+        spans = [
+            TokenSpan(at.start, at.stop - at.start, case.tables[number]) for number, at in places
+        ]
         batch = table_batch(spans, num_heads // num_kv, PAGE_TOKENS, sizes, CPU)
         q, k, v = (
             torch.cat([x[number][at] for number, at in places]) for x in (case.q, case.k, case.v)
@@ -186,13 +188,15 @@ def test_masked_slots_do_not_affect_results() -> None:
     """Slots behind a sequence in its last page or before a window, and pages of other sequences,
     may hold anything."""
     case = drawn([60], 2, 1, 16, torch.float32)
-    batch = table_batch([Span(40, 20, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU)
+    batch = table_batch([TokenSpan(40, 20, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU)
     found = []
     for garbage in (0.0, torch.nan, torch.inf):
         pages = KVPages(
             *(Vectors(torch.full((1, case.num_pages, PAGE_TOKENS, 16), garbage)) for _ in range(2))
         )
-        seen = table_batch([Span(31, 29, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU).slots.long()
+        seen = table_batch(
+            [TokenSpan(31, 29, case.tables[0])], 2, PAGE_TOKENS, (16,), CPU
+        ).slots.long()
         pages.keys.write(seen, case.k[0][31:])
         pages.values.write(seen, case.v[0][31:])
         found.append(triton_paged.triton_paged_attention(case.q[0][40:], pages, batch, 10, 0))
@@ -232,7 +236,7 @@ def test_tile_sizes_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) 
     group=st.sampled_from([1, 3, 16]),
 )
 def test_tiles_cover_all_tokens_once(spans: list[tuple[int, int]], group: int) -> None:
-    step = [Span(start, count, tuple(range(20))) for start, count in spans]
+    step = [TokenSpan(start, count, tuple(range(20))) for start, count in spans]
     batch = table_batch(step, group, PAGE_TOKENS, (16, 64), CPU)
     found = []
     for tiles in batch.tiles:

@@ -26,7 +26,7 @@ from shardwise.kernels.triton.linear import (
     TritonQuantized,
     agreeing_rows,
     blocks_per_part,
-    pack,
+    pack_integers,
     quantized_product,
 )
 from test_triton import DTYPES, assert_served
@@ -128,7 +128,7 @@ def test_product_matches_definition_and_is_batch_invariant(
 )
 def test_split_parts_are_bit_identical(scheme: str, minima: bool) -> None:
     held = held_as(scheme, 20, 320, minima=minima)
-    packed = pack(held)
+    packed = pack_integers(held)
     x = drawn(3, 320).to(BF16)
     for part_blocks in (1, 2, packed.num_blocks):
         found = [
@@ -142,7 +142,7 @@ def test_split_parts_are_bit_identical(scheme: str, minima: bool) -> None:
 def test_parts_cover_all_columns_and_are_not_too_short(
     num_blocks: int, num_tiles: int, wanted: int
 ) -> None:
-    like = pack(held_as("int8-g64", 1, 64))
+    like = pack_integers(held_as("int8-g64", 1, 64))
     packed = replace(
         like,
         shape=(64 * num_tiles, 64 * num_blocks),
@@ -170,7 +170,7 @@ def test_nan_rows_do_not_affect_others(scheme: str) -> None:
 
 
 def test_tile_sizes_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = pack(held_as("int8", 64, 128))
+    packed = pack_integers(held_as("int8", 64, 128))
     sizes = agreeing_rows(packed, 1, FP32)
     assert 16 in sizes and set(sizes) <= {16, 64, 128}
 
@@ -195,7 +195,7 @@ def test_tile_sizes_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("scheme", ["int8", "int8z-g64", "int4-g32", "int4z-g128"])
 def test_packed_weights_have_the_same_bytes(scheme: str) -> None:
     held = held_as(scheme, 192, 256)
-    packed = pack(held)
+    packed = pack_integers(held)
     parts = packed.codes, packed.scales, packed.offsets
     assert sum(part.nbytes for part in parts if part is not None) == held.num_bytes
 

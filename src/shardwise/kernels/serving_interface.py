@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.kernels.interface import ModelKernels, RopeTables
 from shardwise.kernels.kv_cache import KVPages
-from shardwise.kernels.spans import Span
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.weight import QuantizedWeight
 
@@ -49,7 +49,7 @@ class PagedAttention(Protocol):
         CUDA graph can capture a step and replay it."""
         ...
 
-    def batch(self, spans: Sequence[Span]) -> Any:
+    def batch(self, spans: Sequence[TokenSpan]) -> Any:
         """Return the metadata of a step, which all layers share."""
         ...
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.activations import ACTIVATIONS
+from shardwise.kernels.activation_functions import ACTIVATIONS
 from shardwise.kernels.interface import ModelKernels, RopeTables
 from shardwise.model import layers
 from shardwise.model.layers import Attend, RecomputedInput, linear, look_up

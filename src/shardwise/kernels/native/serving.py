@@ -21,6 +21,7 @@ from shardwise.block import is_block_matrix
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
 from shardwise.kernels.native.library import LANES, InstructionSet, library
+from shardwise.kernels.page_table import TokenSpan, padded_page_tables
 from shardwise.kernels.reference.batch_invariant import (
     Head,
     RowWeight,
@@ -30,7 +31,6 @@ from shardwise.kernels.reference.batch_invariant import (
 )
 from shardwise.kernels.reference.gated import gated
 from shardwise.kernels.serving_interface import AttentionShape
-from shardwise.kernels.spans import Span, padded_page_tables
 from shardwise.quant.dynamic import ACTIVATION_GROUP
 from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.kv_dtype import KvDtype
@@ -162,7 +162,7 @@ class NativePagedAttention:
     row_sizes: tuple[int, ...] = tuple(range(1, MAX_TILE_ROWS + 1))
     is_capturable: bool = False
 
-    def batch(self, spans: Sequence[Span]) -> NativeBatch:
+    def batch(self, spans: Sequence[TokenSpan]) -> NativeBatch:
         starts = [(span.start, span.num_tokens) for span in spans]
         return NativeBatch(
             torch.tensor(starts, dtype=torch.int32),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.kernels.activations import ACTIVATIONS
+from shardwise.kernels.activation_functions import ACTIVATIONS
 
 ACTIVATIONS_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_backward,

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.kv_cache import KVPages
+from shardwise.kernels.page_table import BLOCK_TOKENS, TokenSpan, padded_page_tables
 from shardwise.kernels.reference.attention import log_sum_exp
 from shardwise.kernels.reference.batch_invariant import agreeing_sizes, cancelling
-from shardwise.kernels.spans import BLOCK_TOKENS, Span, padded_page_tables
 
 TILE_MAX_ROWS = 128
 GROUP_PAIRS = 64
@@ -77,7 +77,7 @@ class PagedBatch:
 
 
 def paged_batch(
-    spans: Sequence[Span],
+    spans: Sequence[TokenSpan],
     group: int,
     page_tokens: int,
     windows: Iterable[int | None],
@@ -124,7 +124,7 @@ class Tile:
         return range(lowest // BLOCK_TOKENS, (self.start + self.num_tokens - 1) // BLOCK_TOKENS + 1)
 
 
-def split_tiles(spans: Sequence[Span], group: int, sizes: tuple[int, ...]) -> Iterator[Tile]:
+def split_tiles(spans: Sequence[TokenSpan], group: int, sizes: tuple[int, ...]) -> Iterator[Tile]:
     """Yield tiles of at most TILE_MAX_ROWS, or of one token if its heads are more."""
     fitting = [size for size in sizes if size <= TILE_MAX_ROWS]
     max_tokens = max(1, max(fitting, default=sizes[0]) // group)

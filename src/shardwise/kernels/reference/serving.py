@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.reference.batch_invariant import head_of, row_weights
 from shardwise.kernels.reference.gated import gated
 from shardwise.kernels.reference.logprobs import log_probabilities
@@ -22,7 +23,6 @@ from shardwise.kernels.reference.paged_attention import (
 from shardwise.kernels.reference.rope import apply_rope
 from shardwise.kernels.reference.sampling import sample_rows
 from shardwise.kernels.serving_interface import AttentionShape, PagedAttention, ServingKernels
-from shardwise.kernels.spans import Span
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ReferenceAttention:
     def of(cls, shape: AttentionShape) -> "ReferenceAttention":
         return cls(shape, attention_sizes(shape.head_dim, shape.dtype, shape.device))
 
-    def batch(self, spans: Sequence[Span]) -> PagedBatch:
+    def batch(self, spans: Sequence[TokenSpan]) -> PagedBatch:
         shape = self.shape
         return paged_batch(
             spans, shape.group, shape.page_tokens, shape.windows, self.row_sizes, shape.device

@@ -4,7 +4,7 @@ The context of a sequence is split at fixed positions. Each block has its own so
 merges its blocks from the first to the last (online softmax: Milakov & Gimelshein 2018;
 FlashAttention: Dao et al. 2022). Where there are too few tiles to fill the device, many programs
 compute the blocks of a tile, and a second kernel merges them in the same order (flash-decoding).
-Both use `merge`, and no multiplication is fused with an addition, so their results are
+Both use `merge_softmax`, and no multiplication is fused with an addition, so their results are
 bit-identical. A row depends on nothing of the batch but the number of rows of its tile, and only
 numbers that agree are used (`agreeing_tiles`): attention is batch-invariant.
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
+from shardwise.kernels.page_table import BLOCK_TOKENS, TokenSpan
 from shardwise.kernels.serving_interface import AttentionShape
-from shardwise.kernels.spans import BLOCK_TOKENS, Span
 from shardwise.kernels.triton.batch import RowTiles, TableBatch, table_batch
 from shardwise.kernels.triton.pointwise import kv_dtype_of, page_operands, rope_and_write_kv
 from shardwise.quant.kv_dtype import KvDtype
@@ -68,7 +68,7 @@ def decode_codes(codes, KV_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def merge(row_max, row_sum, out, block_max, block_sum, block_out):
+def merge_softmax(row_max, row_sum, out, block_max, block_sum, block_out):
     """Merge two parts of a softmax: the largest score, the sum of exponentials relative to it, and
     the weighted values.
 
@@ -210,7 +210,7 @@ def attend_kernel(
             part_out_at = part_out + result[:, None] * SIZE + element
             tl.store(part_out_at, block_out, mask=is_real[:, None] & is_element)
         else:
-            row_max, row_sum, row_out = merge(
+            row_max, row_sum, row_out = merge_softmax(
                 row_max, row_sum, row_out, block_max, block_sum, block_out
             )
     if not SPLIT:
@@ -259,7 +259,7 @@ def merge_blocks_kernel(
         block_max = tl.load(part_max + result, mask=is_real, other=float("-inf"))
         block_sum = tl.load(part_sum + result, mask=is_real, other=0.0)
         block_out = tl.load(part_out + result[:, None] * SIZE + element, mask=mask, other=0.0)
-        row_max, row_sum, row_out = merge(
+        row_max, row_sum, row_out = merge_softmax(
             row_max, row_sum, row_out, block_max, block_sum, block_out
         )
     out_at = out + (token * HEADS + head)[:, None] * SIZE + element
@@ -384,7 +384,7 @@ def agreeing_tiles(shape: AttentionShape) -> tuple[int, ...]:
     num_tokens = max(1, TILE_ROWS[-1] // shape.group)
     starts = 3, 2 * BLOCK_TOKENS + 5
     num_pages = -(-(starts[-1] + num_tokens) // shape.page_tokens)
-    spans = [Span(start, num_tokens, tuple(range(num_pages))) for start in starts]
+    spans = [TokenSpan(start, num_tokens, tuple(range(num_pages))) for start in starts]
     random = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -426,7 +426,7 @@ class TritonAttention:
         min_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(shape.device)
         return cls(shape, agreeing_tiles(shape), min_programs)
 
-    def batch(self, spans: Sequence[Span]) -> TableBatch:
+    def batch(self, spans: Sequence[TokenSpan]) -> TableBatch:
         shape = self.shape
         return table_batch(spans, shape.group, shape.page_tokens, self.row_sizes, shape.device)
 

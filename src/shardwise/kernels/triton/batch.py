@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.kernels.spans import Span, padded_page_tables
+from shardwise.kernels.page_table import TokenSpan, padded_page_tables
 
 NO_SLOT = -1
 """The slot of a padding token."""
@@ -59,7 +59,11 @@ class TableBatch:
 
 
 def table_batch(
-    spans: Sequence[Span], group: int, page_tokens: int, sizes: Sequence[int], device: torch.device
+    spans: Sequence[TokenSpan],
+    group: int,
+    page_tokens: int,
+    sizes: Sequence[int],
+    device: torch.device,
 ) -> TableBatch:
     """Return the batch of all tokens of `spans`, in order.
 
@@ -82,7 +86,7 @@ def table_batch(
 
 
 def tile_origins(
-    spans: Sequence[Span], group: int, num_rows: int, sizes: Sequence[int]
+    spans: Sequence[TokenSpan], group: int, num_rows: int, sizes: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """Yield (sequence, first token) of each tile of that many rows."""
     max_tokens = num_rows // group

@@ -313,7 +313,7 @@ class Packed:
         )
 
 
-def pack(integers: QuantizedMatrix) -> Packed:
+def pack_integers(integers: QuantizedMatrix) -> Packed:
     """Return the same codes in the order of the kernels. Only a strip of them is unpacked at a
     time."""
     num_out, num_in = integers.shape
@@ -431,7 +431,7 @@ class TritonQuantized:
         wide: bool = False,
     ) -> "TritonQuantized":
         """Pack a weight. `agreeing` caches the measured sizes."""
-        packed = pack(integers)
+        packed = pack_integers(integers)
         num_processors = num_multiprocessors(integers.codes.device)
         min_programs = PROGRAMS_PER_MULTIPROCESSOR * num_processors
         part_blocks = blocks_per_part(packed, min_programs)

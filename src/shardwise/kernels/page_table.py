@@ -9,7 +9,7 @@ BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """The tokens of one sequence in a step: `num_tokens` from position `start`, and the pages of
     the sequence up to there."""
 
@@ -18,7 +18,7 @@ class Span:
     pages: tuple[int, ...]
 
 
-def padded_page_tables(spans: Sequence[Span]) -> list[list[int]]:
+def padded_page_tables(spans: Sequence[TokenSpan]) -> list[list[int]]:
     """Return the page table of each span, padded with page 0 to the longest."""
     width = max(len(span.pages) for span in spans)
     return [[*span.pages, *[0] * (width - len(span.pages))] for span in spans]
