@@ -109,7 +109,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 # -- what is measured
-# ---------------------------------------------------------------------------------------
 
 
 def schemes(task: Task) -> Iterator[tuple[str, Sequence[Method]]]:
@@ -232,7 +231,6 @@ def line(row: Row) -> str:
 
 
 # -- models and texts
-# ---------------------------------------------------------------------------------------
 
 
 def train_small(folder: Path, steps: int = 2400, vocab_size: int = 512) -> Path:

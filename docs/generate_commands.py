@@ -21,18 +21,18 @@ HEAD = """\
 
 Generated from `shardwise --help` by `python docs/generate_commands.py`; do not edit by hand.
 
-`MODEL` is a catalogue name (`llama-3.1-70b`), a parameter count (`70B`), a Hugging Face folder, a `.gguf` file, a run
-folder, or a hub id (`org/name`); [supported.md](supported.md) lists the families and file formats. A layout such as
-`dp2.tp4.z1` is explained in [layout.md](layout.md).
+`MODEL` is a catalogue name (`llama-3.1-70b`), a parameter count (`70B`), a Hugging Face folder, a
+`.gguf` file, a run folder, or a hub id (`org/name`); [supported.md](supported.md) lists the families
+and file formats. A layout such as `dp2.tp4.z1` is explained in [layout.md](layout.md).
 
-Every command takes `--help`, `--json` and `--debug`. With `--json`, one JSON object goes to stdout and nothing else
-(`serve` prints none); progress and logs go to stderr.
+Every command takes `--help`, `--json` and `--debug`. With `--json`, one JSON object goes to stdout
+and nothing else (`serve` prints none); progress and logs go to stderr.
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
 | 1 | ran, and the result is negative: does not fit, not equal, a rank failed |
-| 2 | the request cannot be understood or satisfied: one sentence on stderr, no traceback unless `--debug` |
+| 2 | the request is invalid or impossible: one sentence on stderr, a traceback with `--debug` |
 | 128 + n | stopped by signal n; a training run has saved a checkpoint |
 """
 

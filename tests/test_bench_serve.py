@@ -56,7 +56,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- what is asked
-# --------------------------------------------------------------------------------------------
 
 
 @given(
@@ -128,7 +127,6 @@ def test_lengths_of_sharegpt_have_its_means() -> None:
 
 
 # -- what is made of it
-# ---------------------------------------------------------------------------------------
 
 
 def outcome(start_s: float, tokens_s: list[float], error: str | None = None) -> RequestOutcome:
@@ -221,7 +219,6 @@ def test_a_ramp_is_told_in_parts() -> None:
 
 
 # -- servers
-# --------------------------------------------------------------------------------------------------
 
 
 def event(**content: Any) -> bytes:
@@ -360,7 +357,6 @@ def test_who_leaves_a_stream_early_closes_its_connection() -> None:
 
 
 # -- a model of ours
-# ------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_measured(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -502,7 +498,6 @@ def test_where_the_time_of_a_step_goes(model: Path) -> None:
 
 
 # -- bench/serve.py
-# -------------------------------------------------------------------------------------------
 
 
 def test_the_best_of_each_counts() -> None:
@@ -540,7 +535,6 @@ def test_transformers_runs_the_same_work(model: Path) -> None:
 
 
 # -- how fast a model is with nothing in between
-# ----------------------------------------------------------------
 
 
 def test_speed_has_the_rows_that_engines_are_compared_by(

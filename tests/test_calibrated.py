@@ -66,7 +66,6 @@ def statistics_of(x: Tensor) -> InputStatistics:
 
 
 # -- what is known of the inputs
-# ----------------------------------------------------------------------------
 
 
 def test_statistics_are_means_over_all_that_went_through() -> None:
@@ -98,7 +97,6 @@ def test_activations_that_are_no_numbers_are_told_of() -> None:
 
 
 # -- GPTQ
-# ---------------------------------------------------------------------------------------------------
 
 
 def surgeon(weight: Tensor, scheme: Scheme, second_moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +190,6 @@ def test_gptq_of_fewer_rows_than_columns() -> None:
 
 
 # -- AWQ
-# ----------------------------------------------------------------------------------------------------
 
 
 @given(name=st.sampled_from(SCHEMES), seed=st.integers(0, 10**6))
@@ -279,7 +276,6 @@ def run_block(config: ModelConfig, block: Mapping[str, Tensor]) -> Tensor:
 
 
 # -- a whole model
-# ------------------------------------------------------------------------------------------
 
 
 class OnLoan(Mapping[str, Tensor]):

@@ -184,7 +184,8 @@ def test_a_bad_hub_id(cache: Path) -> None:
         ("lama-3.1-8b", "the nearest names are llama-3.1-8b"),
         (
             "zzz",
-            "a model is a catalogue name (llama-3.1-8b), a parameter count (70B), a Hugging Face folder",
+            "a model is a catalogue name (llama-3.1-8b), a parameter count (70B), a Hugging Face "
+            "folder",
         ),
         ("", "a model is a catalogue name"),
         ("./nowhere", "does not exist; a model is"),

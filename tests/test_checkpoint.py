@@ -98,7 +98,6 @@ def cut_off(whole: Path, into: Path, step: int) -> None:
 
 
 # -- going on
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -202,7 +201,6 @@ def test_a_checkpoint_loads_as_a_model(ranks: Ranks, data: Path, tmp_path: Path)
 
 
 # -- damage
-# -------------------------------------------------------------------------------------------------
 
 
 def truncate(path: Path) -> None:
@@ -325,7 +323,6 @@ def test_a_missing_or_odd_tensor_is_named(
 
 
 # -- saving that fails
-# --------------------------------------------------------------------------------------
 
 
 class KilledWhenRenamed:
@@ -495,7 +492,6 @@ def test_diverging_keeps_the_last_checkpoint_and_takes_no_step(
 
 
 # -- what is kept
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -535,7 +531,6 @@ def test_a_damaged_later_checkpoint_does_not_replace_complete_ones(tmp_path: Pat
 
 
 # -- as a stream
-# --------------------------------------------------------------------------------------------
 
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 """What is stored, with the integers that have its bits."""
@@ -651,7 +646,6 @@ def save_matrices(size: int, target: Path) -> tuple[int, int]:
 
 
 # -- boxes
-# --------------------------------------------------------------------------------------------------
 
 
 def test_boxes_are_assembled_from_overlaps(whole_run: tuple[Path, ModelConfig]) -> None:

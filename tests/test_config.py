@@ -26,7 +26,8 @@ from shardwise.params import model_specs, num_params
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+    "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 
@@ -268,7 +269,8 @@ def test_gpt2_with_another_attention_scale_is_refused() -> None:
 
 GGUF_KEYS = {
     "general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 64,
-    "llama.feed_forward_length": 96, "llama.context_length": 128, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.feed_forward_length": 96, "llama.context_length": 128,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
     "llama.attention.head_count": 4, "llama.vocab_size": 100,
 }  # fmt: skip
 

@@ -73,7 +73,6 @@ HUGE = 1e3
 """What padding holds here: nobody may see it."""
 
 # -- attention alone
-# ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -280,7 +279,6 @@ def test_a_hop_is_under_way_while_the_one_before_is_worked_on(ranks: Ranks) -> N
 
 
 # -- which tokens a rank has
-# --------------------------------------------------------------------------------
 
 
 @st.composite
@@ -370,7 +368,6 @@ def test_every_pair_is_seen_once_and_all_ranks_have_as_much_work(
 
 
 # -- a few steps of every family
-# ----------------------------------------------------------------------------
 
 MODELS = FAMILIES | {
     "three": replace(LLAMA, num_heads=6, num_kv_heads=3, tied=True),
@@ -512,10 +509,14 @@ def check_case(case: Case, told: Sequence[Told]) -> None:
 
 
 ON_TWO = [
-    *(Case("cp2", family) for family in ("llama", "gpt2", "qwen3", "mistral")), Case("cp2.a2a", "gpt2"),
-    Case("cp2.z1", "llama", text="answers"), Case("cp2.z2.m4", "qwen3"), Case("cp2.z3", "llama-tied", 13),
-    Case("cp2.fsdp", "qwen2", 13, "packed"), Case("cp2.m2", "one-kv", text="packed"), Case("cp2", "full", 15),
-    Case("cp2.m2", "mistral", 13, "packed"), Case("cp2.a2a.m2", "mistral", 13, "packed"), Case("cp2.a2a", "full", 15),
+    *(Case("cp2", family) for family in ("llama", "gpt2", "qwen3", "mistral")),
+    Case("cp2.a2a", "gpt2"),
+    Case("cp2.z1", "llama", text="answers"), Case("cp2.z2.m4", "qwen3"),
+    Case("cp2.z3", "llama-tied", 13),
+    Case("cp2.fsdp", "qwen2", 13, "packed"), Case("cp2.m2", "one-kv", text="packed"),
+    Case("cp2", "full", 15),
+    Case("cp2.m2", "mistral", 13, "packed"), Case("cp2.a2a.m2", "mistral", 13, "packed"),
+    Case("cp2.a2a", "full", 15),
     Case("tp2.sp", "qwen3", 13, "packed"), Case("cp2.rc-full.m2", "mistral"),
     Case("cp2.z3.keep.m2", "gpt2", text="answers"),
 ]  # fmt: skip
@@ -525,10 +526,14 @@ ON_THREE = [
     Case("cp3.a2a.m2", "three", 13),
 ]
 ON_FOUR = [
-    Case("cp4", "qwen3", 29, "packed"), Case("cp4.a2a", "gpt2", 13), Case("cp4.fsdp", "llama-tied", text="packed"),
-    Case("dp2.cp2.z1", "llama"), Case("dp2.cp2.z2.m3", "mistral"), Case("dp2.cp2.z3", "gpt2", 15, "packed"),
-    Case("dp2.cp2.z3.s2", "qwen2"), Case("dp2.cp2.fsdp", "qwen3", 13), Case("dp2.cp2.m2", "llama", text="answers"),
-    Case("tp2.cp2", "one-kv", 13), Case("tp2.cp2.sp.z2", "gpt2", 13), Case("tp2.cp2.sp.m2", "one-kv", 15, "packed"),
+    Case("cp4", "qwen3", 29, "packed"), Case("cp4.a2a", "gpt2", 13),
+    Case("cp4.fsdp", "llama-tied", text="packed"),
+    Case("dp2.cp2.z1", "llama"), Case("dp2.cp2.z2.m3", "mistral"),
+    Case("dp2.cp2.z3", "gpt2", 15, "packed"),
+    Case("dp2.cp2.z3.s2", "qwen2"), Case("dp2.cp2.fsdp", "qwen3", 13),
+    Case("dp2.cp2.m2", "llama", text="answers"),
+    Case("tp2.cp2", "one-kv", 13), Case("tp2.cp2.sp.z2", "gpt2", 13),
+    Case("tp2.cp2.sp.m2", "one-kv", 15, "packed"),
     Case("tp2.cp2.a2a", "four", text="packed"), Case("tp2.cp2.sp.rc-selective", "llama"),
 ]  # fmt: skip
 
@@ -570,7 +575,6 @@ def test_a_step_is_the_same_bit_for_bit_when_it_is_repeated(ranks: Ranks) -> Non
 
 
 # -- what is broken on purpose
-# ------------------------------------------------------------------------------
 
 Spoil = Callable[[pytest.MonkeyPatch], None]
 
@@ -737,7 +741,6 @@ def test_a_step_that_is_broken_on_purpose_is_found(ranks: Ranks, spoil: str) -> 
 
 
 # -- bytes
-# --------------------------------------------------------------------------------------------------
 
 
 def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]]:
@@ -807,7 +810,6 @@ def test_other_axes_send_what_they_do_without_it(ranks: Ranks) -> None:
 
 
 # -- checkpoints
-# --------------------------------------------------------------------------------------------
 
 
 def saved_on(
@@ -850,7 +852,6 @@ def test_a_checkpoint_goes_to_any_layout_and_back_bit_for_bit(ranks: Ranks, tmp_
 
 
 # -- runs, and what is refused
-# ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

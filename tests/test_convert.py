@@ -121,7 +121,6 @@ def test_real_model_from_gguf(tmp_path: Path) -> None:
 
 
 # What is refused
-# ------------------------------------------------------------------------------------------------------
 
 
 def refusal(run: Callable[[], object]) -> str:

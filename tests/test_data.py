@@ -79,7 +79,6 @@ def token_file_of(
 
 
 # -- build and read back
-# ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -257,7 +256,6 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- bad input
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -361,7 +359,8 @@ class Bytes:
     encode_batch = staticmethod(lambda texts: [list(text.encode()) for text in texts])
 
 kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-build_corpus(pathlib.Path({str(source)!r}), pathlib.Path({str(tmp_path / "data")!r}), Bytes(), progress=kill)
+source, destination = pathlib.Path({str(source)!r}), pathlib.Path({str(tmp_path / "data")!r})
+build_corpus(source, destination, Bytes(), progress=kill)
 """
     done = subprocess.run([sys.executable, "-c", program], timeout=60)
     assert done.returncode == -signal.SIGKILL
@@ -398,7 +397,6 @@ def test_a_folder_that_is_not_a_data_set_is_refused(tmp_path: Path) -> None:
 
 
 # -- the standard library with a real tokenizer
-# -------------------------------------------------------------
 
 
 class ByteLevelBPE:
@@ -456,7 +454,6 @@ def test_the_standard_library_round_trip(tmp_path: Path) -> None:
 
 
 # -- order
-# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -536,7 +533,6 @@ def test_order_is_pinned() -> None:
 
 
 # -- batches
-# ------------------------------------------------------------------------------------------------
 
 
 def test_packed_samples_are_shifted_by_one(tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ def values(got: Got) -> torch.Tensor:
 
 
 # -- against other definitions
-# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -143,7 +142,6 @@ def test_an_embedding_is_the_mean_of_the_last_hidden_states(name: str) -> None:
 
 
 # -- failures
-# -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -376,7 +374,6 @@ def test_lengths_are_kept(model: LoadedModel, runner: Runner) -> None:
 
 
 # -- structures
-# ---------------------------------------------------------------------------------------------
 
 
 def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(
@@ -409,7 +406,6 @@ def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(
 
 
 # -- many
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Runner) -> None:

@@ -19,8 +19,8 @@ from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
 TEXT = (
-    "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. Größe: 5 µm.\n"
-    * 2
+    "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. Größe: "
+    "5 µm.\n" * 2
 )
 
 

@@ -49,8 +49,8 @@ FOLDERS = ("int8", "int8-g32", "int4-g32", "int4", "int3-g32", "fp8")
 WITH_ZEROS = ("int4z-g32", "int8z", "int3z-g16")
 LLAMAS = tuple(name for name in MODELS if name != "gpt2")
 TEXT = (
-    "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. Größe: 5 µm.\n"
-    * 40
+    "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. Größe: "
+    "5 µm.\n" * 40
 )
 
 
@@ -84,7 +84,6 @@ def assert_agrees(path: Path) -> None:
 
 
 # -- folders
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quant", FOLDERS)
@@ -178,7 +177,6 @@ def compressed_bytes(scheme: Scheme, shape: tuple[int, ...]) -> int:
 
 
 # -- GGUF files
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)
@@ -348,7 +346,6 @@ def test_a_tokenizer_that_has_no_name_is_refused() -> None:
 
 
 # -- the command
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

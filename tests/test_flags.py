@@ -17,7 +17,10 @@ from shardwise.train.data import TokenFile
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}<a>{% endif %}"
+)
 STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
@@ -29,7 +32,6 @@ def answer_of(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 # -- generate
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,6 @@ def test_a_system_message_takes_the_place_of_the_real_models_own(
 
 
 # -- convert
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [None, *STORED])
@@ -106,7 +107,6 @@ def test_convert_stores_the_dtype_that_was_asked_for(
 
 
 # -- data
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_held_out_is_the_share_that_was_asked_for(
@@ -166,7 +166,6 @@ def test_field_is_what_is_read_and_what_a_vocabulary_is_trained_on(
 
 
 # -- plan
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [[], ["--seq", "1024"], ["--seq", "4096"]])

@@ -276,7 +276,6 @@ def test_strips_tile_a_box_in_whole_blocks(
 
 
 # Writing
-# --------------------------------------------------------------------------------------------------------------
 
 
 def write_again(
@@ -381,7 +380,6 @@ def test_a_failure_half_way_leaves_nothing(saved, tmp_path: Path) -> None:
 
 
 # Bad input
-# ------------------------------------------------------------------------------------------------------------
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

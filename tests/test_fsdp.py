@@ -62,7 +62,6 @@ Rectangle = tuple[str, Box, Tensor]
 
 
 # -- a few steps, here and there
-# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,6 @@ def joined(told: list[Told], kind: Owned, layout: Layout, config: ModelConfig) -
 
 
 # -- the same numbers as one process
-# ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,7 +296,6 @@ def test_bf16_weights_are_their_masters_rounded(ranks: Ranks) -> None:
 
 
 # -- what must not break a step
-# -----------------------------------------------------------------------------
 
 
 def broken_weight_on(rank: int, world: int) -> tuple[Told, Told]:
@@ -350,13 +347,13 @@ def test_a_rank_without_any_of_the_mlp_is_refused() -> None:
 
 
 # -- with tensor and sequence parallel
-# ----------------------------------------------------------------------
 
 Case = tuple[str, str]
 """A layout and a model."""
 
 ON_FOUR = [
-    ("dp2.tp2.fsdp", "gpt2"), ("dp2.tp2.fsdp", "qwen3"), ("dp2.tp2.fsdp.m2", "one-kv"), ("dp2.tp2.sp.fsdp", "biased"),
+    ("dp2.tp2.fsdp", "gpt2"), ("dp2.tp2.fsdp", "qwen3"), ("dp2.tp2.fsdp.m2", "one-kv"),
+    ("dp2.tp2.sp.fsdp", "biased"),
     ("dp2.tp2.sp.fsdp.keep.m2", "llama-tied"),
 ]  # fmt: skip
 ON_SIX = [("dp2.tp3.fsdp", "odd"), ("dp3.tp2.fsdp", "biased"), ("dp3.tp2.sp.fsdp.m2", "qwen3")]
@@ -570,7 +567,6 @@ def test_checkpoints_go_to_other_layouts_and_back(ranks: Ranks, tmp_path: Path) 
 
 
 # -- what a rank holds
-# --------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 70), st.integers(1, 12))

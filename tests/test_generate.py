@@ -169,17 +169,20 @@ def test_times_are_of_this_run() -> None:
         (
             64,
             1,
-            "64 prompt tokens and max_tokens=1 exceed the 64 tokens that a request may have; a prompt of 63 tokens works",
+            "64 prompt tokens and max_tokens=1 exceed the 64 tokens that a request may have; a "
+            "prompt of 63 tokens works",
         ),
         (
             100,
             1,
-            "100 prompt tokens and max_tokens=1 exceed the 64 tokens that a request may have; a prompt of 63 tokens works",
+            "100 prompt tokens and max_tokens=1 exceed the 64 tokens that a request may have; a "
+            "prompt of 63 tokens works",
         ),
         (
             60,
             5,
-            "60 prompt tokens and max_tokens=5 exceed the 64 tokens that a request may have; max_tokens=4 works",
+            "60 prompt tokens and max_tokens=5 exceed the 64 tokens that a request may have; "
+            "max_tokens=4 works",
         ),
     ],
 )
@@ -196,7 +199,6 @@ def test_every_position_can_be_used() -> None:
 
 
 # The command
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +305,8 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
         (["--max-tokens", "0"], "max_tokens is 0, but it must be at least 1"),
         (
             ["--max-tokens", "64"],
-            "1 prompt tokens and max_tokens=64 exceed the 64 tokens that a request may have; max_tokens=63 works",
+            "1 prompt tokens and max_tokens=64 exceed the 64 tokens that a request may have; "
+            "max_tokens=63 works",
         ),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "-3"], "top_k is -3"),

@@ -243,13 +243,15 @@ def test_opening_reads_no_tensor_and_imports_no_torch(
     large = read_gguf(path)
     assert not large.raw_rows("large", rows - 2, rows).any()
     assert time.process_time() - start < 0.5
-    code = "import sys, shardwise.gguf as g; g.read_gguf(sys.argv[1]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, shardwise.gguf as g; g.read_gguf(sys.argv[1]); sys.exit('torch' in "
+        "sys.modules)"
+    )
     small[0].write_bytes(small[1])
     subprocess.run([sys.executable, "-c", code, str(small[0])], check=True)
 
 
 # The real model
-# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +298,6 @@ def test_real_weights_decode_bit_for_bit(real: Gguf, real_reference: GGUFReader)
 
 
 # Models in parts
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -337,7 +338,6 @@ def test_parts_that_do_not_belong_together_are_refused(parts: list[Path]) -> Non
 
 
 # Broken files
-# ---------------------------------------------------------------------------------------------------------
 
 
 def refuse(path: Path, reason: str, named: Path | None = None) -> None:

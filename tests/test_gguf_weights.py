@@ -222,7 +222,6 @@ def test_a_rank_decodes_only_the_blocks_of_its_columns(tmp_path: Path, monkeypat
 
 
 # Bad input
-# ------------------------------------------------------------------------------------------------------------
 
 
 def refusal(path: Path, name: str = "llama") -> str:

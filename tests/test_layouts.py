@@ -206,7 +206,6 @@ def run_on(rank: int, world: int, case: Case, layout: Layout) -> RankResult:
 
 
 # -- the comparison
-# -----------------------------------------------------------------------------------------
 
 
 def wholes(config: ModelConfig, by_rank: Sequence[Shares]) -> Iterator[tuple[ParamSpec, Tensor]]:
@@ -385,7 +384,6 @@ def heeded(layout: Layout, config: ModelConfig) -> Layout:
 
 
 # -- drawing
-# ------------------------------------------------------------------------------------------------
 
 
 def drawn_layout(random: Random, sizes: Layout) -> Layout:
@@ -501,7 +499,6 @@ def drawn_case(random: Random, sizes: Layout) -> Case:
 
 
 # -- the heart
-# ----------------------------------------------------------------------------------------------
 
 
 def features(case: Case) -> Iterator[str]:
@@ -561,27 +558,37 @@ def features(case: Case) -> Iterator[str]:
 
 
 TOGETHER = [
-    ("tp", "cp"), ("sp", "cp"), ("sp", "padding"), ("dp", "cp"), ("ring", "documents"), ("a2a", "documents"),
-    ("ring", "window"), ("ring", "window within a chunk"), ("a2a", "window"), ("ring", "padding"), ("a2a", "padding"),
-    ("cp", "zero3"), ("cp", "fsdp"), ("tp", "zero3"), ("tp", "fsdp"), ("cp", "learned"), ("cp", "rc-selective"),
-    ("cp", "rc-full"), ("sp", "rc-selective"), ("sp", "rc-full"), ("kv heads < tp", "cp"), ("q/k norm", "tp"),
+    ("tp", "cp"), ("sp", "cp"), ("sp", "padding"), ("dp", "cp"), ("ring", "documents"),
+    ("a2a", "documents"),
+    ("ring", "window"), ("ring", "window within a chunk"), ("a2a", "window"), ("ring", "padding"),
+    ("a2a", "padding"),
+    ("cp", "zero3"), ("cp", "fsdp"), ("tp", "zero3"), ("tp", "fsdp"), ("cp", "learned"),
+    ("cp", "rc-selective"),
+    ("cp", "rc-full"), ("sp", "rc-selective"), ("sp", "rc-full"), ("kv heads < "
+        "tp", "cp"), ("q/k norm", "tp"),
     ("q/k norm", "cp"), ("tied", "tp"),
     *(("pp", other) for other in (
-        "dp & tp", "tp & cp", "sp", "ring", "a2a", "sN", "keep", "tied", "untied", "learned", "documents", "window",
+        "dp & tp", "tp & cp", "sp", "ring", "a2a", "sN", "keep", "tied", "untied", "learned",
+        "documents", "window",
         "padding", "rc-full", "rc-selective", "kv heads < tp", "none", "zero1", "zero2", "zero3",
     )),
     *(("zb", other) for other in (
-        "zero2", "zero3", "tied", "tp", "cp", "rc-full", "rc-selective", "q/k norm", "biases", "layer norm",
+        "zero2", "zero3", "tied", "tp", "cp", "rc-full", "rc-selective", "q/k norm", "biases",
+        "layer norm",
         "unequal stages",
     )),
     *(("interleaved", other) for other in ("tied", "rc-full", "tp", "unequal stages")),
     ("tied", "unequal stages"),
 ]  # fmt: skip
 EVERY = {
-    "dp", "tp", "cp", "sp", "ring", "a2a", *get_args(Shard), "sN", "keep", "mN", "rc-none", "rc-selective", "rc-full",
-    "kv heads < tp", "kv heads < heads", "vocabulary that tp does not divide", "a rank with padding alone",
-    "ffn that tp does not divide", "tied", "untied", "q/k norm", "window", "biases", "gpt2", "layer norm", "learned",
-    "documents", "padding", "pp", *get_args(Schedule), "v3", "a memory limit", "fewer micro-batches than stages",
+    "dp", "tp", "cp", "sp", "ring", "a2a", *get_args(Shard), "sN", "keep", "mN", "rc-none",
+    "rc-selective", "rc-full",
+    "kv heads < tp", "kv heads < heads", "vocabulary that tp does not divide", "a rank with "
+        "padding alone",
+    "ffn that tp does not divide", "tied", "untied", "q/k norm", "window", "biases", "gpt2",
+    "layer norm", "learned",
+    "documents", "padding", "pp", *get_args(Schedule), "v3", "a memory limit",
+    "fewer micro-batches than stages",
     "m that pp does not divide", *(f"{one} & {other}" for one, other in TOGETHER),
 }  # fmt: skip
 

@@ -209,6 +209,9 @@ def test_a_model_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    told = "import sys, shardwise; from shardwise import SamplingParams; SamplingParams(); print('torch' in sys.modules)"
+    told = (
+        "import sys, shardwise; from shardwise import SamplingParams; SamplingParams(); "
+        "print('torch' in sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"

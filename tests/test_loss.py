@@ -19,8 +19,11 @@ from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.model import loss
 from shardwise.model.loss import IGNORE_INDEX, cross_entropy_naive
 
-FP32 = 1e-6  # of the largest element, or of 1 where products of that size cancel, against the definition in fp64
-BF16 = 1e-2  # of the largest element of a gradient, or of 1: logits, gradients and sums of chunks round to 8 bits
+# Tolerances against the definition in fp64, relative to the largest element, or to 1: for FP32
+# where products of that size cancel, for BF16 since logits, gradients and sums of chunks round to 8
+# bits.
+FP32 = 1e-6
+BF16 = 1e-2
 BF16_VALUE = 1e-4  # of the loss against the definition in bf16, whose logits are rounded alike
 
 

@@ -35,7 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama-tied", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama 3: grouped queries, large theta": (
         "llama-tied",
-        {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     ),
     "llama 3.1: stretched": ("llama", {}),  # 48 positions, where the original context has 16
     "llama 3.2: stretched, tied": ("llama", {"tie_word_embeddings": True}),
@@ -54,11 +55,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2: tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2: windows from layer 1 on": (
         "qwen2",
-        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8,
+         "max_window_layers": 1,
          "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     ),
     "qwen3: q/k norm, tied": ("qwen3", {}),
-    "qwen3: heads wider than the model, biases": ("qwen3", {"head_dim": 32, "attention_bias": True}),
+    "qwen3: heads wider than the model, biases":
+        ("qwen3", {"head_dim": 32, "attention_bias": True}),
     "gpt2": ("gpt2", {}),
     "gpt2: untied": ("gpt2", {"tie_word_embeddings": False}),
     "gpt2: exact gelu": ("gpt2", {"activation_function": "gelu", "n_inner": 80}),
@@ -177,7 +180,6 @@ def our_gradients(model: PreTrainedModel, config: ModelConfig) -> dict[str, Tens
 
 
 # What a token may see
-# -------------------------------------------------------------------------------------------------
 
 SEEING = [
     "llama 3.1: stretched",
@@ -243,7 +245,6 @@ def test_a_window_reaches_as_far_as_its_layers_together() -> None:
 
 
 # Pieces
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_rotation_turns_pairs_and_keeps_lengths() -> None:
@@ -306,7 +307,6 @@ def test_bf16_stays_near_fp32(case: str) -> None:
 
 
 # The real model
-# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +352,10 @@ def theirs(smollm2: tuple[ModelConfig, dict[str, Tensor]]) -> Iterator[LlamaForC
     yield model.eval()
 
 
-TEXT = "The capital of France is Paris, and the capital of Japan is Tokyo. def f(x):\n    return x + 1\n"
+TEXT = (
+    "The capital of France is Paris, and the capital of Japan is Tokyo. def f(x):\n    return "
+    "x + 1\n"
+)
 
 
 def test_the_real_model_computes_what_transformers_does(smollm2, theirs) -> None:

@@ -61,7 +61,6 @@ def step(program: Program, number: int) -> tuple[float, float]:
 
 
 # -- the same numbers
-# ---------------------------------------------------------------------------------------
 
 
 def steps_on(
@@ -155,7 +154,6 @@ def test_held_bytes_tells_them_apart(tmp_path: Path, precision: str, without: in
 
 
 # -- the files
-# ----------------------------------------------------------------------------------------------
 
 
 def test_what_is_released_keeps_what_it_holds(tmp_path: Path) -> None:
@@ -216,7 +214,8 @@ def test_a_full_disk_is_a_sentence_at_the_start(
     with pytest.raises(ValueError) as refused:
         files.allocate(250_000_000 // 1000)
     assert str(refused.value) == (
-        f"{tmp_path} cannot hold 0.002 GB of optimizer state: No space left on device; make room there or link it to "
+        f"{tmp_path} cannot hold 0.002 GB of optimizer state: No space left on device; make room "
+        f"there or link it to "
         "another disk"
     )
 
@@ -256,7 +255,6 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(
 
 
 # -- more than memory holds
-# ---------------------------------------------------------------------------------
 
 WIDE = ModelConfig("llama", 6, 512, 1536, 8, 8, 64, 97, 32)
 LAYER = sum(spec.numel for spec in model_specs(WIDE) if spec.unit == "blocks.0")

@@ -46,7 +46,6 @@ UNCLIPPED = 0.0
 
 
 # -- collectives
-# --------------------------------------------------------------------------------------------
 
 
 def reduce_on(
@@ -241,7 +240,6 @@ def test_axes_are_those_of_the_layout(ranks: Ranks, layout: str) -> None:
 
 
 # -- a few steps, here and there
-# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -409,7 +407,6 @@ def test_bytes_sent_are_those_predicted(ranks: Ranks, layout: str, gradients: st
 
 
 # -- the simple class
-# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -484,7 +481,6 @@ def test_the_simple_class_is_one_process_and_the_store_is_the_simple_class(
 
 
 # -- what must not break a step
-# -----------------------------------------------------------------------------
 
 
 def no_targets_on(rank: int, world: int, layout: str) -> Told:
@@ -516,7 +512,6 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks: Ranks, layout: s
 
 
 # -- first weights
-# ------------------------------------------------------------------------------------------
 
 
 def drawn_on(rank: int, world: int, layout: str, seed: int) -> dict[str, Tensor]:
@@ -535,7 +530,6 @@ def test_first_weights_do_not_depend_on_the_layout(ranks: Ranks) -> None:
 
 
 # -- what cannot be trained
-# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("short", ["pp2.zb-auto@0.01.m4", "dp2.pp2.fsdp"])

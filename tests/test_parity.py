@@ -59,7 +59,8 @@ LAYOUTS = [
 LLAMA = FAMILIES["llama"]
 DEEP = replace(FAMILIES["llama-tied"], num_layers=4)
 KEYS = [
-    "ok", "layout", "model", "steps", "loss_rel", "grad_rel", "grad_norm_rel", "param_rel", "replicas_equal",
+    "ok", "layout", "model", "steps", "loss_rel", "grad_rel", "grad_norm_rel", "param_rel",
+    "replicas_equal",
     "tolerances", "first_difference",
 ]  # fmt: skip
 
@@ -83,7 +84,6 @@ def found_by(ranks: Ranks, trial: Trial, spoil: str = "") -> dict[str, Any]:
 
 
 # -- what is equal is found equal
-# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,6 @@ def test_one_rank_with_itself() -> None:
 
 
 # -- what is broken is found, and named
-# ---------------------------------------------------------------------
 
 
 def is_cut(store: Store) -> bool:
@@ -435,7 +434,6 @@ def test_a_gradient_of_rounding_alone_is_equal_but_garbage_is_not(ranks: Ranks) 
 
 
 # -- the parts
-# ----------------------------------------------------------------------------------------------
 
 
 @given(trial=trials(), step=st.integers(1, 3))
@@ -580,7 +578,6 @@ def test_a_parity_without_comparisons_is_not_equal() -> None:
 
 
 # -- the command
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

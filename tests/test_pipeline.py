@@ -121,15 +121,17 @@ def check(told: Sequence[Told], model: str) -> None:
 
 
 # -- against one process
-# ------------------------------------------------------------------------------------
 
 SMALL = [  # two ranks; micro-batches without targets, ever fewer of them, fewer than stages
-    ("pp2.gpipe.m3", "llama"), ("pp2.1f1b", "llama-tied"), ("pp2.zb-h1.m4", "qwen3"), ("pp2.zb-h2.m3", "llama-tied"),
-    ("pp2.zb-auto@2.m4", "gpt2"), ("pp2.interleaved.v2.m2", "llama-tied"), ("pp2.1f1b.m4.rc-full", "mistral"),
+    ("pp2.gpipe.m3", "llama"), ("pp2.1f1b", "llama-tied"), ("pp2.zb-h1.m4", "qwen3"),
+    ("pp2.zb-h2.m3", "llama-tied"),
+    ("pp2.zb-auto@2.m4", "gpt2"), ("pp2.interleaved.v2.m2", "llama-tied"),
+    ("pp2.1f1b.m4.rc-full", "mistral"),
     ("pp2.zb-h1.m4.rc-full", "qwen2"),
 ]  # fmt: skip
 LARGE = [  # more of them are drawn in `test_layouts.py`
-    ("pp3.zb-h1.m6", "odd"), ("dp2.pp2.z2.zb-h1.m3", "llama-tied"), ("dp2.pp2.z3.1f1b.m3.keep", "gpt2"),
+    ("pp3.zb-h1.m6", "odd"), ("dp2.pp2.z2.zb-h1.m3", "llama-tied"),
+    ("dp2.pp2.z3.1f1b.m3.keep", "gpt2"),
     ("dp2.pp2.z3.interleaved.v2.m2", "qwen3"), ("tp2.pp2.zb-h1.m4.sp.rc-selective", "llama"),
     ("pp2.cp2.z1.1f1b.m2", "mistral"),
 ]  # fmt: skip
@@ -166,7 +168,6 @@ def test_a_deferred_gradient_is_the_same_gradient() -> None:
 
 
 # -- what is sent, what is kept
-# -----------------------------------------------------------------------------
 
 
 def sent_on(rank: int, world: int, short: str, model: str) -> dict[str, int]:
@@ -223,7 +224,6 @@ def test_1f1b_holds_as_many_microbatches_as_stages_remain(ranks: Ranks) -> None:
 
 
 # -- checkpoints
-# --------------------------------------------------------------------------------------------
 
 
 def save_on(rank: int, world: int, short: str, path: Path) -> State:
@@ -261,7 +261,6 @@ def test_a_checkpoint_is_resharded_and_back_bit_for_bit(ranks: Ranks, tmp_path: 
 
 
 # -- what breaks is noticed
-# ---------------------------------------------------------------------------------
 
 
 def forget_the_tied_sum(patch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,6 @@ DTYPE_CHOICES: list[tuple[Precision, GradientPrecision]] = [
 
 
 # -- what a run does
-# ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,6 @@ def steps_on(
 
 
 # -- against what is planned
-# --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -483,7 +481,6 @@ def test_a_step_does_not_gather_again_after_an_evaluation(
 
 
 # -- FSDP
-# ---------------------------------------------------------------------------------------------------
 
 
 def fsdp_on(
@@ -543,7 +540,6 @@ def test_fsdp_holds_and_sends_what_is_planned(ranks: Ranks, short: str, model: s
 
 
 # -- tensor parallel
-# ----------------------------------------------------------------------------------------
 
 NORMED = replace(
     FAMILIES["qwen3"], num_kv_heads=1, qkv_bias=True, mlp_bias=True, out_bias=True, ffn_size=21
@@ -778,7 +774,6 @@ def test_the_busiest_stage_is_reported() -> None:
 
 
 # -- context parallel
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("c", [2, 4, 8])
@@ -810,7 +805,6 @@ def test_context_parallel_by_hand(c: int) -> None:
 
 
 # -- the planner's short cuts
-# -------------------------------------------------------------------------------
 
 
 @st.composite
@@ -857,7 +851,6 @@ def test_a_few_buckets_represent_all(
 
 
 # -- what is published
-# --------------------------------------------------------------------------------------
 
 
 def elements_sent(config: ModelConfig, short: str) -> int:

@@ -186,7 +186,8 @@ def test_what_does_not_fit_is_refused_with_what_does(
         with pytest.raises(ValueError) as refused:
             await remote(folder, kv_bytes=100_000).start()
         told = re.fullmatch(
-            r"a request of 4096 tokens needs ([\d.e-]+) GB of KV cache on each rank, which has ([\d.e-]+) GB for it; "
+            r"a request of 4096 tokens needs ([\d.e-]+) GB of KV cache on each rank, which has "
+            r"([\d.e-]+) GB for it; "
             r"--max-len (\d+) fits",
             str(refused.value),
         )
@@ -336,7 +337,6 @@ def test_it_ends_with_its_server(folder: Path, tmp_path: Path, end: str, code: i
 
 
 # -- tensor parallel
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -421,7 +421,6 @@ def test_ranks_end_together_and_are_started_again(
 
 
 # -- what the process does with what it hears
-# ---------------------------------------------------------------
 
 
 @dataclass
@@ -494,7 +493,6 @@ def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> N
 
 
 # -- memory
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
@@ -517,7 +515,8 @@ def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder:
     with pytest.raises(ValueError) as refused:
         worker.start_rank(place, EngineSettings(folder, dtype="fp32", kv_bytes=1 << 50))
     told = re.fullmatch(
-        r"a KV cache of 1.13e\+06 GB was asked for, but each rank has ([\d.,]+) GB left; --kv-bytes (\d+) fits",
+        r"a KV cache of 1.13e\+06 GB was asked for, but each rank has ([\d.,]+) GB left; "
+        r"--kv-bytes (\d+) fits",
         str(refused.value),
     )
     assert told and int(told[2]) <= 0.51 * 1e9 * float(told[1].replace(",", ""))
@@ -564,13 +563,15 @@ def test_logits_of_a_scored_prompt_are_held_in_pieces(folder: Path) -> None:
 
 
 def test_the_log_has_the_traceback_and_clients_the_rank() -> None:
-    told = "Traceback (most recent call last):\n  File x\nKeyError: 1\nrank 1 failed first, with exit code 1\nrank 0 ended"
+    told = (
+        "Traceback (most recent call last):\n  File x\nKeyError: 1\nrank 1 failed first, with "
+        "exit code 1\nrank 0 ended"
+    )
     assert process.in_brief(told) == "rank 1 failed first, with exit code 1; rank 0 ended"
     assert process.in_brief("its process ended with code -9") == "its process ended with code -9"
 
 
 # -- settings
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

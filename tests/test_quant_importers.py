@@ -163,7 +163,6 @@ def test_it_can_be_converted_to_a_plain_folder(plain: Path, tmp_path: Path) -> N
 
 
 # -- refused
-# ------------------------------------------------------------------------------------------------
 
 
 def refused(folder: Path) -> str:

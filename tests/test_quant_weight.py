@@ -1,5 +1,5 @@
-"""Quantized weights in place of floating-point ones: matmuls, gradients, batch-invariant rows, the blocks
-of GGUF files."""
+"""Quantized weights in place of floating-point ones: matmuls, gradients, batch-invariant rows, the
+blocks of GGUF files."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -275,7 +275,6 @@ def test_answers_have_the_same_bits_in_any_company() -> None:
 
 
 # -- rounded
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -458,7 +457,6 @@ def test_perplexity_of_rounded_weights(
 
 
 # -- refused
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -532,7 +530,6 @@ def test_the_trainer_knows_no_quantized_weights(
 
 
 # -- planned
-# ------------------------------------------------------------------------------------------------
 
 
 def test_plan_of_published_shapes() -> None:
@@ -591,6 +588,6 @@ def test_a_plan_says_what_is_quantized(capsys: pytest.CaptureFixture[str]) -> No
     said = " ".join(capsys.readouterr().out.split())
     assert "Serving in bf16, block matrices in int8" in said
     assert (
-        "with the matrices of its blocks in int8 and the rest in bf16 (2 bytes each): these alone exceed it"
-        in said
+        "with the matrices of its blocks in int8 and the rest in bf16 (2 bytes each): these alone "
+        "exceed it" in said
     )

@@ -63,7 +63,6 @@ def batch_of(mesh: Mesh, step: int = 0) -> Batch:
 
 
 # -- a linear of something light
-# ----------------------------------------------------------------------------
 
 MAKES: dict[str, Callable[..., Tensor]] = {
     "norm": lambda x, weight, bias: rms_norm(x, weight, 1e-5),
@@ -111,7 +110,6 @@ def test_a_light_linear_is_the_linear_of_what_is_made(
 
 
 # -- nothing changes
-# ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,6 @@ def test_recompute_is_bit_identical(ranks: Ranks, short: str, models: list[str])
 
 
 # -- what is run again
-# --------------------------------------------------------------------------------------
 
 
 def counted(program: Program) -> Counter[str]:
@@ -277,7 +274,6 @@ def test_norms_and_activations_are_recomputed(
 
 
 # -- what is kept
-# -------------------------------------------------------------------------------------------
 
 
 def storages(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -324,11 +320,14 @@ def block_bytes(config: ModelConfig, layout: Layout) -> int:
     """What one block keeps of a micro-batch, in fp32, from its shape. T tokens of this rank, S of
     them between seams:
 
-    - its input, and the sum of that and attention, which the norms need: S D each; full recompute: the former alone
-    - q, k, v and what attention saw; a ring the log-sum-exp of every row, an all-to-all what it traded
+    - its input, and the sum of that and attention, which the norms need: S D each; with full
+      recompute only the input
+    - q, k, v and the output of attention; for a ring the log-sum-exp of every row, for an all-to-all
+      what it exchanged
     - where q and k are normed, what they were before, and a number a head
     - what goes into the activation
-    - without recompute also what comes out of the norms and the activation, and one or two numbers a row of each norm
+    - without recompute also the outputs of the norms and of the activation, and one or two numbers
+      per row of each norm
     """
     t = layout.tp
     d = config.hidden_size
@@ -412,7 +411,6 @@ def test_the_peak_of_a_step_falls(tmp_path: Path) -> None:
 
 
 # -- what is sent again
-# -------------------------------------------------------------------------------------
 
 
 def sent_on(

@@ -53,7 +53,6 @@ def reads(config: ModelConfig, action: Action) -> tuple[str, ...]:
 
 
 # -- written out
-# --------------------------------------------------------------------------------------------
 
 UNTIED = tuple(
     Piece(*piece)
@@ -89,7 +88,8 @@ WRITTEN_OUT = [
     ("dp2", UNTIED, False, "F0e, F0a, F0b, F0h, B0h, sum f, B0b, sum b, B0a, sum a, B0e, sum e"),
     ("dp2", TIED, True, "F0e, F0a, F0b, F0h, B0h, sum f, B0b, sum b, B0a, sum a, B0e, sum e"),
     ("dp2.m2", UNTIED, True,
-     "F0e, F0a, F0b, F0h, B0h, B0b, B0a, B0e, F1e, F1a, F1b, F1h, B1h, sum f, B1b, sum b, B1a, sum a, B1e, sum e"),
+     "F0e, F0a, F0b, F0h, B0h, B0b, B0a, B0e, F1e, F1a, F1b, F1h, B1h, sum f, B1b, sum b, B1a, "
+     "sum a, B1e, sum e"),
     ("dp2.z1", UNTIED, False,
      "+e, F0e, +a, F0a, +b, F0b, +f, F0h, B0h, sum f, B0b, sum b, B0a, sum a, B0e, sum e"),
     ("dp2.z1", UNTIED, True,
@@ -101,24 +101,32 @@ WRITTEN_OUT = [
      "+e, +a, F0e, +b, F0a, +f, F0b, F0h, B0h, sum f, B0b, sum b, B0a, sum a, B0e, sum e, "
      "F1e, F1a, F1b, F1h, B1h, sum f, B1b, sum b, B1a, sum a, B1e, sum e"),
     ("dp2.z3", UNTIED, False,
-     "+e, F0e, -e, +a, F0a, -a, +b, F0b, -b, +f, F0h, B0h, sum f, -f, +b, B0b, sum b, -b, +a, B0a, sum a, -a, "
+     "+e, F0e, -e, +a, F0a, -a, +b, F0b, -b, +f, F0h, B0h, sum f, -f, +b, B0b, sum b, -b, +a, "
+     "B0a, sum a, -a, "
      "B0e, sum e"),
     ("dp2.z3", UNTIED, True,
-     "+e, +a, F0e, -e, +b, F0a, -a, +f, F0b, -b, F0h, +b, B0h, sum f, -f, +a, B0b, sum b, -b, B0a, sum a, -a, "
+     "+e, +a, F0e, -e, +b, F0a, -a, +f, F0b, -b, F0h, +b, B0h, sum f, -f, +a, B0b, sum b, -b, "
+     "B0a, sum a, -a, "
      "B0e, sum e"),
     ("dp2.z3", TIED, True,
-     "+e, +a, F0e, -e, +b, F0a, -a, +e, +f, F0b, -b, F0h, +b, B0h, sum f, -e, -f, +a, B0b, sum b, -b, B0a, sum a, -a, "
+     "+e, +a, F0e, -e, +b, F0a, -a, +e, +f, F0b, -b, F0h, +b, B0h, sum f, -e, -f, +a, B0b, sum b, "
+     "-b, B0a, sum a, -a, "
      "B0e, sum e"),
     ("dp2.z3.m2", UNTIED, False,
-     "+e, F0e, -e, +a, F0a, -a, +b, F0b, -b, +f, F0h, B0h, sum f, -f, +b, B0b, sum b, -b, +a, B0a, sum a, -a, "
+     "+e, F0e, -e, +a, F0a, -a, +b, F0b, -b, +f, F0h, B0h, sum f, -f, +b, B0b, sum b, -b, +a, "
+     "B0a, sum a, -a, "
      "B0e, sum e, "
-     "+e, F1e, -e, +a, F1a, -a, +b, F1b, -b, +f, F1h, B1h, sum f, -f, +b, B1b, sum b, -b, +a, B1a, sum a, -a, "
+     "+e, F1e, -e, +a, F1a, -a, +b, F1b, -b, +f, F1h, B1h, sum f, -f, +b, B1b, sum b, -b, +a, "
+     "B1a, sum a, -a, "
      "B1e, sum e"),
     ("dp2.z3.keep", UNTIED, False,
-     "+e, F0e, -e, +a, F0a, +b, F0b, +f, F0h, B0h, sum f, -f, B0b, sum b, -b, B0a, sum a, -a, B0e, sum e"),
+     "+e, F0e, -e, +a, F0a, +b, F0b, +f, F0h, B0h, sum f, -f, B0b, sum b, -b, B0a, sum a, -a, "
+     "B0e, sum e"),
     ("dp2.z3.keep.m2", TIED, True,
-     "+e, +a, F0e, +b, F0a, +f, F0b, F0h, B0h, sum f, -e, -f, B0b, sum b, -b, B0a, sum a, -a, +e, B0e, sum e, "
-     "+a, F1e, +b, F1a, +f, F1b, F1h, B1h, sum f, -e, -f, B1b, sum b, -b, B1a, sum a, -a, B1e, sum e"),
+     "+e, +a, F0e, +b, F0a, +f, F0b, F0h, B0h, sum f, -e, -f, B0b, sum b, -b, B0a, sum a, -a, +e, "
+     "B0e, sum e, "
+     "+a, F1e, +b, F1a, +f, F1b, F1h, B1h, sum f, -e, -f, B1b, sum b, -b, B1a, sum a, -a, B1e, "
+     "sum e"),
 ]  # fmt: skip
 
 
@@ -149,7 +157,6 @@ def test_actions_as_strings() -> None:
 
 
 # -- for any model
-# ------------------------------------------------------------------------------------------
 
 
 @given(models(), layouts(), st.booleans())

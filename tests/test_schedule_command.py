@@ -54,7 +54,6 @@ def timeline_of(name: Any, p: int, m: int, chunks: int = 1) -> Timeline:
 
 
 # -- numbers
-# ------------------------------------------------------------------------------------------------
 
 
 def test_json_of_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +105,6 @@ def test_written_tables_are_read_back(
 
 
 # -- pictures
-# -----------------------------------------------------------------------------------------------
 
 
 def bars(svg: str) -> list[tuple[str, float, float, float]]:
@@ -280,7 +278,6 @@ def test_stages_of_a_v_are_distinguishable() -> None:
 
 
 # -- mistakes
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -328,7 +325,8 @@ def test_stages_of_a_v_are_distinguishable() -> None:
         (["zb-h1", *SIZES, "--mem-w", "-0.1"], "held from I to W, must be 0 to 1, not -0.1"),
         (
             ["gpipe", *SIZES, "--mem-limit", "1.5"],
-            "rank 0, position 6: 0F6 makes it hold 7 forwards, above the limit of 6; zb-auto stays within a limit",
+            "rank 0, position 6: 0F6 makes it hold 7 forwards, above the limit of 6; zb-auto "
+            "stays within a limit",
         ),
         (
             ["gpipe", "--stages", "9999", "--microbatches", "9999"],

@@ -65,16 +65,18 @@ def of(text: str, placement: Sequence[int] | None = None) -> Table:
 
 
 # -- the orders
-# ---------------------------------------------------------------------------------------------
 
 WRITTEN_OUT: list[tuple[Schedule, int, int, int, list[str]]] = [
     ("gpipe", 2, 3, 1, ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]),
     ("1f1b", 3, 4, 1, ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
                        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"]),
     ("1f1b", 3, 1, 1, ["0F0 0B0", "1F0 1B0", "2F0 2B0"]),
-    ("interleaved", 2, 2, 2, ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]),
-    ("zb-h1", 2, 3, 1, ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"]),
-    ("zb-h2", 2, 3, 1, ["0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"]),
+    ("interleaved", 2, 2, 2, ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 "
+        "1B1"]),
+    ("zb-h1", 2, 3, 1, ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 "
+        "1W2"]),
+    ("zb-h2", 2, 3, 1, ["0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 "
+        "1W2"]),
     ("zb-auto", 1, 2, 1, ["0F0 0I0 0W0 0F1 0I1 0W1"]),
 ]  # fmt: skip
 
@@ -146,7 +148,6 @@ def test_memory_of_the_fixed_schedules(p: int, m: int) -> None:
 
 
 # -- every schedule can run
-# ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(150))
@@ -255,7 +256,6 @@ def test_invalid_times_and_limits_are_refused(make: Any, said: str) -> None:
 
 
 # -- a broken table cannot
-# ----------------------------------------------------------------------------------
 
 
 def runs(table: Table) -> bool:
@@ -325,7 +325,10 @@ def test_a_repeated_action_is_refused(table: Table, chance: random.Random) -> No
     again = table.ranks[rank][at]
     later = max(to, at + (to <= at))
     earlier = min(to, at)
-    said = f"rank {rank}, position {later}: {again} appears again, after position {earlier}; it must appear once"
+    said = (
+        f"rank {rank}, position {later}: {again} appears again, after position {earlier}; it "
+        f"must appear once"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         validate(edited(table, rank, [*table.ranks[rank][:to], again, *table.ranks[rank][to:]]))
 
@@ -336,7 +339,10 @@ def test_an_action_on_another_rank_is_refused(table: Table, chance: random.Rando
     rank, other = chance.sample(range(len(table.ranks)), 2)
     moved = chance.choice(table.ranks[rank])
     without = edited(table, rank, [action for action in table.ranks[rank] if action != moved])
-    said = f"rank {other}, position {len(table.ranks[other])}: {moved} is on the wrong rank; stage {moved.stage} is on "
+    said = (
+        f"rank {other}, position {len(table.ranks[other])}: {moved} is on the wrong rank; "
+        f"stage {moved.stage} is on "
+    )
     with pytest.raises(ValueError, match=re.escape(said)):
         validate(edited(without, other, [*table.ranks[other], moved]))
 
@@ -396,7 +402,8 @@ def test_errors_are_one_sentence(text: str, said: str | None) -> None:
         ),
         (
             Action("F", 0, 5),
-            "rank 0, position 1: 0F5 has a micro-batch that does not exist; micro-batches are 0 to 0",
+            "rank 0, position 1: 0F5 has a micro-batch that does not exist; micro-batches are 0 "
+            "to 0",
         ),
     ],
 )
@@ -415,7 +422,8 @@ def test_a_table_over_its_memory_limit_is_refused() -> None:
             1,
             4,
             3.96,
-            "rank 0, position 3: 0F3 makes it hold 4 forwards, above the limit of 3.96; zb-auto stays within a limit",
+            "rank 0, position 3: 0F3 makes it hold 4 forwards, above the limit of 3.96; zb-auto "
+            "stays within a limit",
         ),
         (
             "interleaved",
@@ -441,7 +449,6 @@ def test_a_share_is_held_from_i_to_w() -> None:
 
 
 # -- tables as files
-# ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(60))
@@ -528,7 +535,8 @@ def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
         ("0F0,0B0\n,,\n2F0,2B0", "line 2 is empty"),
         (
             "0F0,0SEND_F0,0B0",
-            "cell 2: 0SEND_F0 belongs to a schedule that PyTorch has lowered; write it with F, B, I "
+            "cell 2: 0SEND_F0 belongs to a schedule that PyTorch has lowered; write it with F, B, "
+            "I "
             'and W only (`_dump_csv(file, format="compute_only")`)',
         ),
         ("0UNSHARD,0F0", "cell 1: 0UNSHARD belongs to a schedule that PyTorch has lowered"),
@@ -538,7 +546,8 @@ def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
         ),
         (
             "0F0,hello",
-            "line 1, cell 2: 'hello' is not an action; write stage, kind (F, B, I or W) and micro-batch, such as 1W2",
+            "line 1, cell 2: 'hello' is not an action; write stage, kind (F, B, I or W) and "
+            "micro-batch, such as 1W2",
         ),
         ("0F", "'0F' is not an action"),
         ("F0", "'F0' is not an action"),

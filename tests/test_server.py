@@ -390,7 +390,8 @@ def test_models(client: TestClient) -> None:
 
 
 SCHEMA_OF_A_TOWN = {
-    "type": "object", "properties": {"name": {"enum": ["Rome", "Oslo"]}, "old": {"type": "boolean"}},
+    "type": "object",
+    "properties": {"name": {"enum": ["Rome", "Oslo"]}, "old": {"type": "boolean"}},
     "required": ["name", "old"], "additionalProperties": False,
 }  # fmt: skip
 
@@ -452,13 +453,18 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/completions", {**PROMPT, "stop": [""]}, "stop", "1 to 1000 characters"),
     ("/v1/completions", {**PROMPT, "stop": 3}, "stop", "a text or a list of texts"),
     ("/v1/completions", {**PROMPT, "logit_bias": {"a": 1}}, "logit_bias", "not 'a'"),
-    ("/v1/completions", {**PROMPT, "logit_bias": {"264": 1}}, "logit_bias", "from 0 to 263, and 264 is not"),
+    ("/v1/completions", {**PROMPT, "logit_bias": {"264": 1}}, "logit_bias", "from 0 to 263, and "
+        "264 is not"),
     ("/v1/completions", {**PROMPT, "logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
     ("/v1/completions", {**PROMPT, "stream_options": {}}, "stream_options", "stream: true"),
-    ("/v1/completions", {**PROMPT, "response_format": {"type": "xml"}}, "response_format", "'text', 'json_object' or"),
-    ("/v1/completions", {**PROMPT, "response_format": {"type": "json_schema"}}, "response_format", "an object"),
-    ("/v1/completions", {**PROMPT, "guided_json": {}, "guided_regex": "a"}, None, "must not be combined"),
-    ("/v1/completions", {**PROMPT, "structured_outputs": {"choice": ["a"]}}, "structured_outputs", "under regex"),
+    ("/v1/completions", {**PROMPT, "response_format": {"type": "xml"}},
+     "response_format", "'text', 'json_object' or"),
+    ("/v1/completions", {**PROMPT, "response_format": {"type": "json_schema"}},
+     "response_format", "an object"),
+    ("/v1/completions", {**PROMPT, "guided_json": {}, "guided_regex": "a"}, None, "must not be "
+        "combined"),
+    ("/v1/completions", {**PROMPT, "structured_outputs": {"choice": ["a"]}},
+     "structured_outputs", "under regex"),
     ("/v1/completions", {**PROMPT, "guided_regex": "("}, None, "("),
     ("/v1/completions", {**PROMPT, "priority": 2**31}, "priority", "less than"),
     ("/v1/completions", {}, "prompt", "field required"),
@@ -472,20 +478,27 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/completions", {"prompt": [264]}, "prompt", "from 0 to 263, and 264 is not"),
     ("/v1/completions", {"prompt": [10**4000]}, "prompt", "from 0 to 263"),
     ("/v1/completions", {"prompt": ["a"] * 1025}, "prompt", "1025 prompts"),
-    ("/v1/completions", {"prompt": "a" * 256}, None, "exceed the 256 tokens that a request may have; a prompt of 255 tokens works"),
+    ("/v1/completions", {"prompt": "a" * 256}, None, "exceed the 256 tokens that a request may "
+        "have; a prompt of 255 tokens works"),
     ("/v1/completions", {"prompt": "a" * 250, "max_tokens": 7}, "max_tokens", "max_tokens=6 works"),
     ("/v1/chat/completions", {}, "messages", "field required"),
     ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
-    ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages", "messages.0.role: field required"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages", "a text or a list of parts"),
-    ("/v1/chat/completions", {"messages": [{"role": "u", "content": [{"type": "file"}]}]}, "messages", "type file"),
-    ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": ""}]}, None, "no wizards here"),
+    ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages", "messages.0.role: "
+        "field required"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]},
+     "messages", "a text or a list of parts"),
+    ("/v1/chat/completions", {"messages": [{"role": "u", "content": [{"type": "file"}]}]},
+     "messages", "type file"),
+    ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": ""}]}, None, "no wizards "
+        "here"),
     ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
     ("/v1/chat/completions", {**CHAT, "logprobs": 2}, "logprobs", "must be a valid boolean"),
-    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, None, "tools are not supported"),
+    ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, None, "tools are not "
+        "supported"),
     ("/v1/chat/completions", {**CHAT, "response_format": "json"}, "response_format", "must be"),
     ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions", "left out"),
-    ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or "
+        "'base64'"),
     ("/v1/embeddings", {"input": "a" * 257}, "input", "the limit is 256"),
     ("/tokenize", {}, None, "not both"),
     ("/detokenize", {"tokens": [2**70]}, "tokens", "from 0 to 263"),
@@ -514,9 +527,11 @@ def test_tools_that_must_not_be_called_are_no_hindrance(client: TestClient, stre
 
 
 RAW = {
-    "no JSON": b"{", "nothing": b"", "NaN": b'{"prompt": "a", "temperature": NaN}', "deep": b"[" * 200_000,
+    "no JSON": b"{", "nothing": b"", "NaN": b'{"prompt": "a", "temperature": '
+        b'NaN}', "deep": b"[" * 200_000,
     "infinite": b'{"prompt": "a", "temperature": 1e999}', "invalid UTF-8": b'{"prompt": "\xff"}',
-    "lone surrogate": b'{"prompt": "\\ud800"}', "huge number": b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}",
+    "lone surrogate": b'{"prompt": "\\ud800"}', "huge number": b'{"prompt": "a", "seed": '
+        b'' + b"9" * 10_000 + b"}",
     "deep value": b'{"prompt": "a", "logit_bias": ' + b'{"a":' * 150 + b"1" + b"}" * 151,
     "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
     "not text": b'{"prompt": "\x00"}',

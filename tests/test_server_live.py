@@ -89,7 +89,8 @@ async def send(live: Live, path: str, body: dict[str, Any], receive_buffer_bytes
     reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
     content = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: "
+        f"application/json\r\n"
         f"content-length: {len(content)}\r\n\r\n"
     )
     writer.write(head.encode() + content)
@@ -484,7 +485,10 @@ def test_a_port_in_use_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> Non
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["serve", "nothing", "--port", str(port)]) == 2
-    why = f"cannot listen on 127.0.0.1, port {port}: Address already in use; --port 0 takes any free port"
+    why = (
+        f"cannot listen on 127.0.0.1, port {port}: Address already in use; --port 0 takes any "
+        f"free port"
+    )
     assert capfd.readouterr().err == f"shardwise: {why}\n"
 
 

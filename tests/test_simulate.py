@@ -29,7 +29,6 @@ def timeline_of(
 
 
 # -- published values
-# ---------------------------------------------------------------------------------------
 
 # Qi et al. 2023 (Zero Bubble Pipeline Parallelism), tables 5 and 6: p, m, layers a stage as chunks,
 # F, B, W and transfer in ms; bubbles of 1F1B, interleaved, ZB-H1, ZB-H2, ZB-1p and ZB-2p.
@@ -163,7 +162,6 @@ def test_steps_of_deepspeeds_train_schedule(m: int, p: int, steps: int) -> None:
 
 
 # -- closed forms
-# -------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(60))
@@ -207,7 +205,6 @@ def test_bubble_of_zero_bubble_schedules(p: int, more: int, time: float) -> None
 
 
 # -- any table
-# ----------------------------------------------------------------------------------------------
 
 
 def starts_by_relaxation(

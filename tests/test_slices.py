@@ -37,7 +37,6 @@ from tiny_training import OPTIMIZER, build_data, tiny_settings
 CPU = torch.device("cpu")
 
 # -- reading
-# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,6 @@ def test_data_ranks_read_what_they_own(tmp_path: Path, name: str, short: str) ->
 
 
 # -- writing
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

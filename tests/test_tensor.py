@@ -62,7 +62,6 @@ HUGE = 1e6
 """What padding holds here: nobody may read it."""
 
 # -- each seam
-# ----------------------------------------------------------------------------------------------
 
 
 def seams_on(rank: int, world: int, sequence: bool) -> TensorSeams:
@@ -325,7 +324,6 @@ def test_a_sequence_is_gathered_and_scattered(ranks: Ranks, world: int) -> None:
 
 
 # -- a few steps of every family
-# ----------------------------------------------------------------------------
 
 ODD = ModelConfig(
     "llama", 2, 15, 50, 3, 3, 4, 131, 32, tied=True, qkv_bias=True
@@ -461,14 +459,18 @@ def check_case(case: Case, told: Sequence[Told]) -> None:
 
 ON_TWO = [
     *(Case("tp2", family) for family in ("llama-tied", "gpt2", "qwen2")), Case("tp2.sp", "gpt2"),
-    Case("tp2.sp", "qwen3"), Case("tp2.m3", "one-kv"), Case("tp2.sp.z2.m2", "one-kv"), Case("tp2.z3", "biased"),
+    Case("tp2.sp", "qwen3"), Case("tp2.m3", "one-kv"), Case("tp2.sp.z2.m2", "one-kv"),
+    Case("tp2.z3", "biased"),
     Case("tp2.sp", "biased"),
 ]  # fmt: skip
 ON_THREE = [Case("tp3", "odd"), Case("tp3.m2", "odd-gpt2"), Case("tp3.z1", "odd")]
 ON_FOUR = [
-    Case("tp4", "llama-tied"), Case("tp4", "gpt2"), Case("tp4.sp.m2", "qwen3"), Case("tp4.sp", "one-kv"),
-    Case("tp4", "few"), Case("dp2.tp2", "gpt2"), Case("dp2.tp2.z1", "qwen3"), Case("dp2.tp2.z2.m2", "llama-tied"),
-    Case("dp2.tp2.sp.z1.m2", "biased"), Case("dp2.tp2.sp.z2", "one-kv"), Case("dp2.tp2.sp.z3.keep.m2", "qwen3"),
+    Case("tp4", "llama-tied"), Case("tp4", "gpt2"), Case("tp4.sp.m2", "qwen3"),
+    Case("tp4.sp", "one-kv"),
+    Case("tp4", "few"), Case("dp2.tp2", "gpt2"), Case("dp2.tp2.z1", "qwen3"),
+    Case("dp2.tp2.z2.m2", "llama-tied"),
+    Case("dp2.tp2.sp.z1.m2", "biased"), Case("dp2.tp2.sp.z2", "one-kv"),
+    Case("dp2.tp2.sp.z3.keep.m2", "qwen3"),
     Case("dp2.tp2.z3.s1", "mistral"),
 ]  # fmt: skip
 
@@ -506,7 +508,6 @@ def test_in_bf16_replicas_are_equal_too(ranks: Ranks) -> None:
 
 
 # -- what is broken on purpose
-# ------------------------------------------------------------------------------
 
 
 def without_partial(axis: str, ending: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -593,7 +594,6 @@ def test_what_is_broken_on_purpose_is_found(
 
 
 # -- a sequence that does not divide
-# ------------------------------------------------------------------------
 
 
 def compare_on(rank: int, world: int, trial: Trial) -> Parity | None:
@@ -607,7 +607,6 @@ def test_a_sequence_in_three_parts_equals_one_rank(ranks: Ranks) -> None:
 
 
 # -- bytes
-# --------------------------------------------------------------------------------------------------
 
 
 def bytes_on(
@@ -685,7 +684,6 @@ def test_shared_heads_and_norms_send_their_gradients_once_a_step(ranks: Ranks) -
 
 
 # -- checkpoints
-# --------------------------------------------------------------------------------------------
 
 SAVED = "biased"  # tied, a kv head for two ranks, biases, 97 rows in blocks of 49 or 25, an odd ffn
 State = dict[str, dict[str, Tensor]]
@@ -753,7 +751,6 @@ def test_a_checkpoint_goes_to_any_layout_and_back_bit_for_bit(
 
 
 # -- evaluation and bad input
-# -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -182,16 +182,21 @@ MESSAGES = [
     {"role": "user", "content": "Once more"},
 ]
 TEMPLATES = {
-    "chatml": "{% for m in messages %}{{'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'}}{% endfor %}"
+    "chatml": "{% for m in messages %}{{'<|im_start|>' + m.role + '\n' + m.content + "
+    "'<|im_end|>\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "white space": "{{ bos_token }}\n  {% for m in messages %}\n    {%- if loop.first %}first {% endif %}\n"
+    "white space": "{{ bos_token }}\n  {% for m in messages %}\n    {%- if loop.first %}first {% "
+    "endif %}\n"
     "    {{ m['content'] | trim }}\n  {% endfor %}\n{{ eos_token }}",
-    "tojson": "{% for m in messages %}{{ m | tojson }}{{ m | tojson(indent=2) }}{% endfor %}{{ tools is none }}",
-    "loop controls": "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}"
+    "tojson": "{% for m in messages %}{{ m | tojson }}{{ m | tojson(indent=2) }}{% endfor %}{{ "
+    "tools is none }}",
+    "loop controls": "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ "
+    "m.content }}"
     "{% if loop.index0 == 2 %}{% break %}{% endif %}{% endfor %}",
     "date": "{{ strftime_now('%Y') }} {% set ns = namespace(n=0) %}"
     "{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "generation": "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% "
+    "endfor %}",
 }
 
 

@@ -55,7 +55,6 @@ def trained(ranks: Ranks, data: Path, run: Path, layout: str, **changes: Any) ->
 
 
 # -- events to a timeline
-# -----------------------------------------------------------------------------------
 
 
 def as_events(timeline: Timeline, layout: Layout) -> Iterator[Event]:
@@ -139,7 +138,6 @@ def test_varying_times_are_simulated_by_their_mean() -> None:
 
 
 # -- real steps
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,7 +278,6 @@ def test_a_file_that_is_not_a_trace_is_refused(
 
 
 # -- a schedule of one's own
-# --------------------------------------------------------------------------------
 
 
 def losses(run: Path) -> list[tuple[float, float]]:

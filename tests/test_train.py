@@ -83,7 +83,6 @@ def last_state(run: Path) -> bytes:
 
 
 # -- processes
-# ----------------------------------------------------------------------------------------------
 
 
 class Training:
@@ -143,7 +142,8 @@ class Training:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(LOOK_S)
                 pytest.fail(
-                    f"ended with {self.process.returncode} before {what}: {self.process.communicate()[1]}"
+                    f"ended with {self.process.returncode} before {what}: "
+                    f"{self.process.communicate()[1]}"
                 )
             assert time.monotonic() < deadline, f"never {what}"
 
@@ -424,14 +424,14 @@ def test_a_metrics_row_has_the_bytes_of_its_step_or_evaluation(
 
 
 # -- the launcher
-# -------------------------------------------------------------------------------------------
 
 
 def fail_on_the_last(place: Place) -> None:
     mesh = make_mesh(Layout(dp=place.world_size), place.rank, place.device)
     if place.rank == place.world_size - 1:
         raise ValueError(
-            f"the last rank gives up: {torch.get_num_threads()} threads, {os.environ['MASTER_ADDR']}"
+            f"the last rank gives up: {torch.get_num_threads()} threads, "
+            f"{os.environ['MASTER_ADDR']}"
         )
     mesh.world.barrier()
 
@@ -456,7 +456,6 @@ def test_the_first_failure_comes_first_and_the_process_is_as_before() -> None:
 
 
 # -- one rank, in this process
-# ------------------------------------------------------------------------------
 
 
 def told_to_stop_at(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals) -> None:
@@ -563,7 +562,8 @@ def test_fixed_settings_cannot_change_on_resume(
     capsys.readouterr()
     assert main(["train", str(run), "--resume", "--set", "run.precision=bf16"]) == 2
     assert capsys.readouterr().err == (
-        f"shardwise: {run} started with run.precision = 'fp32', not 'bf16'; resume it with the same value\n"
+        f"shardwise: {run} started with run.precision = 'fp32', not 'bf16'; resume it with the "
+        f"same value\n"
     )
     assert main(["train", str(run), "--resume", "--set", "run.steps=2"]) == 0
     assert (
@@ -587,7 +587,8 @@ def test_the_data_set_cannot_change_on_resume(
     assert main(["train", str(path), "--resume", "--set", "run.steps=9"]) == 2
     assert (
         capsys.readouterr().err
-        == f"shardwise: {data} is not the data set that {run} started with; build the same one again\n"
+        == f"shardwise: {data} is not the data set that {run} started with; build the same one "
+        f"again\n"
     )
 
 
@@ -653,7 +654,8 @@ def test_a_model_that_does_not_fit_is_refused(
     )
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"shardwise: the parameters, gradients and optimizer states of dp2 take [\d,]+ GB per rank, "
+        r"shardwise: the parameters, gradients and optimizer states of dp2 take [\d,]+ GB per "
+        r"rank, "
         r"[\d,]+ GB for 2 ranks, but there are [\d.,]+ GB; `shardwise plan` shows what fits",
         line,
     ), line
@@ -708,7 +710,6 @@ def test_tensorboard_gets_all_metrics(data: Path, tmp_path: Path, precision: str
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def files_under(folder: Path) -> dict[Path, bytes]:

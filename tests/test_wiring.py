@@ -127,7 +127,6 @@ def loss_of(config: ModelConfig, weights: dict[str, Tensor], batch: MicroBatch) 
 
 
 # -- optimizer
-# ----------------------------------------------------------------------------------------------
 
 
 def two_steps(settings: Settings, optimizer: OptimizerSettings) -> dict[str, Tensor]:
@@ -224,7 +223,6 @@ def test_the_rate_follows_its_settings(
 
 
 # -- precision
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -270,7 +268,6 @@ def test_fp32_gradients_of_bf16_weights_keep_what_bf16_would_round(
 
 
 # -- data and evaluation
-# ------------------------------------------------------------------------------------
 
 
 def held_out_loss(
@@ -374,7 +371,6 @@ def test_the_seed_draws_weights_and_order(
 
 
 # -- checkpoints
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -397,7 +393,6 @@ def test_checkpoints_are_saved_and_kept_as_told(
 
 
 # -- operations
-# ---------------------------------------------------------------------------------------------
 
 BLOCK = (
     32 * (32 + 2 * 16) + 32 * 32 + 2 * 40 * 32 + 32 * 40 + 2 * 32

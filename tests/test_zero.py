@@ -63,7 +63,6 @@ MODELS = FAMILIES | {"odd": ODD, "odd-untied": replace(ODD, tied=False)}
 
 
 # -- a few steps on many ranks
-# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,8 @@ ON_THREE = [
 ]  # fmt: skip
 ON_FOUR = [
     Case("dp4.z1", "gpt2"), Case("dp4.z2.m3", "qwen3"), Case("dp4.z3.m4", "llama"),
-    Case("dp4.z1.s2.m3", "llama-tied"), Case("dp4.z2.s2.m2", "gpt2"), Case("dp4.z3.s2.keep", "qwen2"),
+    Case("dp4.z1.s2.m3", "llama-tied"), Case("dp4.z2.s2.m2", "gpt2"),
+    Case("dp4.z3.s2.keep", "qwen2"),
     Case("dp4.z3.s1.m2", "odd"), Case("dp4.z3.s2.m3", "odd", bucket_bytes=64),
 ]  # fmt: skip
 ON_FIVE = [
@@ -311,7 +311,6 @@ def test_drawn_layouts_compute_what_one_process_computes(ranks: Ranks, data: st.
 
 
 # -- bit for bit
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -410,7 +409,6 @@ def test_weights_that_are_written_from_outside_are_gathered_again(ranks: Ranks) 
 
 
 # -- precision of the sums
-# ----------------------------------------------------------------------------------
 
 MATRIX = ParamSpec("norm", (3, 5), ("embed", "ffn"), Init("normal", 1.0))
 
@@ -463,7 +461,6 @@ def test_sums_in_bf16_lose_what_they_are_told_to_lose(ranks: Ranks, short: str) 
 
 
 # -- what is there when
-# -------------------------------------------------------------------------------------
 
 
 def replay(short: str, overlap: bool) -> set[str]:
@@ -580,7 +577,6 @@ def test_no_table_with_an_action_elsewhere_is_silently_wrong(
 
 
 # -- first weights
-# ------------------------------------------------------------------------------------------
 
 LARGER = ModelConfig(
     "llama", 9, 512, 1408, 8, 4, 64, 4096, 64
@@ -683,7 +679,6 @@ def test_first_weights_are_the_same_in_every_layout(
 
 
 # -- evaluation, as the loop does it
-# ------------------------------------------------------------------------
 
 
 def held_out_on(rank: int, world: int, changes: list[Settings]) -> list[float]:

@@ -26,8 +26,10 @@ from shardwise.serve.request import Delta, Request
 from tiny_models import our_weights, tiny_model
 
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'wizard' %}{{ raise_exception('no wizards here') }}{% endif %}"
-    "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for message in messages %}{% if message.role == 'wizard' %}{{ raise_exception('no wizards "
+    "here') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt "
+    "%}assistant: {% endif %}"
 )
 NUM_PAGES = 128
 PAGE_TOKENS = 16

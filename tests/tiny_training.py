@@ -42,12 +42,15 @@ FAMILIES = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
     "gpt2": ModelConfig(
-        "gpt2", 2, 32, 64, 4, 4, 8, VOCAB, 32, tied=True, norm="layer", activation="gelu_tanh", gated=False,
+        "gpt2", 2, 32, 64, 4, 4, 8, VOCAB, 32, tied=True, norm="layer", activation="gelu_tanh",
+        gated=False,
         positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True,
     ),
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, tied=True),
-    "mistral": replace(LLAMA, family="mistral", sliding_window=5, windowed_layers=frozenset({0, 1})),
+    "mistral": replace(
+        LLAMA, family="mistral", sliding_window=5, windowed_layers=frozenset({0, 1})
+    ),
 }  # fmt: skip
 
 
@@ -103,7 +106,6 @@ def rows_of(batch: MicroBatch, rows: slice) -> MicroBatch:
 
 
 # -- states, whatever rank owns what of them
-# ----------------------------------------------------------------
 
 
 def fill_store(store: Store, weights: Mapping[str, Tensor]) -> None:
@@ -190,7 +192,6 @@ def digest(store: Store) -> str:
 
 
 # -- a few steps on one process
-# -----------------------------------------------------------------------------
 
 OPTIMIZER = AdamW(eps=1e-6)
 RATE = LearningRate(1e-2, 4, 2, "cosine")
@@ -288,7 +289,6 @@ def worst_part(
 
 
 # -- text and settings for a run
-# ----------------------------------------------------------------------------
 
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 3
 

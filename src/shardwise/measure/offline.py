@@ -1,9 +1,8 @@
 """Offline throughput of a model in this process: prefill, decode, and whole requests.
 
-The rows by which engines are compared: prefill of a prompt of 512 tokens; decode of sequences with a
-context of 128 tokens, one token each per step; and prompts of 128 tokens with completions of 128,
-started together.
-"""
+The rows by which engines are compared: prefill of a prompt of 512 tokens; decode of sequences with
+a context of 128 tokens, one token each per step; and prompts of 128 tokens with completions of 128,
+started together."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +42,8 @@ def measure_speed(
     """
     if settings.layout.world_size > 1:
         raise ValueError(
-            f"the speed of one device is measured, not of {settings.layout}; with --concurrency that of a load is"
+            f"the speed of one device is measured, not of {settings.layout}; with --concurrency "
+            f"that of a load is"
         )
     started = start_rank(Place(0, 1, device_of(0, 1)), settings)
     num_pages = -(-(PROMPT_TOKENS + max(STEPS, OUTPUT_TOKENS)) // settings.page_tokens)
@@ -51,7 +51,8 @@ def measure_speed(
         LONG_PROMPT_TOKENS, 2 * PROMPT_TOKENS
     ):
         raise ValueError(
-            f"{max(sizes)} sequences of {PROMPT_TOKENS + OUTPUT_TOKENS} tokens do not fit into {started.num_pages} "
+            f"{max(sizes)} sequences of {PROMPT_TOKENS + OUTPUT_TOKENS} tokens do not fit into "
+            f"{started.num_pages} "
             f"pages of {settings.page_tokens}; with --concurrency a load of your own is measured"
         )
     engine = make_engine(started, settings)

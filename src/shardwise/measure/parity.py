@@ -76,7 +76,8 @@ class Trial:
         parts = self.layout.tp * (2 * self.layout.cp if self.layout.cp > 1 else 1)
         if parts > self.config.max_positions:
             raise ValueError(
-                f"layout {self.layout} splits a sequence into {parts} parts, but the context of the "
+                f"layout {self.layout} splits a sequence into {parts} parts, but the context of "
+                f"the "
                 f"model is {self.config.max_positions} tokens; a smaller tp or cp works"
             )
         return min(-(-LENGTH_TOKENS // parts), self.config.max_positions // parts) * parts
@@ -87,7 +88,6 @@ class Trial:
 
 
 # -- results
-# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,6 @@ class Parity:
 
 
 # -- checks before the start
-# ---------------------------------------------------------------------------------
 
 
 def check_trial(trial: Trial) -> None:
@@ -171,7 +170,6 @@ def needed_bytes(trial: Trial, num_ranks: int) -> int:
 
 
 # -- the two sides
-# ------------------------------------------------------------------------------------------
 
 
 def draw_batch(trial: Trial, step: int) -> tuple[Tensor, Tensor]:
@@ -268,7 +266,6 @@ def assemble(mesh: Mesh, spec: ParamSpec, shares: list[tuple[Box, Tensor]]) -> T
 
 
 # -- the comparison
-# -----------------------------------------------------------------------------------------
 
 
 def compare(place: Place, trial: Trial) -> Parity | None:

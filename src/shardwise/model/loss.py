@@ -62,8 +62,8 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of the vocabulary on this rank: `size` rows from `first` on. Rows beyond `vocab_size`
-    are padding."""
+    """The rows of the vocabulary on this rank: `size` rows from `first` on. Rows beyond
+    `vocab_size` are padding."""
 
     seams: Seams
     size: int

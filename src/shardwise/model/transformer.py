@@ -23,8 +23,8 @@ from shardwise.model.seams import UNSHARDED, Seams
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The parameters of one block, by their names in `block.BLOCK`. Matrices are [out, in]: the rows
-    of qkv are q|k|v, and the rows of gate_up are gate|up."""
+    """The parameters of one block, by their names in `block.BLOCK`. Matrices are [out, in]: the
+    rows of qkv are q|k|v, and the rows of gate_up are gate|up."""
 
     norm1: Tensor
     qkv: Tensor

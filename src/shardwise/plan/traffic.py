@@ -95,7 +95,6 @@ def unpriced(layout: Layout) -> CommBytes:
 
 
 # -- data ranks
-# ---------------------------------------------------------------------------------------------
 
 
 def data_bytes(
@@ -164,7 +163,6 @@ def fsdp_counts(config: ModelConfig, layout: Layout, stage: int) -> ActionCounts
 
 
 # -- pipeline ranks
-# -----------------------------------------------------------------------------------------
 
 
 def pipeline_bytes(
@@ -186,7 +184,6 @@ def pipeline_bytes(
 
 
 # -- tensor ranks
-# -------------------------------------------------------------------------------------------
 
 
 def tensor_bytes(
@@ -294,7 +291,6 @@ def partial_sum_bytes(config: ModelConfig, layout: Layout, stage: int, counts: A
 
 
 # -- context ranks
-# ------------------------------------------------------------------------------------------
 
 
 def context_bytes(

@@ -6,7 +6,7 @@ values that they share:
     Q8_0 Q4_0 Q5_0   w = d q         N = 32    d: one f16 scale
     Q4_1 Q5_1        w = d q + m     N = 32    m: one f16 minimum; q need not be symmetric
     Q2_K .. Q6_K     w = d s q [- dmin t]      N = 256 in sub-blocks of 16 or 32, each with its own
-                                               small integers s, t; d and dmin are f16 scales of them
+                                               integers s, t; d and dmin: f16 scales of them
 
 The digit in a name is the bits of q; with the scales, Q4_0 and Q4_K take 4.5 bits per weight and
 Q4_1 takes 5. The q of Q4_0, Q5_0, Q3_K and Q6_K are signed, but stored with half their range added,

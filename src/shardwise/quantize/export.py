@@ -118,7 +118,8 @@ def check_destination(destination: Path, quant_config: QuantConfig, config: Mode
     check_vacant(destination)
     if destination.suffix == ".gguf":
         raise ValueError(
-            f"{destination} would become a folder; --quant gguf:q4_0, gguf:q4_1 and gguf:q8_0 write "
+            f"{destination} would become a folder; --quant gguf:q4_0, gguf:q4_1 and gguf:q8_0 "
+            f"write "
             "GGUF files"
         )
     if family_of(config).folder.transposed:

@@ -1,5 +1,5 @@
-"""Folding of AWQ scales: what produces the inputs of a matrix is divided by the scales that multiply
-its columns, so that a block computes the same.
+"""Folding of AWQ scales: what produces the inputs of a matrix is divided by the scales that
+multiply its columns, so that a block computes the same.
 
 `block.BLOCK` has the target of each matrix. The inputs of qkv and gate_up come from a norm, whose
 weights absorb the scales. Those of out are weighted means of v, so the rows of v do; query heads

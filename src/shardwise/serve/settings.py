@@ -37,7 +37,8 @@ class EngineSettings:
     quant: str | None = setting(
         None,
         "quantize the weights of the blocks while loading: int8, int4-g64 (groups of 64), "
-        "int4z-g64 (with zero points), int3-g32, fp8, ...; as-stored keeps the codes of a quantized "
+        "int4z-g64 (with zero points), int3-g32, fp8, ...; as-stored keeps the codes of a "
+        "quantized "
         "model",
         metavar="Q",
         default_help="unquantized weights in --dtype; a quantized model is dequantized",

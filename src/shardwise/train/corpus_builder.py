@@ -96,7 +96,6 @@ def build_corpus(
 
 
 # -- the data set
-# -------------------------------------------------------------------------------------------
 
 
 def write_corpus(corpus: Corpus, folder: Path) -> None:

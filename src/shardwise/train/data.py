@@ -89,7 +89,6 @@ def mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
 
 
 # -- order
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,6 @@ def mix(number: int) -> int:
 
 
 # -- batches
-# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

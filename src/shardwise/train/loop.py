@@ -212,7 +212,6 @@ def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:
 
 
 # -- what a run is made of
-# ----------------------------------------------------------------------------------
 
 
 def make_program(run: Run, mesh: Mesh, step: int) -> Program:

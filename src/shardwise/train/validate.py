@@ -52,7 +52,6 @@ def validate_run(run: Run) -> None:
 
 
 # -- the model and the data
-# ---------------------------------------------------------------------------------
 
 
 def check_expressible(config: ModelConfig) -> None:
@@ -119,7 +118,6 @@ def check_held_out(settings: Settings) -> None:
 
 
 # -- the layout
-# ---------------------------------------------------------------------------------------------
 
 
 def check_execution(run: Run) -> None:
@@ -151,7 +149,6 @@ def check_joined(layout: Layout) -> None:
 
 
 # -- memory
-# -------------------------------------------------------------------------------------------------
 
 
 def check_memory(run: Run) -> None:

@@ -1,5 +1,5 @@
-"""Decode steps as CUDA graphs: the kernels of a step are captured once, at the start, and replayed by
-one call.
+"""Decode steps as CUDA graphs: the kernels of a step are captured once, at the start, and replayed
+by one call.
 
 A decode step has a few hundred kernels, each of which takes less time to run than Python takes to
 launch it. A graph reads from the addresses that it was captured with, so the integers of a step
@@ -98,9 +98,8 @@ class DecodeGraphs:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Return a capture of CUDA graphs that share one memory pool: only a graph's logits are read after
-    it has run.
-    """
+    """Return a capture of CUDA graphs that share one memory pool: only a graph's logits are read
+    after it has run."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)
 

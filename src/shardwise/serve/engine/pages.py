@@ -12,8 +12,8 @@ list of a sequence's pages, in order, is its page table. Each page is in one of 
 A full page is indexed once its tokens have been computed. The key is (page before it, its tokens),
 so a page is found only through the pages that its keys and values depend on. The key of the first
 page of a sequence has the salt instead, a text that separates the prefix caches of clients who must
-not learn of each other's prompts. The index is a dict, which compares keys when hashes agree: a hash
-collision never returns another prefix.
+not learn of each other's prompts. The index is a dict, which compares keys when hashes agree: a
+hash collision never returns another prefix.
 
 Two invariants follow, which `audit` checks:
 
@@ -115,7 +115,8 @@ class Pages:
         return copies
 
     def fork(self, table: list[int]) -> list[int]:
-        """Return the table of another sequence with the same tokens so far, which shares all pages."""
+        """Return the table of another sequence with the same tokens so far, which shares all
+        pages."""
         for page in table:
             self.hold(page)
         return list(table)
@@ -143,9 +144,8 @@ class Pages:
                 self.drop(page)
 
     def release(self, table: list[int]) -> None:
-        """Empty the table of a sequence that has ended or is preempted. Its indexed pages stay cached
-        until evicted.
-        """
+        """Empty the table of a sequence that has ended or is preempted. Its indexed pages stay
+        cached until evicted."""
         while table:
             self.drop(table.pop())
 
@@ -155,7 +155,8 @@ class Pages:
         return number < len(table) and self.ref_counts[table[number]] > 1
 
     def allocate(self) -> int:
-        """Return a page with one reference: a free one, or else the least recently used cached one."""
+        """Return a page with one reference: a free one, or else the least recently used cached
+        one."""
         if self.free:
             page = self.free.pop()
         else:
@@ -183,9 +184,8 @@ class Pages:
                 self.cached[page] = None
 
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that the bookkeeping is consistent with itself and with `tables`, which must be all
-        page tables.
-        """
+        """Assert that the bookkeeping is consistent with itself and with `tables`, which must be
+        all page tables."""
         holders = Counter(page for table in tables for page in table)
         assert self.ref_counts == [holders[page] for page in range(self.num_pages)]
         assert sorted([*self.free, *self.cached, *holders]) == list(range(self.num_pages))

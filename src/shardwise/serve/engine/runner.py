@@ -43,8 +43,8 @@ LOGPROB_ROWS = 64
 Logits = dict[int, Tensor]
 """Logits [V] in fp32 after the last token of each entry that samples, by sequence id."""
 PromptLogprobs = dict[int, list[Logprob]]
-"""Log-probabilities of all tokens but the first of each entry that requests them, by sequence id; on
-rank 0 only."""
+"""Log-probabilities of all tokens but the first of each entry that requests them, by sequence id;
+on rank 0 only."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,8 @@ class Runner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_running: int, max_len: int, capture: Capture) -> None:
-        """Capture decode steps of up to `max_running` sequences; batches of decodes replay them until
-        the pages are replaced.
-        """
+        """Capture decode steps of up to `max_running` sequences; batches of decodes replay them
+        until the pages are replaced."""
         assert self.attention.is_capturable and self.mesh.tp.size == 1
         width = -(-max_len // self.page_tokens)
 
@@ -204,9 +203,8 @@ class Runner:
             pages.copy(source, target)
 
     def prompt_logprobs(self, x: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
-        """Return the log-probability of each of `tokens` under the logits of its row of x [R, D], on
-        rank 0; nothing on other ranks.
-        """
+        """Return the log-probability of each of `tokens` under the logits of its row of x [R, D],
+        on rank 0; nothing on other ranks."""
         logprobs: list[Logprob] = []
         for start in range(0, len(tokens), LOGPROB_ROWS):
             some = tokens[start : start + LOGPROB_ROWS]

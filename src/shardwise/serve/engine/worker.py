@@ -1,5 +1,5 @@
-"""The process of the engine, or of one of its tensor ranks: loads the model, allocates the KV cache,
-and then steps while there is work.
+"""The process of the engine, or of one of its tensor ranks: loads the model, allocates the KV
+cache, and then steps while there is work.
 
 Rank 0 is connected to the server and broadcasts every batch to the other ranks before it computes
 it. When the server is gone, all ranks end.
@@ -208,7 +208,8 @@ def capture_graphs(runner: Runner, settings: EngineSettings, max_len: int) -> No
         runner.capture_graphs(settings.limits.max_running, max_len, capture)
     except RuntimeError:
         log.exception(
-            "decode steps cannot be captured, and will run operation by operation: slower, but right"
+            "decode steps cannot be captured, and will run operation by operation: slower, but "
+            "right"
         )
 
 

@@ -1,5 +1,5 @@
-"""Incremental detokenization: token ids to text while they are generated. Text is emitted as soon as
-no later token can change it, so never with a partial UTF-8 character.
+"""Incremental detokenization: token ids to text while they are generated. Text is emitted as soon
+as no later token can change it, so never with a partial UTF-8 character.
 
 Text is held back in three cases. A token may end inside a UTF-8 character. In SentencePiece
 vocabularies, characters without a piece are runs of byte tokens, and one wrong byte makes the whole

@@ -1,5 +1,5 @@
-"""Structured output: the tokens that a completion may continue with, if all of it must follow a JSON
-schema or a regular expression.
+"""Structured output: the tokens that a completion may continue with, if all of it must follow a
+JSON schema or a regular expression.
 
 The grammar is matched by llguidance (Earley parser and lazy automata over bytes, MIT licence, no
 dependencies), which releases Python's lock: a schema is compiled on a thread of its own while other

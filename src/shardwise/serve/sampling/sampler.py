@@ -100,7 +100,8 @@ def sample_together(
 
 
 def _changed(logits: Tensor, sampler: SamplerState, mask: Tensor | None) -> Tensor:
-    """Return a copy of a row [V] with mask, bias and penalties, or the row itself if it has none."""
+    """Return a copy of a row [V] with mask, bias and penalties, or the row itself if it has
+    none."""
     if mask is None and not sampler.changes:
         return logits
     logits = logits.clone()
