@@ -1,8 +1,9 @@
 """The kernels for GPUs, in Triton's interpreter on CPUs, against their definitions; and compiled
 for GPUs.
 
-The interpreter computes with CPU arithmetic. So these tests show that the structure of the kernels
-is batch-invariant; whether a GPU's products are is measured when a model is loaded.
+The interpreter computes with CPU arithmetic, here with products that do not depend on their shape.
+So these tests show that the structure of the kernels is batch-invariant; whether a GPU's products
+are is measured when a model is loaded.
 """
 
 import json
@@ -52,6 +53,7 @@ from test_paged import PAGE_TOKENS, Drawn, Runs, cut, definition, drawn, whole
 
 pytest.importorskip("triton", reason="Triton has builds for Linux on x86-64 only")
 
+from interpreter import shape_invariant_dot  # noqa: F401 (a fixture that all tests use)
 from shardwise.kernels.triton import attention as triton_paged
 from shardwise.kernels.triton import pointwise as triton_small
 

@@ -21,6 +21,7 @@ from test_native import with_numbers
 
 pytest.importorskip("triton", reason="Triton has builds for Linux on x86-64 only")
 
+from interpreter import shape_invariant_dot  # noqa: F401 (a fixture that all tests use)
 from shardwise.kernels.triton import linear as triton_quantized
 from shardwise.kernels.triton.linear import (
     TritonQuantized,
