@@ -1,5 +1,5 @@
-"""Plans, trains and serves language models that are cut over many devices, from one description of
-the cut."""
+"""Plan, train and serve language models sharded over many devices, from one description of the
+sharding."""
 
 from typing import Any
 
@@ -7,8 +7,7 @@ __all__ = ["LLM", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from shardwise import LLM, SamplingParams`, which alone needs torch: the planner does
-    not."""
+    """Import LLM and SamplingParams on first use: LLM needs torch, the planner does not."""
     if name == "LLM":
         from shardwise.serve.llm import LLM
 

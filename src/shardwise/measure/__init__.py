@@ -1,0 +1,1 @@
+"""Measurements behind the commands: parity, perplexity, training steps and load tests."""

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API: routes, bodies, errors, streaming, admission and metrics."""
