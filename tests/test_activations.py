@@ -32,7 +32,7 @@ from shardwise.parallel.context import make_attend
 from shardwise.parallel.mesh import make_mesh
 from shardwise.parallel.pipeline.executor import Pipeline
 from shardwise.parallel.zero import Store
-from shardwise.params import boxes, model_specs, units
+from shardwise.params import model_specs, units
 from shardwise.plan.activations import (
     MicroBatchShape,
     activation_bytes,
@@ -44,6 +44,7 @@ from shardwise.plan.activations import (
     share_of,
 )
 from shardwise.plan.traffic import chunks
+from shardwise.shards import boxes
 from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
     FAMILIES,

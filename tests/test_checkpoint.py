@@ -37,7 +37,8 @@ from shardwise.layout import Layout
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.zero import Store
-from shardwise.params import Init, ParamSpec, boxes, model_specs, units
+from shardwise.params import Init, ParamSpec, model_specs, units
+from shardwise.shards import boxes
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.loop import Outcome, make_program, train
 from shardwise.train.optim import AdamW
@@ -631,7 +632,9 @@ def save_matrices(size: int, target: Path) -> tuple[int, int]:
     """Save two square matrices and their moments; the bytes of them all, and the peak of memory
     before."""
     specs = [
-        ParamSpec(f"blocks.{i}.m", (size, size), ("ffn", "embed"), Init("normal", 1.0))
+        ParamSpec(
+            f"blocks.{i}.m", (size, size), ("ffn", "embed"), Init("normal", 1.0), unit=f"blocks.{i}"
+        )
         for i in range(2)
     ]
     mesh = make_mesh(Layout(), 0, CPU)

@@ -27,7 +27,8 @@ from shardwise.formats.model_source import read_config
 from shardwise.formats.reader import strips
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.layout import Layout
-from shardwise.params import Box, boxes, local_shape, model_specs
+from shardwise.params import model_specs
+from shardwise.shards import Box, boxes, local_shape
 from tiny_models import MODELS, VOCAB, our_weights, tiny_model
 from whole_weights import load_weights
 
@@ -215,8 +216,8 @@ def test_drawn_boxes_are_what_the_tensor_has_there(
     reader, specs, wanted = saved_for_boxes[name]
     spec = data.draw(st.sampled_from(specs))
     row = 0
-    part = data.draw(st.sampled_from(spec.rows))
-    for earlier in spec.rows[: spec.rows.index(part)]:
+    part = data.draw(st.sampled_from(spec.all_parts))
+    for earlier in spec.all_parts[: spec.all_parts.index(part)]:
         row += earlier.size
     edges = [
         sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2)))

@@ -21,13 +21,14 @@ from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import STATES, Checkpoint
 from shardwise.layout import Layout
 from shardwise.measure.parity import Parity, Trial, compare
-from shardwise.parallel import fsdp
+from shardwise.parallel import fsdp, state_store
 from shardwise.parallel.apply import Program, apply, check_trainable
-from shardwise.parallel.fsdp import FsdpStore, chunk_rows, room
+from shardwise.parallel.fsdp import FsdpStore, capacity_elements, chunk_rows
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Mesh, make_mesh
-from shardwise.parallel.unit import Owned
-from shardwise.params import Box, boxes, is_first_holder, local_shape, model_specs, partial_axes
+from shardwise.parallel.state_store import Owned
+from shardwise.params import model_specs
+from shardwise.shards import Box, boxes, is_first_holder, local_shape, partial_axes
 from shardwise.train.checkpoint import load_state, save_checkpoint
 from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
@@ -147,8 +148,8 @@ def steps_on(
 
 
 def joined(told: list[Told], kind: Owned, layout: Layout, config: ModelConfig) -> dict[str, Tensor]:
-    """Whole parameters from the rectangles of all ranks. Of every element there is one first owner
-    in each group, and whoever else owns it has the same bits."""
+    """Return whole parameters from the boxes of all ranks. Every element has one first owner, and
+    the other owners have the same bits."""
     specs = {spec.name: spec for spec in model_specs(config) if spec.tied_to is None}
     whole = {name: torch.full(spec.shape, math.nan) for name, spec in specs.items()}
     owners = {name: torch.zeros(spec.shape, dtype=torch.int64) for name, spec in specs.items()}
@@ -162,8 +163,7 @@ def joined(told: list[Told], kind: Owned, layout: Layout, config: ModelConfig) -
             owners[name][box.slices] += is_first_holder(
                 spec, spec.part(box.part), layout, layout.coord(rank)
             )
-    replicas = layout.data_size // layout.shard_size
-    assert all(bool((count == replicas).all()) for count in owners.values())
+    assert all(bool((count == 1).all()) for count in owners.values())
     return whole
 
 
@@ -423,7 +423,7 @@ def without_partial(axis: str, ending: str) -> Callable[[pytest.MonkeyPatch], No
 
 
 def count_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fsdp, "is_first_holder", lambda *_: True)
+    patch.setattr(state_store, "is_first_holder", lambda *_: True)
 
 
 SPOILS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -468,11 +468,11 @@ def test_what_tensor_ranks_share_lies_at_one_place(
         shapes = [local_shape(spec, layout, layout.coord(rank)) for rank in range(tp)]
         for rows, *columns in shapes:
             chunks = [chunk_rows(rows, shard, num_shards) for shard in range(num_shards)]
-            assert max(stop - start for start, stop in chunks) * math.prod(columns) <= room(
-                spec, layout
-            )
+            assert max(stop - start for start, stop in chunks) * math.prod(
+                columns
+            ) <= capacity_elements(spec, layout)
         held = [boxes(spec, layout, layout.coord(rank)) for rank in range(tp)]
-        for at, part in enumerate(spec.rows):
+        for at, part in enumerate(spec.all_parts):
             for axis in partial_axes(spec, part, layout):
                 for rank in range(tp):
                     for other in layout.ranks(axis, layout.coord(rank), config.num_kv_heads):

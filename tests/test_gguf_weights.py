@@ -18,8 +18,9 @@ from shardwise.formats.gguf.gguf_config import llama3_divisors
 from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import read_config
 from shardwise.layout import Layout
-from shardwise.params import ParamSpec, boxes, model_specs
+from shardwise.params import ParamSpec, model_specs
 from shardwise.quant.ggml_decode import decode_blocks
+from shardwise.shards import boxes
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
 from whole_weights import load_weights

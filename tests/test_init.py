@@ -15,7 +15,8 @@ from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Layout
 from shardwise.model import init
 from shardwise.model.init import init_weights
-from shardwise.params import Init, ParamSpec, Part, boxes, local_shape, model_specs
+from shardwise.params import Init, ParamSpec, Part, model_specs
+from shardwise.shards import boxes, local_shape
 
 SMALL = ModelConfig(
     "qwen3",
@@ -62,7 +63,7 @@ def whole(spec: ParamSpec, seed: int = 0, dtype: torch.dtype = torch.float32) ->
 def matrix(
     rows: int, columns: int, name: str = "down", dims: tuple[str, str] = ("embed", "ffn")
 ) -> ParamSpec:
-    return ParamSpec(name, (rows, columns), dims, Init("normal", 0.02))
+    return ParamSpec(name, (rows, columns), dims, Init("normal", 0.02), unit="blocks.0")
 
 
 def assert_every_rank_has_its_slices(spec: ParamSpec, layout: Layout, seed: int) -> None:
@@ -108,7 +109,13 @@ def test_any_shape_and_any_number_of_ranks(
 def test_a_real_block_size_is_cut_as_well() -> None:
     qkv = (Part("q", "q_heads", 576), Part("k", "kv_heads", 192), Part("v", "kv_heads", 192))
     fused = ParamSpec(
-        "blocks.0.qkv", (960, 576), ("fused", "embed"), Init("normal", 0.02), qkv, head_dim=64
+        "blocks.0.qkv",
+        (960, 576),
+        ("fused", "embed"),
+        Init("normal", 0.02),
+        unit="blocks.0",
+        parts=qkv,
+        head_dim=64,
     )
     assert fused.numel > 2 * init.BLOCK_ELEMENTS
     for tp in (3, 9):
@@ -154,7 +161,9 @@ def test_distribution_is_what_the_spec_says() -> None:
     """2^20 elements: mean within 5 standard errors of 0, std within 5 of its value, 4th moment that
     of a normal."""
     for std in (0.02, 0.02 / math.sqrt(60)):
-        spec = ParamSpec("blocks.3.out", (1024, 1024), ("embed", "q_heads"), Init("normal", std))
+        spec = ParamSpec(
+            "blocks.3.out", (1024, 1024), ("embed", "q_heads"), Init("normal", std), unit="blocks.3"
+        )
         x = whole(spec).double() / std
         count = x.numel()
         assert abs(x.mean()) < 5 / math.sqrt(count)
@@ -188,7 +197,9 @@ def test_dtype_is_the_rounded_fp32() -> None:
 def test_pinned_values() -> None:
     """The definition itself: a change of it changes every seed's model. Within 1e-6 of a standard
     deviation, since processors differ in the last bit of a logarithm."""
-    spec = ParamSpec("blocks.0.down", (576, 1536), ("embed", "ffn"), Init("normal", 1.0))
+    spec = ParamSpec(
+        "blocks.0.down", (576, 1536), ("embed", "ffn"), Init("normal", 1.0), unit="blocks.0"
+    )
     weights = whole(spec, seed=1234)
     places = [(0, 0), (0, 1535), (169, 7), (170, 0), (575, 1535)]  # 170 rows a block
     torch.testing.assert_close(
@@ -222,7 +233,7 @@ def test_no_rank_draws_a_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
             assert in_all == 0
         elif spec.dims[1] == "embed":
             held = math.prod(local_shape(spec, layout, layout.coord(2)))
-            assert in_all <= held + 2 * len(spec.rows) * init.BLOCK_ELEMENTS
+            assert in_all <= held + 2 * len(spec.all_parts) * init.BLOCK_ELEMENTS
         else:
             assert in_all <= spec.numel
 

@@ -38,8 +38,9 @@ from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel.apply import check_trainable
 from shardwise.parallel.launch import Place
 from shardwise.parallel.pipeline.actions import stage_pieces
-from shardwise.parallel.unit import Owned
-from shardwise.params import Box, ParamSpec, boxes, model_specs, stage_units
+from shardwise.parallel.state_store import Owned
+from shardwise.params import ParamSpec, model_specs, stage_units
+from shardwise.shards import Box, boxes
 from shardwise.train.data import Batch
 from shardwise.train.loop import global_loss, take_step
 from tiny_training import fill_store, plain_loss, tiny_weights

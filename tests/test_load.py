@@ -22,7 +22,8 @@ from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import read_config
 from shardwise.formats.reader import Reader, read_box
 from shardwise.layout import Layout
-from shardwise.params import Box, ParamSpec, boxes_within, model_specs
+from shardwise.params import ParamSpec, model_specs
+from shardwise.shards import Box, boxes_within
 from shardwise.train.settings import to_toml
 from test_gguf_weights import write_gguf
 from tiny_models import tiny_model

@@ -29,10 +29,10 @@ from shardwise.parallel.offload import (
     MappedFiles,
     Offload,
     Where,
-    check_room,
+    check_space,
     make_offload,
 )
-from shardwise.parallel.unit import Owned
+from shardwise.parallel.state_store import Owned
 from shardwise.parallel.zero import Store
 from shardwise.params import model_specs, num_params
 from shardwise.train.checkpoint import load_state, save_checkpoint
@@ -71,7 +71,7 @@ def steps_on(
     told: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            units_of_state, "SLICE_ELEMENTS", 500
+            units_of_state, "STEP_ELEMENTS", 500
         )  # slices that begin and end within pages
         for where in WHERE:
             program = make(
@@ -214,9 +214,8 @@ def test_a_full_disk_is_a_sentence_at_the_start(
     with pytest.raises(ValueError) as refused:
         files.allocate(250_000_000 // 1000)
     assert str(refused.value) == (
-        f"{tmp_path} cannot hold 0.002 GB of optimizer state: No space left on device; make room "
-        f"there or link it to "
-        "another disk"
+        f"{tmp_path} cannot hold 0.002 GB of optimizer state: No space left on device; "
+        "free space there or link the folder to another disk"
     )
 
 
@@ -225,12 +224,12 @@ def test_room_is_asked_for_before_the_start(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        check_room(tmp_path, 1 << 20)
+        check_space(tmp_path, 1 << 20)
         with pytest.raises(
             ValueError,
-            match=r"cannot hold 0.00105 GB of optimizer state: File too large; make room",
+            match=r"cannot hold 0.00105 GB of optimizer state: File too large; free space",
         ):
-            check_room(tmp_path, (1 << 20) + 4)
+            check_space(tmp_path, (1 << 20) + 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())
@@ -242,16 +241,16 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(
         ValueError,
-        match=r"file/offload cannot hold .*: Not a directory; make room there or link it",
+        match=r"file/offload cannot hold .*: Not a directory; free space there or link the folder",
     ):
-        check_room(tmp_path / "file" / "offload", 4)
+        check_space(tmp_path / "file" / "offload", 4)
 
     def refuse(**_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write anywhere
-    with pytest.raises(ValueError, match=r"cannot hold .*: Permission denied; make room"):
-        check_room(tmp_path, 4)
+    with pytest.raises(ValueError, match=r"cannot hold .*: Permission denied; free space"):
+        check_space(tmp_path, 4)
 
 
 # -- more than memory holds

@@ -139,7 +139,7 @@ def scatter_on(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, i
     axis = make_mesh(Layout(dp=world), rank, CPU).data
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshes, "SLICE_ELEMENTS", 8)  # so that short rows are added in several slices
+        patch.setattr(meshes, "SUM_ELEMENTS", 8)  # so that short rows are added in several slices
         for case in cases:
             x = rows_of(case, rank)
             out = x[rank] if case.in_place else torch.full((case.size,), 0.5, dtype=case.dtype)
@@ -172,7 +172,7 @@ def test_rows_are_added_slice_by_slice(n: int, size: int, step: int, accumulate:
     for out in (torch.ones(size, dtype=torch.bfloat16), rows[n - 1]):
         before = out.double()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(meshes, "SLICE_ELEMENTS", step)
+            patch.setattr(meshes, "SUM_ELEMENTS", step)
             add_rows(rows, out, torch.float32, accumulate)
         torch.testing.assert_close(out.double(), exact + before * accumulate, rtol=2**-8, atol=1e-5)
 

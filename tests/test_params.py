@@ -13,19 +13,8 @@ from examples import examples
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Coord, Layout
-from shardwise.params import (
-    ParamSpec,
-    block_of,
-    boxes,
-    boxes_within,
-    local_shape,
-    model_specs,
-    num_params,
-    partial_axes,
-    rectangles,
-    stage_units,
-    units,
-)
+from shardwise.params import ParamSpec, model_specs, num_params, stage_units, units
+from shardwise.shards import block_of, boxes, boxes_within, local_shape, partial_axes, rectangles
 
 # Parameters, and KV bytes per token in bf16: 2 x layers x kv heads x head size x 2 bytes. The
 # counts are those that the hub shows for each model, as the papers round them (LLaMA: 65.2B, Llama
@@ -96,7 +85,7 @@ def tensor_coords(layout: Layout) -> list[Coord]:
 
 
 def is_cut(spec: ParamSpec) -> bool:
-    names = {*(part.dim for part in spec.rows), *spec.dims[1:]}
+    names = {dim for part in spec.all_parts for dim in spec.part_dims(part)}
     return bool(names & {"vocab", "q_heads", "kv_heads", "ffn"})
 
 
@@ -113,7 +102,7 @@ def test_boxes_of_all_ranks_tile_each_parameter(case: tuple[ModelConfig, int]) -
             for box in boxes(spec, layout, coord):
                 held[box.slices] += 1
         row = 0
-        for part in spec.rows:
+        for part in spec.all_parts:
             copies = max(1, tp // config.num_kv_heads) if part.dim == "kv_heads" else 1
             assert (held[row : row + part.size] == (copies if is_cut(spec) else tp)).all(), (
                 spec.name,
@@ -147,19 +136,19 @@ def test_local_shape_is_what_the_boxes_fill(case: tuple[ModelConfig, int]) -> No
 def test_rectangles_are_the_range_and_few(start: int, length: int, width: int) -> None:
     """In order, without gap or overlap; the rest of a row, whole rows, the beginning of a row, and
     no more."""
-    found = list(rectangles(start, start + length, width))
+    found = list(rectangles(start, start + length, (400, width)))
     places = [
         (row + r) * width + column + c
-        for row, column, (rows, columns) in found
+        for (row, column), (rows, columns) in found
         for r in range(rows)
         for c in range(columns)
     ]
     assert places == list(range(start, start + length))
     assert len(found) <= 3
-    for row, column, (rows, columns) in found:
+    for (row, column), (rows, columns) in found:
         assert row >= 0 and rows >= 1 and columns >= 1 and column + columns <= width
         assert rows == 1 or columns == width
-    assert len([shape for *_, shape in found if shape[1] == width]) <= 1, (
+    assert len([shape for _, shape in found if shape[1] == width]) <= 1, (
         "whole rows are one rectangle"
     )
 
@@ -192,7 +181,7 @@ def test_consecutive_ranges_tile_every_box(
             assert (rebuilt[places] == -1).all(), "no element twice"
             rebuilt[places] = whole[box.slices].reshape(-1)
             assert (local[box.local_slices] == whole[box.slices]).all()
-            assert box.part in {part.name for part in spec.rows}
+            assert box.part in {part.name for part in spec.all_parts}
     assert (rebuilt == flat).all()
     assert not list(boxes_within(spec, layout, coord, size, size))
     assert not list(boxes_within(spec, layout, coord, size // 2, size // 2))
@@ -204,11 +193,11 @@ def test_a_cut_never_splits_a_head(case: tuple[ModelConfig, int]) -> None:
     config, tp = case
     layout = Layout(tp=tp)
     for spec in model_specs(config):
-        if not any(part.dim in ("q_heads", "kv_heads") for part in spec.rows):
+        if not any(part.dim in ("q_heads", "kv_heads") for part in spec.all_parts):
             continue
         for coord in tensor_coords(layout):
             q, k, v = boxes(spec, layout, coord)
-            assert {block_of(spec, part.dim) for part in spec.rows} == {config.head_dim}
+            assert {block_of(spec, part.dim) for part in spec.all_parts} == {config.head_dim}
             assert q.shape[0] == config.q_size // tp
             assert k.shape == v.shape
             assert k.shape[0] == max(1, config.num_kv_heads // tp) * config.head_dim
@@ -238,7 +227,8 @@ def test_the_first_tensor_rank_is_the_fullest(case: tuple[ModelConfig, int]) -> 
 def test_shards_may_be_empty() -> None:
     """5 vocabulary rows on 4 ranks: 2, 2, 1 and none."""
     layout = Layout(tp=4)
-    spec = ParamSpec("embed", (5, 3), ("vocab", "embed"), model_specs(CATALOGUE["gpt2"])[0].init)
+    init = model_specs(CATALOGUE["gpt2"])[0].init
+    spec = ParamSpec("embed", (5, 3), ("vocab", "embed"), init, unit="embed", kind="embedding")
     rows = [boxes(spec, layout, coord)[0] for coord in tensor_coords(layout)]
     assert [(box.start[0], box.shape[0]) for box in rows] == [(0, 2), (2, 2), (4, 1), (5, 0)]
     assert {local_shape(spec, layout, coord) for coord in tensor_coords(layout)} == {(2, 3)}
@@ -252,7 +242,7 @@ def axes_of(config: ModelConfig, layout: Layout) -> dict[str, tuple[str, ...]]:
         if spec.name.startswith("blocks.") and not spec.name.startswith("blocks.0."):
             continue
         name = spec.name.removeprefix("blocks.0.")
-        for part in spec.rows:
+        for part in spec.all_parts:
             found[f"{name}.{part.name}" if spec.parts else name] = partial_axes(spec, part, layout)
     return found
 

@@ -44,9 +44,11 @@ from shardwise.parallel import mesh as mesh_module
 from shardwise.parallel.fsdp import FsdpStore
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Pending
-from shardwise.parallel.unit import Owned, Unit
+from shardwise.parallel.state_store import Owned
+from shardwise.parallel.unit import Unit
 from shardwise.parallel.zero import Store
-from shardwise.params import Box, ParamSpec, model_specs
+from shardwise.params import ParamSpec, model_specs
+from shardwise.shards import Box
 from shardwise.train.loop import DTYPES
 from tiny_training import FAMILIES
 from tiny_training import part_of as their_part_of
@@ -528,7 +530,7 @@ def test_logical_parts_cover_the_rows(family: str, name: str, parts: list[str]) 
     spec: ParamSpec = next(spec for spec in model_specs(FAMILIES[family]) if spec.name == name)
     found = list(logical_parts(spec))
     assert [part for part, _ in found] == ([f"{name}.{part}" for part in parts] or [name])
-    assert [row for _, rows in found for row in range(rows.start, rows.stop)] == list(
+    assert [row for _, (rows,) in found for row in range(rows.start, rows.stop)] == list(
         range(spec.shape[0])
     )
 

@@ -271,7 +271,7 @@ def forget_the_tied_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_the_tied_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("shardwise.parallel.zero.is_first_holder", lambda *given: True)
+    patch.setattr("shardwise.parallel.state_store.is_first_holder", lambda *given: True)
 
 
 def lose_a_cotangent(patch: pytest.MonkeyPatch) -> None:

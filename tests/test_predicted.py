@@ -37,7 +37,7 @@ from shardwise.parallel.pipeline.actions import (
 )
 from shardwise.parallel.pipeline.schedules import step_table
 from shardwise.parallel.zero import Store
-from shardwise.params import local_shape, model_specs, num_params, stage_units
+from shardwise.params import model_specs, num_params, stage_units
 from shardwise.plan import traffic
 from shardwise.plan.activations import MicroBatchShape
 from shardwise.plan.buffers import Moment, moments
@@ -52,6 +52,7 @@ from shardwise.plan.ledger import (
 )
 from shardwise.plan.traffic import CommBytes, comm_bytes, data_bytes, pipeline_bytes, step_counts
 from shardwise.precision import GradientPrecision
+from shardwise.shards import local_shape
 from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
     FAMILIES,

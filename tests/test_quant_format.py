@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.params import boxes, local_shape, model_specs
+from shardwise.params import model_specs
 from shardwise.quant.format import (
     FP8,
     QuantizedMatrix,
@@ -25,6 +25,7 @@ from shardwise.quant.format import (
     stack_rows,
 )
 from shardwise.quant.scheme import Scheme, check_groups, quantizable
+from shardwise.shards import boxes, local_shape
 
 NAMES = (
     "int8",

@@ -24,10 +24,11 @@ from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
-from shardwise.params import boxes, model_specs
+from shardwise.params import model_specs
 from shardwise.plan import plan
 from shardwise.quant.weight import QuantizedWeight
 from shardwise.quantize.load_quantized import load_quantized
+from shardwise.shards import boxes
 from tiny_models import our_weights, tiny_model
 from whole_weights import load_weights
 
@@ -83,7 +84,7 @@ def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name
             for spec in specs:
                 held = kept[spec.name]
                 assert isinstance(held, QuantizedWeight) == (
-                    (spec.name, spec.rows[0].name) in formats
+                    (spec.name, spec.all_parts[0].name) in formats
                 )
                 local = (
                     held.dequantized(torch.float32) if isinstance(held, QuantizedWeight) else held

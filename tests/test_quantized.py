@@ -30,7 +30,7 @@ from shardwise.measure.perplexity import perplexity
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import make_mesh
-from shardwise.params import ParamSpec, boxes, model_specs, stage_units
+from shardwise.params import ParamSpec, model_specs, stage_units
 from shardwise.plan import plan
 from shardwise.plan.ledger import Precision, serving_ledgers
 from shardwise.quant.format import dequantize, quantize
@@ -44,6 +44,7 @@ from shardwise.serve.engine.sequence import Batch, BatchEntry
 from shardwise.serve.generate import load_model
 from shardwise.serve.request import Request
 from shardwise.serve.settings import EngineSettings
+from shardwise.shards import boxes
 from smollm2 import smollm2_gguf
 from tiny_models import our_weights, tiny_model
 from whole_weights import load_weights

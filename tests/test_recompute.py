@@ -31,8 +31,8 @@ from shardwise.model.layers import RecomputedInput, layer_norm, linear
 from shardwise.parallel.apply import Program
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline.executor import Pipeline
-from shardwise.parallel.unit import Owned
-from shardwise.parallel.zero import States, Store
+from shardwise.parallel.state_store import Owned, StateStore
+from shardwise.parallel.zero import Store
 from shardwise.train.data import Batch
 from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
@@ -123,7 +123,7 @@ class Told:
     states: dict[str, str]
 
 
-def digests(store: States) -> dict[str, str]:
+def digests(store: StateStore) -> dict[str, str]:
     kinds: tuple[Owned, ...] = ("gradient", *STATES)
     return {
         f"{kind} {spec.name} {box.start}": hashlib.sha256(

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from shardwise.formats.convert import prompt_logits
 from shardwise.formats.huggingface.folder_reader import FolderReader
 from shardwise.formats.huggingface.hf_config import read_folder_config
 from shardwise.formats.model_source import read_config
-from shardwise.layout import AxisName, Layout
+from shardwise.layout import Layout
 from shardwise.parallel.apply import apply, read_weights
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Mesh
@@ -67,7 +67,7 @@ class CountingReader(FolderReader):
 def mesh_of(layout: Layout, rank: int, config: ModelConfig) -> Mesh:
     """A rank's axes without the other ranks: to read, it needs to ask nobody."""
     axes = {}
-    for name in get_args(AxisName):
+    for name in layout.AXES:
         members = layout.ranks(name, layout.coord(rank), config.num_kv_heads)
         axes[name] = Axis(name, members.index(rank), len(members), CPU)
     return Mesh(layout, rank, CPU, axes)

@@ -21,13 +21,14 @@ from shardwise.layout import Layout
 from shardwise.measure.parity import Parity, Trial, compare
 from shardwise.model import loss as loss_module
 from shardwise.model.loss import cross_entropy, cross_entropy_naive
-from shardwise.parallel import tensor, zero
+from shardwise.parallel import state_store, tensor
 from shardwise.parallel.apply import Program, apply
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.state_store import Owned
 from shardwise.parallel.tensor import TensorSeams
-from shardwise.parallel.unit import Owned
-from shardwise.params import model_specs, num_params, partial_axes
+from shardwise.params import model_specs, num_params
+from shardwise.shards import partial_axes
 from shardwise.train.checkpoint import load_state, save_checkpoint
 from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
 from shardwise.train.settings import Run, Settings
@@ -526,7 +527,7 @@ def without_partial(axis: str, ending: str) -> Callable[[pytest.MonkeyPatch], No
 
 
 def count_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(zero, "is_first_holder", lambda *_: True)
+    patch.setattr(state_store, "is_first_holder", lambda *_: True)
 
 
 def add_bias_first(patch: pytest.MonkeyPatch) -> None:

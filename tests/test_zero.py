@@ -104,11 +104,11 @@ class Told:
 def poison(patch: pytest.MonkeyPatch) -> None:
     def fill_with_nan(flat: Tensor) -> None:
         if not flat.untyped_storage().nbytes():
-            units_of_state.fill(flat)
+            units_of_state.allocate_storage(flat)
             flat.fill_(torch.nan)
 
     empty_like = torch.empty_like
-    patch.setattr(zero, "fill", fill_with_nan)
+    patch.setattr(zero, "allocate_storage", fill_with_nan)
     patch.setattr(
         torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan)
     )
@@ -410,7 +410,7 @@ def test_weights_that_are_written_from_outside_are_gathered_again(ranks: Ranks) 
 
 # -- precision of the sums
 
-MATRIX = ParamSpec("norm", (3, 5), ("embed", "ffn"), Init("normal", 1.0))
+MATRIX = ParamSpec("norm", (3, 5), ("embed", "ffn"), Init("normal", 1.0), unit="final")
 
 
 def sum_on(

@@ -23,8 +23,8 @@ from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import Program, apply
 from shardwise.parallel.mesh import Mesh, make_mesh
-from shardwise.parallel.unit import Owned
-from shardwise.parallel.zero import States, Store
+from shardwise.parallel.state_store import Owned, StateStore
+from shardwise.parallel.zero import Store
 from shardwise.params import ParamSpec, model_specs
 from shardwise.train.corpus_builder import build_corpus
 from shardwise.train.data import Batch, MicroBatch
@@ -165,7 +165,9 @@ def whole(store: Store, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> 
     return found
 
 
-def agreed(store: States, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> dict[str, Tensor]:
+def agreed(
+    store: StateStore, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned
+) -> dict[str, Tensor]:
     """The same where several ranks own an element, as those of a tensor axis do: they must hold the
     same bits."""
     held = [spec for spec in specs if spec.tied_to is None]

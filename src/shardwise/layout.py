@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self, get_args
 
 if TYPE_CHECKING:
     from shardwise.config import ModelConfig
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 Shard = Literal["none", "zero1", "zero2", "zero3", "fsdp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto"]
 Recompute = Literal["none", "selective", "full"]
-AxisName = Literal[
-    "dp", "tp", "pp", "pp_down", "cp", "data", "shard", "replicate", "world", "kv_replica", "tied"
-]
+AxisName = str
+"""The name of a way to group ranks: one of `Layout.AXES`."""
 
 SHARD_WORDS: dict[str, Shard] = {"z1": "zero1", "z2": "zero2", "z3": "zero3", "fsdp": "fsdp"}
 PART = re.compile(
@@ -59,6 +58,18 @@ class Coord(NamedTuple):
     cp: int
 
 
+class StateAxes(NamedTuple):
+    """The axes of a unit of state: its flat buffer is sharded over `shard`, and every shard is
+    replicated over `replicate`. Together they are the ranks that sum the unit's gradient."""
+
+    shard: AxisName
+    replicate: AxisName
+
+
+DATA_AXES = StateAxes("shard", "replicate")
+"""The axes of a unit that all data ranks share."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the axes, what is cut over the data ranks, and how a step is split in time.
@@ -85,6 +96,21 @@ class Layout:
     all_to_all: bool = False
     keep: bool = False
     recompute: Recompute = "none"
+
+    AXES: ClassVar[tuple[AxisName, ...]] = (
+        "dp",
+        "tp",
+        "pp",
+        "pp_down",
+        "cp",
+        "data",
+        "shard",
+        "replicate",
+        "world",
+        "kv_replica",
+        "tied",
+    )
+    """Every axis, in the order in which a mesh creates its process groups."""
 
     def __post_init__(self) -> None:
         for name in SIZES.values():
@@ -163,10 +189,11 @@ class Layout:
         """Ranks over which a unit of state is cut. No ZeRO is hybrid sharding in groups of one."""
         return 1 if self.shard == "none" else (self.shard_group or self.data_size)
 
-    def padded(self, num_elements: int) -> int:
-        """The size of a flat unit of state, which every data rank must be able to take an equal
-        part of."""
-        return -(-num_elements // self.data_size) * self.data_size
+    def padded(self, num_elements: int, axes: StateAxes = DATA_AXES) -> int:
+        """Return the size of the flat buffer of a unit of state: a multiple of its ranks, which
+        take equal parts of it."""
+        ranks = self.size(axes.shard) * self.size(axes.replicate)
+        return -(-num_elements // ranks) * ranks
 
     def padded_tokens(self, num_tokens: int) -> int:
         """The length of a sequence that every rank can take an equal part of."""
@@ -196,6 +223,24 @@ class Layout:
     def rank(self, coord: Coord) -> int:
         return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
+    def size(self, axis: AxisName) -> int:
+        """Return the number of ranks along an axis over which parameters or states are sharded."""
+        if axis in ("dp", "tp", "pp", "cp"):
+            return int(getattr(self, axis))
+        return {
+            "data": self.data_size,
+            "shard": self.shard_size,
+            "replicate": self.data_size // self.shard_size,
+        }[axis]
+
+    def index(self, axis: AxisName, coord: Coord) -> int:
+        """Return the position of `coord` along an axis that has a `size`."""
+        if axis in ("dp", "tp", "pp", "cp"):
+            return int(getattr(coord, axis))
+        data = coord.dp * self.cp + coord.cp
+        group, within = divmod(data, self.shard_size)
+        return {"data": data, "shard": within, "replicate": group}[axis]
+
     def kv_replicas(self, num_kv_heads: int) -> int:
         """Tensor-parallel ranks that hold the same kv head, which are neighbours; 1 where there are
         heads for all."""
@@ -223,12 +268,13 @@ class Layout:
         data = [
             self.rank(coord._replace(dp=d, cp=c)) for d in range(self.dp) for c in range(self.cp)
         ]
-        here = data.index(self.rank(coord))
         size = self.shard_size
         if axis == "shard":
-            return tuple(data[here - here % size :][:size])
+            first = self.index("replicate", coord) * size
+            return tuple(data[first : first + size])
         if axis == "replicate":
-            return tuple(data[here % size :: size])
+            return tuple(data[self.index("shard", coord) :: size])
+        assert axis == "data", f"unknown axis {axis!r}"
         return tuple(data)
 
     def stage_layers(

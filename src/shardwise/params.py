@@ -1,44 +1,58 @@
-"""What each parameter is and how it is cut: the one table from which every layout's slices are
-derived.
+"""The parameters of a model and how each is sharded: the one table from which the shards of every
+layout are derived.
 
 From a `ParamSpec`, a `Layout` and a coordinate follow the local shape, the bytes to read from a
-file, the checkpoint boxes, the axes over which a gradient is a partial sum, and the planner's
-bytes.
+file, the boxes of a checkpoint, the place in the flat buffers of ZeRO, the axes over which a
+gradient is a partial sum, and the planner's bytes.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
-from itertools import groupby
-from typing import Literal
+from typing import Literal, TypeVar
 
 from shardwise.config import ModelConfig
-from shardwise.layout import AxisName, Coord, Layout
+from shardwise.layout import DATA_AXES, AxisName, Layout, StateAxes
 
+T = TypeVar("T")
+Kind = Literal["embedding", "matrix", "norm", "bias", "head"]
+"""What a parameter does. Rows of an `embedding` are looked up; a `matrix` multiplies activations
+within a block, the `head` those after the last."""
+Fit = Literal["spread", "pad", "replicate"]
 PartialAxis = Literal["tp", "tp if sp", "kv_replica"]
+FUSED = "fused"
+"""The name of the dim along which the parts of a fused parameter lie."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`cut`: the axis that slices a dim. `partial`: axes over which the gradient of each rank is
-    one term of a sum."""
+    """How a dim of a parameter is sharded.
 
-    cut: Literal["tp"] | None = None
+    Attributes:
+        cut: the axis that shards the dim; None if every rank holds all of it.
+        fit: what happens where the blocks of the dim do not divide among the ranks. `spread`: the
+            first ranks hold one block more; `pad`: all ranks allocate equally many; `replicate`:
+            with fewer blocks than ranks, neighbors hold the same block.
+        whole_heads: whether a block is a head, which is never split; else it is one element.
+        partial: axes over which the gradient of each rank is one term of a sum.
+    """
+
+    cut: AxisName | None = None
+    fit: Fit = "spread"
+    whole_heads: bool = False
     partial: tuple[PartialAxis, ...] = ()
 
 
 RULES = {
-    "vocab": Rule(cut="tp"),  # padded to equal blocks
-    "q_heads": Rule(cut="tp"),
-    "kv_heads": Rule(
-        cut="tp", partial=("kv_replica",)
-    ),  # fewer heads than ranks: replicated, their gradients summed
+    "vocab": Rule(cut="tp", fit="pad"),
+    "q_heads": Rule(cut="tp", whole_heads=True),
+    "kv_heads": Rule(cut="tp", fit="replicate", whole_heads=True, partial=("kv_replica",)),
     "ffn": Rule(cut="tp"),
-    "embed": Rule(
-        partial=("tp if sp",)
-    ),  # not cut, but under sequence parallel each rank sees its own tokens
-    "head_dim": Rule(partial=("tp",)),  # q/k norm: shared by heads that live on different ranks
+    # not sharded, but under sequence parallel each rank sees its own tokens
+    "embed": Rule(partial=("tp if sp",)),
+    # q/k norm: shared by heads that live on different ranks
+    "head_dim": Rule(partial=("tp",)),
     "positions": Rule(),
 }
 
@@ -51,7 +65,8 @@ class Init:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a fused parameter: `size` rows of dim 0, cut by the rule of `dim`."""
+    """A part of a fused parameter: `size` elements of its fused dim, sharded by the rule of
+    `dim`."""
 
     name: str
     dim: str
@@ -60,309 +75,297 @@ class Part:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter by its global shape. `dims` names each dim (dim 0 of a fused one is named by
-    its `parts`); `head_dim` is the block that a cut over heads never splits. A tied parameter has
-    no storage of its own."""
+    """One parameter of the whole model.
+
+    Attributes:
+        name: its name in checkpoints, such as `blocks.3.qkv`.
+        shape: its global shape.
+        dims: the name of each dim in `RULES`; "fused" for the dim along which `parts` lie.
+        init: how it is initialized.
+        unit: the unit of state that owns it, such as `embed`, `blocks.3` or `final`.
+        kind: what it does.
+        layer: the block that it belongs to, or None.
+        parts: the parts of a fused parameter, such as q, k and v; empty if it is not fused.
+        head_dim: the elements of a head, where a rule keeps heads whole.
+        tied_to: the parameter whose storage it shares, or None.
+        state_axes: the axes of its unit, the same for all parameters of a unit.
+    """
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     init: Init
+    _: KW_ONLY
+    unit: str
+    kind: Kind = "matrix"
+    layer: int | None = None
     parts: tuple[Part, ...] = ()
     head_dim: int = 1
     tied_to: str | None = None
+    state_axes: StateAxes = DATA_AXES
 
     def __post_init__(self) -> None:
         assert len(self.dims) == len(self.shape), self
-        assert not self.parts or sum(part.size for part in self.parts) == self.shape[0], self
-        assert all(dim in RULES for dim in (*self.dims[1:], *(part.dim for part in self.rows))), (
-            self
-        )
+        assert self.dims.count(FUSED) == bool(self.parts), self
+        assert sum(part.size for part in self.all_parts) == self.shape[self.part_dim], self
+        assert all(dim in RULES for part in self.all_parts for dim in self.part_dims(part)), self
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
-    def unit(self) -> str:
-        """The unit of state that owns it: `embed`, `positions`, `blocks.3`, or `final`."""
-        head, *rest = self.name.split(".")
-        return f"{head}.{rest[0]}" if rest else head if head in ("embed", "positions") else "final"
+    def short_name(self) -> str:
+        """The name within its block: `qkv` for `blocks.3.qkv`."""
+        return self.name.rpartition(".")[2]
 
     @property
-    def rows(self) -> tuple[Part, ...]:
-        return self.parts or (Part(self.name.split(".")[-1], self.dims[0], self.shape[0]),)
+    def all_parts(self) -> tuple[Part, ...]:
+        """The parts, or the whole parameter as one part."""
+        return self.parts or (Part(self.short_name, self.dims[0], self.shape[0]),)
+
+    @property
+    def part_dim(self) -> int:
+        """The dim along which the parts lie."""
+        return self.dims.index(FUSED) if self.parts else 0
 
     def part(self, name: str) -> Part:
-        return next(part for part in self.rows if part.name == name)
+        return next(part for part in self.all_parts if part.name == name)
+
+    def part_dims(self, part: Part) -> tuple[str, ...]:
+        """Return the names of the dims of a part."""
+        return replaced(self.dims, self.part_dim, part.dim)
+
+    def part_shape(self, part: Part) -> tuple[int, ...]:
+        """Return the global shape of a part."""
+        return replaced(self.shape, self.part_dim, part.size)
+
+    def part_slices(self) -> Iterator[tuple[Part, tuple[slice, ...]]]:
+        """Yield every part with its index into the global tensor."""
+        start = 0
+        for part in self.all_parts:
+            yield part, (slice(None),) * self.part_dim + (slice(start, start + part.size),)
+            start += part.size
 
     @property
     def decayed(self) -> bool:
-        """Weight decay shrinks matrices, not norms and biases."""
+        """Whether weight decay shrinks it: matrices, not norms and biases."""
         return len(self.shape) > 1
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Elements [start, stop) of a dim; `size` is what the rank allocates, more than that where
-    padding follows."""
-
-    start: int
-    stop: int
-    size: int
+def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    return (*items[:index], item, *items[index + 1 :])
 
 
-@dataclass(frozen=True)
-class Box:
-    """A rectangle of one parameter that a rank holds: where it starts globally and locally, and its
-    shape."""
-
-    part: str
-    start: tuple[int, ...]
-    local: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
-
-    @property
-    def local_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.local, self.shape, strict=True))
+def unit_axes(specs: Iterable[ParamSpec]) -> StateAxes:
+    """Return the axes of the unit of state that consists of `specs`."""
+    (axes,) = {spec.state_axes for spec in specs}
+    return axes
 
 
-def cut_dim(dim: str, size: int, block: int, layout: Layout, coord: Coord) -> Cut:
-    """What of a dim of `size` elements a rank holds; blocks of `block` elements stay whole."""
-    if RULES[dim].cut is None or layout.tp == 1:
-        return Cut(0, size, size)
-    count = size // block
-    ranks = layout.tp
-    here = coord.tp
-    if dim == "kv_heads" and count < ranks:
-        head = here * count // ranks
-        return Cut(head * block, (head + 1) * block, block)
-    if dim == "vocab":
-        each = math.ceil(count / ranks)
-        start = min(here * each, count)
-        stop = min((here + 1) * each, count)
-        return Cut(start * block, stop * block, each * block)
-    each, rest = divmod(count, ranks)
-    start = here * each + min(here, rest)
-    stop = start + each + (here < rest)
-    return Cut(start * block, stop * block, (stop - start) * block)
+# -- the decoder
+# ----------------------------------------------------------------------------------------------
 
 
-def cut_columns(spec: ParamSpec, layout: Layout, coord: Coord) -> list[Cut]:
-    """The cuts of every dim but the first."""
-    named = zip(spec.dims[1:], spec.shape[1:], strict=True)
-    return [cut_dim(dim, size, block_of(spec, dim), layout, coord) for dim, size in named]
-
-
-def cut_rows(spec: ParamSpec, layout: Layout, coord: Coord) -> list[Cut]:
-    """The cuts of dim 0, one a part, each counted from the start of its part."""
-    return [
-        cut_dim(part.dim, part.size, block_of(spec, part.dim), layout, coord) for part in spec.rows
-    ]
-
-
-def boxes(spec: ParamSpec, layout: Layout, coord: Coord) -> tuple[Box, ...]:
-    """The rectangles of `spec` on the rank at `coord`, one a part, in the order of the local
-    tensor."""
-    columns = cut_columns(spec, layout, coord)
-    found = []
-    row = 0
-    local = 0
-    for part, cut in zip(spec.rows, cut_rows(spec, layout, coord), strict=True):
-        start = (row + cut.start, *(c.start for c in columns))
-        shape = (cut.stop - cut.start, *(c.stop - c.start for c in columns))
-        found.append(Box(part.name, start, (local, *(0 for _ in columns)), shape))
-        row = row + part.size
-        local = local + cut.size
-    return tuple(found)
-
-
-def boxes_within(
-    spec: ParamSpec, layout: Layout, coord: Coord, start: int, stop: int
-) -> Iterator[tuple[Box, int]]:
-    """The rectangles that make up elements [start, stop) of the local tensor, laid out flat by
-    rows, each with the place of its first element: the rest of a row, whole rows, the beginning of
-    a row. Padding is in none."""
-    width = math.prod(local_shape(spec, layout, coord)[1:])
-    for box in boxes(spec, layout, coord):
-        first = box.local[0] * width
-        last = (box.local[0] + box.shape[0]) * width
-        for row, column, shape in rectangles(max(start, first), min(stop, last), width):
-            local = (row, column)[: len(box.shape)]
-            at = tuple(
-                a + here - there for a, here, there in zip(box.start, local, box.local, strict=True)
-            )
-            yield Box(box.part, at, local, shape[: len(box.shape)]), row * width + column
-
-
-def rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """(row, column, shape) of the rectangles that make up elements [start, stop) of a matrix with
-    rows of `width`."""
-    while start < stop:
-        row, column = divmod(start, width)
-        if column or stop - start < width:
-            shape = (1, min(width - column, stop - start))
-        else:
-            shape = ((stop - start) // width, width)
-        yield row, column, shape
-        start += math.prod(shape)
-
-
-def local_shape(spec: ParamSpec, layout: Layout, coord: Coord) -> tuple[int, ...]:
-    """The shape that the rank at `coord` allocates, padding included."""
-    rows = sum(cut.size for cut in cut_rows(spec, layout, coord))
-    return (rows, *(cut.size for cut in cut_columns(spec, layout, coord)))
-
-
-def block_of(spec: ParamSpec, dim: str) -> int:
-    return spec.head_dim if dim in ("q_heads", "kv_heads") else 1
-
-
-def partial_axes(spec: ParamSpec, part: Part, layout: Layout) -> tuple[AxisName, ...]:
-    """Axes over which this part's gradient must be summed besides the data ranks: those of all its
-    dims, less an axis that cuts it."""
-    dims = (part.dim, *spec.dims[1:])
-    cut = {RULES[dim].cut for dim in dims}
-    wanted = [axis for dim in dims for axis in RULES[dim].partial]
-    axes: list[AxisName] = [
-        "kv_replica" if axis == "kv_replica" else "tp"
-        for axis in wanted
-        if axis != "tp if sp" or layout.sequence_parallel
-    ]
-    return tuple(dict.fromkeys(axis for axis in axes if axis not in cut))
-
-
-def is_first_holder(spec: ParamSpec, part: Part, layout: Layout, coord: Coord) -> bool:
-    """Whether the rank at `coord` is the first, among those that differ in tp or pp alone, to hold
-    what it holds of a part: replicas are counted, and saved, once. A tied embedding is held by the
-    last stage too."""
-    if spec.unit == "embed" and coord.pp > 0:
-        return False
-    dims = (part.dim, *spec.dims[1:])
-    if "kv_heads" in dims:
-        return coord.tp % layout.kv_replicas(part.size // spec.head_dim) == 0
-    return coord.tp == 0 or any(RULES[dim].cut == "tp" for dim in dims)
+def block_unit(layer: int) -> str:
+    """Return the name of the unit of state of a block, which prefixes its parameters' names."""
+    return f"blocks.{layer}"
 
 
 @lru_cache(maxsize=64)
 def stage_layers(config: ModelConfig, layout: Layout) -> tuple[range, ...]:
-    """The blocks of each virtual stage. Work is counted in products, of a block and of the head
-    with their matrices and of the embedding with a row; attention, which grows with the sequence,
-    is left out."""
-    multiplied = sum(spec.numel for spec in block_specs(config, "") if len(spec.shape) > 1)
+    """Return the blocks of each virtual stage, balanced by their work.
+
+    Work is the size of the matrices that multiply: those of a block, the head, and for the
+    embedding one row. Attention, which grows with the sequence, is left out.
+    """
+    multiplied = sum(spec.numel for spec in block_specs(config, 0) if spec.kind == "matrix")
     head = config.vocab_size * config.hidden_size
     return layout.stage_layers(
         config.num_layers, config.hidden_size / multiplied, head / multiplied
     )
 
 
+def rank_layers(config: ModelConfig, layout: Layout, stage: int) -> tuple[int, ...]:
+    """Return the blocks of all virtual stages of the pipeline rank `stage`, in order."""
+    return tuple(
+        layer for layers in stage_layers(config, layout)[stage :: layout.pp] for layer in layers
+    )
+
+
 def stage_units(config: ModelConfig, layout: Layout, stage: int) -> frozenset[str]:
-    """Units of state that the pipeline rank `stage` holds; a tied embedding is on the first and on
-    the last."""
-    layers = stage_layers(config, layout)
-    held = {
-        f"blocks.{i}" for s, blocks in enumerate(layers) if s % layout.pp == stage for i in blocks
-    }
-    if stage == 0:
-        held |= {"embed", "positions"}
-    if stage == layout.pp - 1:
-        held |= {"final"} | ({"embed"} if config.tied else set())
-    return frozenset(held)
+    """Return the units of state that the pipeline rank `stage` holds; a tied embedding is on the
+    first and on the last."""
+    layers = frozenset(rank_layers(config, layout, stage))
+    first = stage == 0
+    last = stage == layout.pp - 1
+
+    def holds(spec: ParamSpec) -> bool:
+        if spec.layer is not None:
+            return spec.layer in layers
+        if spec.kind == "embedding":
+            return first or (last and config.tied and spec.name == "embed")
+        return last
+
+    return frozenset(unit for unit, spec in first_specs(config).items() if holds(spec))
 
 
-def units(specs: tuple[ParamSpec, ...]) -> dict[str, tuple[ParamSpec, ...]]:
-    """Stored parameters by unit of state, in model order."""
-    stored = (spec for spec in specs if spec.tied_to is None)
-    return {name: tuple(group) for name, group in groupby(stored, key=lambda spec: spec.unit)}
+@lru_cache(maxsize=16)
+def first_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """Return the first parameter of each unit of state, which says where the unit belongs."""
+    return {unit: specs[0] for unit, specs in units(model_specs(config)).items()}
 
 
-def num_params(specs: tuple[ParamSpec, ...]) -> int:
+def units(specs: Iterable[ParamSpec]) -> dict[str, tuple[ParamSpec, ...]]:
+    """Return the stored parameters by unit of state, in the order of the model."""
+    grouped: dict[str, list[ParamSpec]] = {}
+    for spec in specs:
+        if spec.tied_to is None:
+            grouped.setdefault(spec.unit, []).append(spec)
+    return {unit: tuple(group) for unit, group in grouped.items()}
+
+
+def num_params(specs: Iterable[ParamSpec]) -> int:
     return sum(spec.numel for spec in specs if spec.tied_to is None)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Floating-point operations of training on one token, forward and backward, recompute not
-    counted: 6 per parameter but those that are looked up (embedding, learned positions; a tied
-    embedding is the head too), and causal attention, which sees half of `seq_len` on average."""
-    looked_up = {"positions"} if config.tied else {"embed", "positions"}
-    multiplied = sum(
-        spec.numel
-        for spec in model_specs(config)
-        if not spec.tied_to and spec.name not in looked_up
-    )
+    """Return the floating-point operations of training on one token, forward and backward,
+    recompute not counted.
+
+    6 per parameter except embeddings, whose rows are looked up (a tied head multiplies and counts);
+    and causal attention, which sees half of `seq_len` on average.
+    """
+    multiplied = sum(spec.numel for spec in model_specs(config) if spec.kind != "embedding")
     return 6 * multiplied + 6 * config.num_layers * config.q_size * seq_len
 
 
 def model_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
-    """Every parameter of the decoder, in model order. The head of a tied model refers to
+    """Return every parameter of the decoder, in order. The head of a tied model refers to
     `embed`."""
     d = config.hidden_size
     vocab = config.vocab_size
     normal = Init("normal", 0.02)
-    specs = [ParamSpec("embed", (vocab, d), ("vocab", "embed"), normal)]
+    specs = [
+        ParamSpec("embed", (vocab, d), ("vocab", "embed"), normal, unit="embed", kind="embedding")
+    ]
     if config.positions == "learned":
+        shape = (config.max_positions, d)
         specs.append(
-            ParamSpec("positions", (config.max_positions, d), ("positions", "embed"), normal)
+            ParamSpec(
+                "positions",
+                shape,
+                ("positions", "embed"),
+                normal,
+                unit="positions",
+                kind="embedding",
+            )
         )
     for layer in range(config.num_layers):
-        specs += block_specs(config, f"blocks.{layer}.")
-    specs += norm_specs(config, "norm", d)
+        specs += block_specs(config, layer)
+    specs += norm_specs(config, "norm", unit="final")
     specs.append(
         ParamSpec(
-            "head", (vocab, d), ("vocab", "embed"), normal, tied_to="embed" if config.tied else None
+            "head",
+            (vocab, d),
+            ("vocab", "embed"),
+            normal,
+            unit="final",
+            kind="head",
+            tied_to="embed" if config.tied else None,
         )
     )
     return tuple(specs)
 
 
-def block_specs(config: ModelConfig, prefix: str) -> list[ParamSpec]:
-    """Norm, attention, norm, MLP. What writes into the residual starts smaller by the square root
-    of 2 x layers, as GPT-2 does, so that the residual's size does not grow with depth."""
+def block_specs(config: ModelConfig, layer: int) -> list[ParamSpec]:
+    """Return the parameters of a block: norm, attention, norm, MLP.
+
+    What writes into the residual is initialized smaller by the square root of 2 x layers, as in
+    GPT-2, so that the residual does not grow with depth.
+    """
+    unit = block_unit(layer)
     d = config.hidden_size
-    c = config.head_dim
     f = config.ffn_size
     q = config.q_size
     kv = config.kv_size
     normal = Init("normal", 0.02)
     residual = Init("normal", 0.02 / math.sqrt(2 * config.num_layers))
-    zeros = Init("zeros")
-    ones = Init("ones")
     qkv = (Part("q", "q_heads", q), Part("k", "kv_heads", kv), Part("v", "kv_heads", kv))
     up = (Part("gate", "ffn", f), Part("up", "ffn", f)) if config.gated else (Part("up", "ffn", f),)
     rows = sum(part.size for part in up)
-    specs = norm_specs(config, prefix + "norm1", d)
-    specs.append(
-        ParamSpec(prefix + "qkv", (q + 2 * kv, d), ("fused", "embed"), normal, qkv, head_dim=c)
-    )
-    if config.qkv_bias:
-        specs.append(
-            ParamSpec(prefix + "qkv_bias", (q + 2 * kv,), ("fused",), zeros, qkv, head_dim=c)
+
+    def matrix(
+        name: str,
+        shape: tuple[int, int],
+        dims: tuple[str, str],
+        init: Init,
+        parts: tuple[Part, ...] = (),
+    ) -> ParamSpec:
+        return ParamSpec(
+            f"{unit}.{name}",
+            shape,
+            dims,
+            init,
+            unit=unit,
+            layer=layer,
+            parts=parts,
+            head_dim=config.head_dim if name in ("qkv", "out") else 1,
         )
+
+    def bias(name: str, size: int, dim: str, parts: tuple[Part, ...] = ()) -> ParamSpec:
+        return ParamSpec(
+            f"{unit}.{name}",
+            (size,),
+            (dim,),
+            Init("zeros"),
+            unit=unit,
+            kind="bias",
+            layer=layer,
+            parts=parts,
+            head_dim=config.head_dim if name == "qkv_bias" else 1,
+        )
+
+    specs = norm_specs(config, f"{unit}.norm1", unit, layer)
+    specs.append(matrix("qkv", (q + 2 * kv, d), (FUSED, "embed"), normal, qkv))
+    if config.qkv_bias:
+        specs.append(bias("qkv_bias", q + 2 * kv, FUSED, qkv))
     if config.qk_norm:
         specs += [
-            ParamSpec(prefix + name, (c,), ("head_dim",), ones) for name in ("q_norm", "k_norm")
+            ParamSpec(
+                f"{unit}.{name}",
+                (config.head_dim,),
+                ("head_dim",),
+                Init("ones"),
+                unit=unit,
+                kind="norm",
+                layer=layer,
+            )
+            for name in ("q_norm", "k_norm")
         ]
-    specs.append(ParamSpec(prefix + "out", (d, q), ("embed", "q_heads"), residual, head_dim=c))
+    specs.append(matrix("out", (d, q), ("embed", "q_heads"), residual))
     if config.out_bias:
-        specs.append(ParamSpec(prefix + "out_bias", (d,), ("embed",), zeros))
-    specs += norm_specs(config, prefix + "norm2", d)
-    specs.append(ParamSpec(prefix + "gate_up", (rows, d), ("fused", "embed"), normal, up))
+        specs.append(bias("out_bias", d, "embed"))
+    specs += norm_specs(config, f"{unit}.norm2", unit, layer)
+    specs.append(matrix("gate_up", (rows, d), (FUSED, "embed"), normal, up))
     if config.mlp_bias:
-        specs.append(ParamSpec(prefix + "gate_up_bias", (rows,), ("fused",), zeros, up))
-    specs.append(ParamSpec(prefix + "down", (d, f), ("embed", "ffn"), residual))
+        specs.append(bias("gate_up_bias", rows, FUSED, up))
+    specs.append(matrix("down", (d, f), ("embed", "ffn"), residual))
     if config.mlp_bias:
-        specs.append(ParamSpec(prefix + "down_bias", (d,), ("embed",), zeros))
+        specs.append(bias("down_bias", d, "embed"))
     return specs
 
 
-def norm_specs(config: ModelConfig, name: str, size: int) -> list[ParamSpec]:
-    scale = ParamSpec(name, (size,), ("embed",), Init("ones"))
-    return (
-        [scale, ParamSpec(name + "_bias", (size,), ("embed",), Init("zeros"))]
-        if config.norm == "layer"
-        else [scale]
+def norm_specs(
+    config: ModelConfig, name: str, unit: str, layer: int | None = None
+) -> list[ParamSpec]:
+    """Return the scale of a norm over the hidden dim, and its bias in a LayerNorm."""
+    shape = (config.hidden_size,)
+    dims = ("embed",)
+    scale = ParamSpec(name, shape, dims, Init("ones"), unit=unit, kind="norm", layer=layer)
+    if config.norm != "layer":
+        return [scale]
+    bias = ParamSpec(
+        f"{name}_bias", shape, dims, Init("zeros"), unit=unit, kind="bias", layer=layer
     )
+    return [scale, bias]

@@ -14,10 +14,11 @@ from shardwise.formats.huggingface.folder_reader import FolderReader
 from shardwise.formats.model_source import ModelSource, source_kind, source_path
 from shardwise.formats.reader import Reader
 from shardwise.formats.run_checkpoint import newest_checkpoint
-from shardwise.params import Box, ParamSpec, model_specs
+from shardwise.params import ParamSpec, model_specs
 from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.ggml_blocks import GgmlMatrix
 from shardwise.quant.scheme import StorageFormats
+from shardwise.shards import Box
 
 
 class ModelReader(Reader, Protocol):

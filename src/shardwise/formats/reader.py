@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Coord, Layout
-from shardwise.params import Box, ParamSpec, block_of, boxes, local_shape
+from shardwise.params import ParamSpec
+from shardwise.shards import Box, block_of, boxes, local_shape
 
 STRIP_ELEMENTS = 1 << 20
 
@@ -53,7 +54,7 @@ def read_box(reader: Reader, spec: ParamSpec, box: Box, out: Tensor) -> None:
     """Read a box of a parameter into `out`, which has its shape."""
     start = box.start[0]
     stop = box.start[0] + box.shape[0]
-    head = max(block_of(spec, part.dim) for part in spec.rows)
+    head = max(block_of(spec, part.dim) for part in spec.all_parts)
     first = start // head * head
     last = min(-(-stop // head) * head, spec.shape[0])  # some files permute within heads
     whole = replace(box, start=(first, *box.start[1:]), shape=(last - first, *box.shape[1:]))

@@ -23,7 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.params import Box, ParamSpec
+from shardwise.params import ParamSpec
+from shardwise.shards import Box
 
 FORMAT_VERSION = 1
 NAME = re.compile(r"step-(\d{8})")

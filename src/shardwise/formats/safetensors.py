@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def write_safetensors(path: Path, shapes: Shapes, tensors: Iterable[Tensor]) -> str:
-    """Write contiguous `tensors`, which come in the order of `shapes`, and return the SHA-256 of
+    """Write `tensors`, which come in the order of `shapes`, and return the SHA-256 of
     the file.
 
     The next tensor is asked for when the one before is written, and all is on the disk at the end.
@@ -47,11 +47,12 @@ def pieces(shapes: Shapes, tensors: Iterable[Tensor]) -> Iterator[Any]:
     """The file's bytes, in buffers."""
     yield header(shapes)
     for (name, expected), tensor in zip(shapes.items(), tensors, strict=True):
-        assert expected == (tensor.dtype, tuple(tensor.shape)) and tensor.is_contiguous(), name
-        flat = tensor.detach().view(-1)
-        step = SLICE_BYTES // tensor.itemsize
-        for start in range(0, flat.numel(), step):
-            yield flat[start : start + step].cpu().view(torch.uint8).numpy()
+        assert expected == (tensor.dtype, tuple(tensor.shape)), name
+        for block in [tensor] if tensor.is_contiguous() else tensor.unbind():
+            flat = block.detach().reshape(-1)
+            step = SLICE_BYTES // tensor.itemsize
+            for start in range(0, flat.numel(), step):
+                yield flat[start : start + step].cpu().view(torch.uint8).numpy()
 
 
 def header(shapes: Shapes) -> bytes:

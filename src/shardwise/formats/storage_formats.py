@@ -68,7 +68,9 @@ def choose_formats(
         )
     specs = [spec for spec in model_specs(config) if quantizable(spec)]
     check_groups(specs, scheme.group, layout)
-    return {(spec.name, part.name): scheme.storage_format() for spec in specs for part in spec.rows}
+    return {
+        (spec.name, part.name): scheme.storage_format() for spec in specs for part in spec.all_parts
+    }
 
 
 def check_formats(config: ModelConfig, formats: StorageFormats, layout: Layout) -> None:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.params import Box, ParamSpec
+from shardwise.params import ParamSpec
+from shardwise.shards import Box
 
 BUFFERS = re.compile(r"(^|\.)attn\.(masked_)?bias$|rotary_emb\.inv_freq$|^rope_freqs\.weight$")
 """Stored tensors that are no parameters."""
@@ -53,16 +54,16 @@ class StoredPart:
 def stored_parts(spec: ParamSpec, names: TensorNames) -> dict[str, StoredPart]:
     """Return the stored tensor of each part of a parameter, by the part's name; parts that are
     stored fused share one."""
-    *block, local = spec.name.split(".")
+    local = spec.short_name
     stem = local.removesuffix("_bias")
     ending = ".bias" if local.endswith("_bias") else ".weight"
     parts = {}
     row = 0
-    for part in spec.rows:
+    for part in spec.all_parts:
         part_stem = f"{stem}.{part.name}"
         is_split = part_stem in names.stems
         rows = slice(row, row + part.size) if is_split else slice(0, spec.shape[0])
-        stored_stem = names.stems[part_stem if is_split else stem].format(*block[1:])
+        stored_stem = names.stems[part_stem if is_split else stem].format(spec.layer)
         shape = (rows.stop - rows.start, *spec.shape[1:])
         transposed = stem in names.transposed and len(shape) == 2
         parts[part.name] = StoredPart(

@@ -25,10 +25,11 @@ from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
 from shardwise.parallel.launch import Place, device_of
 from shardwise.parallel.mesh import Mesh, make_mesh
-from shardwise.parallel.unit import Owned
+from shardwise.parallel.state_store import Owned
 from shardwise.parallel.zero import BUCKET_BYTES
-from shardwise.params import Box, ParamSpec, boxes, model_specs, num_params
+from shardwise.params import ParamSpec, model_specs, num_params
 from shardwise.plan.ledger import training_ledgers
+from shardwise.shards import Box, boxes
 from shardwise.train.data import Batch, MicroBatch, batch_rows, num_targets
 from shardwise.train.loop import global_loss, take_step
 from shardwise.train.optim import AdamW
@@ -324,9 +325,9 @@ def compare_all(
         if expected is None:
             continue
         _, one = next(expected)
-        for name, rows in logical_parts(spec):
+        for name, index in logical_parts(spec):
             rel = ratio(
-                size(whole[rows] - one[rows]), max(size(one[rows]), floor(name, one[rows], one))
+                size(whole[index] - one[index]), max(size(one[index]), floor(name, one[index], one))
             )
             parity.record(step, kind, rel, name)
 
@@ -368,13 +369,11 @@ def digest(x: Tensor) -> bytes:
     return hashlib.blake2b(values, digest_size=16).digest()
 
 
-def logical_parts(spec: ParamSpec) -> Iterator[tuple[str, slice]]:
-    """What a model's author calls a parameter: q, k and v of a fused one apart, each by its
-    rows."""
-    row = 0
-    for part in spec.rows:
-        yield f"{spec.name}.{part.name}" if spec.parts else spec.name, slice(row, row + part.size)
-        row += part.size
+def logical_parts(spec: ParamSpec) -> Iterator[tuple[str, tuple[slice, ...]]]:
+    """Yield what a model's author calls a parameter, with its index into the fused one: q, k and v
+    apart."""
+    for part, index in spec.part_slices():
+        yield f"{spec.name}.{part.name}" if spec.parts else spec.name, index
 
 
 def vanishes(config: ModelConfig, name: str) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.layout import Coord, Layout
-from shardwise.params import Box, ParamSpec, boxes, local_shape
+from shardwise.params import ParamSpec
+from shardwise.shards import Box, boxes, local_shape
 
 BLOCK_ELEMENTS = 1 << 18
 """Approximate number of elements of a block of rows. It is part of the definition: another value

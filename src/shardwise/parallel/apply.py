@@ -1,5 +1,5 @@
-"""From a model and a layout to what one rank runs: the only place that knows the order in which
-cuts are applied."""
+"""From a model and a layout to the program of one rank: the only place that fixes the order in
+which sharding is applied."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -21,37 +21,53 @@ from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.context import local_part, make_attend
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.offload import Offload
-from shardwise.parallel.pipeline.actions import Action, Piece, lower, rank_pieces, stage_pieces
+from shardwise.parallel.pipeline.actions import (
+    Action,
+    Piece,
+    lower,
+    model_pieces,
+    rank_pieces,
+    stage_pieces,
+)
 from shardwise.parallel.pipeline.executor import Context, Executor, Pipeline, Run, Work
 from shardwise.parallel.pipeline.schedules import rank_actions, step_table
 from shardwise.parallel.pipeline.table import Table
+from shardwise.parallel.state_store import StateStore, Update
 from shardwise.parallel.tensor import TensorSeams
-from shardwise.parallel.zero import BUCKET_BYTES, States, Store, Update
+from shardwise.parallel.zero import BUCKET_BYTES, Store
 from shardwise.params import ParamSpec, model_specs, stage_units, units
 
 
 @dataclass(frozen=True)
 class Program:
-    """What this rank runs: a store of states, the executor of its stage, and the table of one
-    step."""
+    """What one rank runs.
+
+    Attributes:
+        config: the model.
+        specs: all its parameters.
+        store: the training states of this rank.
+        pipeline: the executor of this rank's stages.
+        table: the actions of one training step.
+        evaluation: the actions of one forward.
+        kernels: the name of the kernels, chosen by device and precision.
+    """
 
     config: ModelConfig
     specs: tuple[ParamSpec, ...]
-    store: States
+    store: StateStore
     pipeline: Executor
     table: list[Action]
     evaluation: list[Action]
-    """The table of one forward."""
     kernels: str
-    """What its operations are called that are chosen by device and precision."""
 
 
 def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:
-    """Raise ValueError with the first reason why `layout` cannot train (this model)."""
+    """Raise ValueError with the first problem that prevents training in `layout` (of this
+    model)."""
     for problem in layout.problems(config):
         raise ValueError(f"layout {layout}: {problem}")
     if layout.schedule is not None:
-        rank_actions(layout, 0)  # a search may find no order within its memory
+        rank_actions(layout, 0)  # zb-auto may find no order within its memory limit
 
 
 def apply(
@@ -66,8 +82,12 @@ def apply(
     offload: Offload | None = None,
     schedule: Table | None = None,
 ) -> Program:
-    """Build the program of this rank. Its weights mean nothing until `draw_weights` or
-    `read_weights` sets them. A `schedule` takes the place of the layout's own."""
+    """Build the program of this rank. Its weights are undefined until `draw_weights` or
+    `read_weights`.
+
+    `schedule` replaces that of the layout. The other arguments are those of `Store`. Raises
+    ValueError if the layout cannot train the model.
+    """
     check_trainable(mesh.layout, config)
     assert mesh.axes["kv_replica"].size == mesh.layout.kv_replicas(config.num_kv_heads), (
         "a mesh of another model"
@@ -77,19 +97,18 @@ def apply(
     kernels = training_kernels(mesh.device, dtype)
     model = Transformer(config, kernels, seams_of(mesh), layout.recompute == "selective")
     context = functools.partial(make_context, model, mesh, dtype, kernels.attention)
-    if layout.shard == "fsdp":  # which has buckets and an order of its own
+    if layout.shard == "fsdp":  # FSDP has its own buckets and order
         assert offload is None
         from shardwise.parallel.fsdp import make_fsdp
 
-        made = make_fsdp(
+        fsdp = make_fsdp(
             model, kernels, specs, mesh, dtype, grad_dtype, update, context, reduce_dtype
         )
-        return Program(config, specs, *made, kernels.name)
-    held = stage_units(config, layout, mesh.coord.pp)
-    owned = {unit: of_unit for unit, of_unit in units(specs).items() if unit in held}
+        return Program(config, specs, *fsdp, kernels.name)
+    names = stage_units(config, layout, mesh.coord.pp)
     store = Store(
         mesh,
-        owned,
+        {name: of_unit for name, of_unit in units(specs).items() if name in names},
         dtype,
         grad_dtype,
         update,
@@ -105,14 +124,14 @@ def apply(
     work = rank_work(
         model, kernels, specs, mesh, table, rank_pieces(stages, layout, mesh.coord.pp), context
     )
-    once = [Action("F", stage) for stage in range(mesh.coord.pp, len(stages), layout.pp)]
+    forward = [Action("F", stage) for stage in range(mesh.coord.pp, len(stages), layout.pp)]
     return Program(
         config,
         specs,
         store,
         Pipeline(work, store, mesh),
         table,
-        lower(once, stages, layout, overlap),
+        lower(forward, stages, layout, overlap),
         kernels.name,
     )
 
@@ -126,6 +145,7 @@ def rank_work(
     pieces: Sequence[Piece],
     context: Callable[[MicroBatch], Context],
 ) -> Work:
+    """Return what the executor of this rank needs to run `pieces` by a table."""
     by_unit = units(specs)
     recompute = mesh.layout.recompute
     names = {
@@ -153,24 +173,26 @@ def rank_work(
 
 
 def is_deferred(spec: ParamSpec) -> bool:
-    """The matrices of blocks: the embedding's gradient needs no product, and the loss has that of
-    the head anyway."""
-    return spec.unit.startswith("blocks.") and len(spec.shape) > 1
+    """Return whether W computes the gradient of a parameter in a split backward: matrices of
+    blocks. The gradient of the embedding needs no product, and the loss computes that of the
+    head."""
+    return spec.kind == "matrix"
 
 
 def seams_of(mesh: Mesh) -> Seams:
+    """Return the TP hooks of a mesh."""
     return TensorSeams(mesh.tp, mesh.layout.sequence_parallel) if mesh.tp.size > 1 else UNSHARDED
 
 
 def draw_weights(program: Program, seed: int) -> None:
-    """Draw what this rank owns, and no more of the model than that."""
+    """Initialize the weights that this rank owns. No other part of the model is drawn."""
     for spec, box, view in program.store.owned("master"):
         init_box(view, spec, box, seed)
     program.store.refresh()
 
 
 def read_weights(program: Program, reader: Reader) -> None:
-    """Read what this rank owns, and no more of the model than that."""
+    """Read the weights that this rank owns. No other part of the model is read."""
     for spec, box, view in program.store.owned("master"):
         read_box(reader, spec, box, view)
     program.store.refresh()
@@ -183,14 +205,15 @@ def make_context(
     attention: CausalAttention,
     microbatch: MicroBatch,
 ) -> Context:
-    """Whole sequences come in, and this rank's tokens of them go through the model."""
+    """Return what the pieces need of a micro-batch of whole sequences: this rank's tokens, their
+    RoPE tables, and attention."""
     local = local_part(microbatch, mesh.layout, mesh.cp.rank)
     attend = make_attend(model.config, mesh.layout, mesh.cp, microbatch.documents, attention)
     return Context(local, model.rope_tables(local.positions, dtype), attend, dtype)
 
 
 def piece_runs(model: Transformer, kernels: TrainingKernels) -> dict[str, Run]:
-    """The model as pieces that a table can name, by the names of `model_pieces`."""
+    """Return the function of each piece of the model, by the names of `model_pieces`."""
 
     def embed(weights: Mapping[str, Tensor], x: Tensor | None, context: Context) -> Tensor:
         return model.embed(
@@ -214,8 +237,6 @@ def piece_runs(model: Transformer, kernels: TrainingKernels) -> dict[str, Run]:
             model.config.vocab_size,
         )
 
-    blocks = {
-        f"blocks.{layer}": functools.partial(block, layer)
-        for layer in range(model.config.num_layers)
-    }
-    return {"embed": embed, **blocks, "head": head}
+    first, *blocks, last = (piece.name for piece in model_pieces(model.config))
+    runs = {name: functools.partial(block, layer) for layer, name in enumerate(blocks)}
+    return {first: embed, **runs, last: head}

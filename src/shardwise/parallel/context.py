@@ -1,15 +1,17 @@
-"""Context parallel: a sequence that is too long is cut over ranks, and each computes everything of
-its own tokens. Only attention looks at other tokens, so only there do ranks talk, in one of two
+"""Context parallel: a long sequence is sharded by tokens, and each rank runs the whole model on its
+own tokens. Only attention reads other tokens, so only there do ranks communicate, in one of two
 ways:
 
-- a ring (Liu et al. 2023, Ring Attention): keys and values go round, each hop while the scores of the one before are
-  worked out, and what each hop saw is merged by its log-sum-exp, in fp32
-- an all-to-all (Jacobs et al. 2023, DeepSpeed Ulysses): ranks trade tokens for heads, so that each has some heads of
-  the whole sequence, and trade back
+- a ring (Ring Attention, Liu et al. 2023): keys and values pass around the ring, each hop while
+  attention to those of the hop before is computed; the parts are merged by their log-sum-exp, in fp32
+- an all-to-all (DeepSpeed Ulysses, Jacobs et al. 2023): ranks exchange tokens for heads, so that
+  each has some heads of the whole sequence, and exchange back
 
-Tokens see only what came before them, so the last chunk of a sequence is the most work. In the ring
-each rank takes one chunk from either end (zig-zag): of 2c chunks rank r has r and 2c - 1 - r, and
-at every hop all have as much to do.
+Attention is causal, so the last chunk of a sequence is the most work. In the ring each rank takes
+one chunk from either end (zigzag): of 2c chunks rank r has r and 2c - 1 - r, and at every hop all
+ranks have equal work.
+
+Shape letters: B batch, T tokens, H query heads, K kv heads, G = H/K, C head dim, c context ranks.
 """
 
 from collections.abc import Iterator
@@ -41,24 +43,24 @@ from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel.mesh import Axis, Pending
 from shardwise.parallel.tensor import Conjugate
 
-# -- which tokens a rank has
+# -- tokens of a rank
 # --------------------------------------------------------------------------------
 
 
 def chunks_of(rank: int, layout: Layout) -> tuple[int, ...]:
-    """The chunks of a sequence that context rank `rank` takes, of `layout.sequence_chunks`, in
-    order."""
+    """Return the chunks of a sequence that context rank `rank` holds, of `layout.sequence_chunks`,
+    in order."""
     return both_ends(rank, layout.cp) if layout.sequence_chunks > layout.cp else (rank,)
 
 
 def both_ends(rank: int, size: int) -> tuple[int, int]:
-    """Of 2 size chunks the one as far from the beginning as the other is from the end."""
+    """Return the two chunks of a rank among 2 `size`: one from the beginning, one from the end."""
     return rank, 2 * size - 1 - rank
 
 
 def local_part(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
-    """This rank's tokens of sequences that are padded so that all ranks take as many. Padding comes
-    last, where no other token sees it, and has no target."""
+    """Return this rank's tokens of a micro-batch, whose sequences are padded so that all ranks have
+    equally many. Padding comes last, where no token attends to it, and has no target."""
     chunks = chunks_of(rank, layout)
 
     def part(x: Tensor, padding: int) -> Tensor:
@@ -75,6 +77,7 @@ def local_part(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
 
 
 def padded(x: Tensor, layout: Layout, padding: int) -> Tensor:
+    """Pad x [B, T] with the value `padding` to the length that the layout needs."""
     return F.pad(x, (0, layout.padded_tokens(x.shape[1]) - x.shape[1]), value=padding)
 
 
@@ -85,9 +88,11 @@ def make_attend(
     documents: Tensor | None,
     attention: CausalAttention = causal_attention,
 ) -> Attend:
-    """Attention of this rank's tokens to the whole of their sequences, whose `documents` [B, T]
-    every rank knows. A rank that has whole sequences of some heads runs `attention`; a ring has its
-    own."""
+    """Return the attention of this rank's tokens to their whole sequences.
+
+    `documents` [B, T] are the document ids of the whole sequences, or None. `attention` runs on
+    ranks that have whole sequences (of all or some heads); a ring has its own.
+    """
     if documents is not None:
         documents = padded(documents, layout, -1)
     if axis.size == 1:
@@ -103,32 +108,31 @@ def make_attend(
 
 @dataclass(frozen=True)
 class Ring:
-    """Called with q [B, T/c, H, C] and k, v [B, T/c, K, C] of this rank's two chunks."""
+    """Ring attention: called with q [B, T/c, H, C] and k, v [B, T/c, K, C] of this rank's two
+    chunks."""
 
     config: ModelConfig
     axis: Axis
     documents: Tensor | None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y: Tensor = RingAttention.apply(
-            q, k, v, Pairs(self.axis, self.config.window(layer), self.documents)
-        )
+        pairs = Pairs(self.axis, self.config.window(layer), self.documents)
+        y: Tensor = RingAttention.apply(q, k, v, pairs)
         return y
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The rectangles of scores, a chunk of queries by a chunk of keys, that are not hidden as a
-    whole."""
+    """The pairs of a chunk of queries and a chunk of keys whose scores are not all masked."""
 
     axis: Axis
     window: int | None
     documents: Tensor | None
 
     def of(self, source: int, num_tokens: int) -> Iterator[tuple[slice, slice, MaskSpec]]:
-        """What this rank's queries see of the keys of rank `source`: where both lie among the
-        `num_tokens` of their ranks, each query's own chunk first, so that no row has yet to see
-        anything when it is merged."""
+        """Yield (rows of queries, columns of keys, mask) for the keys of rank `source`, as slices
+        of the `num_tokens` tokens of each rank. A query's own chunk comes first, so that no row is
+        empty when another part is merged into it."""
         size = num_tokens // 2
         num_ranks = self.axis.size
         for i, row in enumerate(both_ends(self.axis.rank, num_ranks)):
@@ -147,8 +151,8 @@ def chunk(index: int, size: int) -> slice:
 
 
 class RingAttention(torch.autograd.Function):
-    """Inside, heads are grouped as [B, K, G, T/c, C], and keys and values are one tensor [2, B, K,
-    T/c, C]."""
+    """Ring attention with its backward. Inside, queries are [B, K, G, T/c, C], and keys and values
+    are one tensor [2, B, K, T/c, C]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs) -> Tensor:
@@ -174,9 +178,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Keys and values go round again. What each rank adds to the gradients of another's follows
-        them a hop behind, from the rank after their owner on, and ends with the owner, who adds its
-        own."""
+        """Pass keys and values around the ring again. Their gradients follow one hop behind: they
+        start at the rank after the owner, every rank adds its part, and the owner adds the last."""
         queries, kv, y, lse = ctx.saved_tensors
         (dy,) = grads
         pairs = ctx.pairs
@@ -213,9 +216,9 @@ class RingAttention(torch.autograd.Function):
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Bring what was seen of one part, and the log-sum-exp of its scores, into what was seen
-    before: each counts by its share of the sum of all exponentials (Milakov & Gimelshein 2018). At
-    least one of the two saw something."""
+    """Merge attention to one part of the keys into attention to the parts before, in place: each is
+    weighted by its share of the sum of exponentials (Milakov & Gimelshein 2018). For every row at
+    least one of the two has unmasked keys."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_()).add_(part * (part_lse - both).exp_())
     lse.copy_(both)
@@ -223,7 +226,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Passing:
-    """A tensor on its way to the next rank, and room for that of the rank before."""
+    """A tensor that is being sent to the next rank, and the buffer for that of the rank before."""
 
     sent: Tensor
     received: Tensor
@@ -240,8 +243,8 @@ def pass_on(x: Tensor, axis: Axis) -> Passing:
 
 
 def going_round(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its keys and values) of all ranks, from this one's own backwards; while the caller
-    works with one, the next is under way."""
+    """Yield (rank, its keys and values) for all ranks, from this rank backwards. While the caller
+    works with one, the next is being received."""
     for hop in range(axis.size):
         passing = pass_on(kv, axis) if hop + 1 < axis.size else None
         yield (axis.rank - hop) % axis.size, kv
@@ -255,8 +258,8 @@ def going_round(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Called with q [B, T/c, H, C] and k, v [B, T/c, K, C]; each rank attends with H/c and K/c
-    heads over T tokens."""
+    """Attention by all-to-all: called with q [B, T/c, H, C] and k, v [B, T/c, K, C]; each rank
+    attends with H/c and K/c heads over T tokens."""
 
     config: ModelConfig
     axis: Axis
@@ -266,26 +269,30 @@ class AllToAll:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         size = self.axis.size
         by_rank = torch.cat([x.unflatten(2, (size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
-        mine: Tensor = Conjugate.apply(by_rank, heads_for_tokens, tokens_for_heads, self.axis)
-        q, k, v = mine.split([x.shape[2] // size for x in (q, k, v)], 2)
-        seen = self.attention(q, k, v, self.config.window(layer), self.documents)
-        y: Tensor = Conjugate.apply(seen, tokens_for_heads, heads_for_tokens, self.axis)
+        local: Tensor = Conjugate.apply(by_rank, heads_for_tokens, tokens_for_heads, self.axis)
+        q, k, v = local.split([x.shape[2] // size for x in (q, k, v)], 2)
+        attended = self.attention(q, k, v, self.config.window(layer), self.documents)
+        y: Tensor = Conjugate.apply(attended, tokens_for_heads, heads_for_tokens, self.axis)
         return y
 
 
 def heads_for_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[B, T/c, H, C] -> [B, T, H/c, C]: give every rank its heads of these tokens, take these heads
-    of all tokens."""
-    return traded(x.unflatten(2, (axis.size, -1)).movedim(2, 0), axis).movedim(0, 1).flatten(1, 2)
+    """Exchange [B, T/c, H, C] for [B, T, H/c, C]: send every rank its heads of these tokens,
+    receive this rank's heads of all tokens."""
+    return (
+        exchanged(x.unflatten(2, (axis.size, -1)).movedim(2, 0), axis).movedim(0, 1).flatten(1, 2)
+    )
 
 
 def tokens_for_heads(x: Tensor, axis: Axis) -> Tensor:
-    """[B, T, H/c, C] -> [B, T/c, H, C]: the way back."""
-    return traded(x.unflatten(1, (axis.size, -1)).movedim(1, 0), axis).movedim(0, 2).flatten(2, 3)
+    """Exchange [B, T, H/c, C] for [B, T/c, H, C], the inverse."""
+    return (
+        exchanged(x.unflatten(1, (axis.size, -1)).movedim(1, 0), axis).movedim(0, 2).flatten(2, 3)
+    )
 
 
-def traded(x: Tensor, axis: Axis) -> Tensor:
-    """Row i of x [c, ...] goes to rank i, row i of the result comes from it."""
+def exchanged(x: Tensor, axis: Axis) -> Tensor:
+    """Send row i of x [c, ...] to rank i; row i of the result comes from rank i."""
     x = x.contiguous()
     out = torch.empty_like(x)
     axis.all_to_all(x, out).wait()

@@ -1,6 +1,8 @@
-"""Data parallel in its simplest form: every rank holds everything, sees its own data, and after the
-backward each gradient is summed over the ranks. Read this first: the store in `zero.py` gives the
-same numbers, and tests hold it to them."""
+"""Data parallel in its simplest form: every rank has the whole model and its own sequences, and
+after the backward each gradient is summed over ranks.
+
+Read this first. The store in `zero.py` computes the same, and tests compare the two.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,12 +10,12 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.zero import Update
+from shardwise.parallel.state_store import Update
 
 
 class DataParallel:
-    """Weights, gradients and optimizer state of one rank, in fp32, as plain dictionaries of tensors
-    by name."""
+    """Weights, gradients and optimizer states of one rank, in fp32, in dictionaries by parameter
+    name."""
 
     def __init__(self, mesh: Mesh, weights: Mapping[str, Tensor], update: Update) -> None:
         self.mesh = mesh
@@ -28,13 +30,13 @@ class DataParallel:
         return {name: self.master[name] for name in names}
 
     def need(self, units: Iterable[str]) -> None:
-        """Everything is always here."""
+        """Do nothing: weights are never sharded."""
 
     def add(self, name: str, grad: Tensor) -> None:
         self.grads[name] += grad
 
     def reduce(self, unit: str) -> None:
-        """Not yet: after the backward."""
+        """Do nothing: `finish` sums all gradients after the backward."""
 
     def finish(self) -> None:
         for grad in self.grads.values():

@@ -1,17 +1,17 @@
-"""PyTorch's own ZeRO-3, `fully_shard` (FSDP2), behind the interface of our store and pipeline.
+"""PyTorch's own ZeRO-3, `fully_shard` (FSDP2), behind the interfaces of store and pipeline.
 
-FSDP lives in hooks of Modules that are called: before a module's forward and backward it gathers
-the module's weights, after them it frees them, and after the backward it sums their gradients into
-the shard. So the model's one definition is wrapped in Modules here, one for each block and one for
-the rest, and each is a unit of communication.
+FSDP works in hooks of Modules: before a module's forward and backward it gathers the module's
+weights, afterwards it frees them, and after the backward it reduce-scatters their gradients. So the
+model is wrapped in Modules here, one per block and one for the rest; each is a unit of
+communication.
 
-Every parameter is cut on its own, by rows, as `torch.chunk` cuts: all ranks but the last hold
-ceil(rows / ranks) rows, and what travels is padded to that. FSDP knows weights and gradients; the
-optimizer's state is ours, on the same rows. Under tensor parallel what it cuts is the part that
-this tensor rank has of a parameter, over those that have the same.
+Every parameter is sharded on its own, by rows, as `torch.chunk` splits: all ranks but the last hold
+ceil(rows / ranks) rows, and communication is padded to that. FSDP holds weights and gradients; the
+optimizer states, of the same rows, are held here. With tensor parallel, FSDP shards the local part
+of a parameter over the ranks that have the same part.
 
-FSDP runs inside each group of data ranks. Once a step `finish` adds the sums that it does not know
-of: over the groups of hybrid sharding, and over tensor ranks of what each of them has one term of.
+FSDP runs inside each shard group. Once per step `finish` adds the sums outside of it: over the
+groups of hybrid sharding, and of partial gradients over tensor ranks.
 """
 
 import math
@@ -36,21 +36,20 @@ from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.pipeline.actions import Action, accumulate
 from shardwise.parallel.pipeline.executor import Context
-from shardwise.parallel.unit import SLICE_ELEMENTS, Owned
-from shardwise.parallel.zero import Update, add_terms, storage_bytes, sum_of_squares
-from shardwise.params import (
-    Box,
-    ParamSpec,
-    boxes,
-    boxes_within,
-    is_first_holder,
-    local_shape,
-    partial_axes,
-    units,
+from shardwise.parallel.state_store import (
+    STEP_ELEMENTS,
+    Owned,
+    StateStore,
+    Update,
+    storage_bytes,
+    sum_partial,
 )
+from shardwise.params import ParamSpec, block_unit, unit_axes, units
+from shardwise.shards import Box, boxes, boxes_within, flat_strides, local_shape, partial_axes
 
 PIECE = "model"
-"""All of the model is one piece: FSDP decides itself when to gather, free and reduce."""
+"""The name of the only piece, the whole model: FSDP itself decides when to gather, free and
+reduce."""
 
 
 def make_fsdp(
@@ -64,13 +63,12 @@ def make_fsdp(
     context: Callable[[MicroBatch], Context],
     reduce_dtype: torch.dtype = torch.float32,
 ) -> tuple["FsdpStore", "FsdpPipeline", list[Action], list[Action]]:
-    """What this rank runs: its shards, the executor, and the tables of one step and of one
-    evaluation. The weights mean nothing until `owned("master")` has been written to.
+    """Return what this rank runs: its store, its executor, and the tables of one step and of one
+    evaluation. The weights are undefined until `owned("master")` has been written.
 
-    The model computes in `dtype`. FSDP gives a gradient in the dtype of the parameter that it cuts;
-    so where `dtype` is bf16 and `grad_dtype` fp32, what it cuts are the fp32 masters, which it
-    casts as it gathers, and no shard in bf16 is held: 16 bytes an element where the stages of ZeRO
-    hold 18.
+    The model computes in `dtype`. FSDP returns gradients in the dtype of the sharded parameter. So
+    with `dtype` bf16 and `grad_dtype` fp32 it shards the fp32 master weights and casts them as it
+    gathers; there is no bf16 shard: 16 bytes per element, where the stages of ZeRO hold 18.
     """
     assert grad_dtype in (dtype, torch.float32)
     stored = tuple(spec for spec in specs if spec.tied_to is None)
@@ -88,30 +86,33 @@ def make_fsdp(
 class FsdpBlock(nn.Module):
     """One block: its parameters, by the fields of `BlockWeights`.
 
-    What to run comes as a function, since FSDP takes dataclasses among a module's arguments apart
-    and builds them anew.
+    `forward` takes what to run as a function, since FSDP would take a dataclass among the arguments
+    apart and rebuild it.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
-        self.repeated = mesh.layout.recompute == "full"
+        self.shard_axis = mesh.axes[unit_axes(specs).shard]
+        self.recomputes = mesh.layout.recompute == "full"
         for spec in specs:
-            self.register_parameter(spec.name.split(".")[-1], unallocated(spec, mesh, dtype))
+            self.register_parameter(spec.short_name, unallocated(spec, mesh, dtype))
 
     def forward(self, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
         weights = BlockWeights(**own_parameters(self))
-        if not self.repeated:
+        if not self.recomputes:
             return run(x, w=weights)
-        # inside the module, so that FSDP has gathered the weights when the backward runs it again
+        # inside the module, so that FSDP has gathered the weights when the backward recomputes it
         y: Tensor = checkpoint(run, x, w=weights, use_reentrant=False, preserve_rng_state=False)
         return y
 
 
 class FsdpModel(nn.Module):
-    """All of the model that a tensor rank has, its parameters named as their specs. Called with the
-    context of a micro-batch it returns the summed loss. A tied head reads the embedding, so both
-    are in this module, and its weights stay gathered from the forward to the end of the
-    backward."""
+    """The model of one tensor rank, its parameters named as their specs. Called with the context of
+    a micro-batch, it returns the summed loss.
+
+    A tied head reads the embedding, so both belong to this module, whose weights stay gathered from
+    the forward to the end of the backward.
+    """
 
     def __init__(
         self,
@@ -127,9 +128,11 @@ class FsdpModel(nn.Module):
         by_unit = units(specs)
         layers = range(model.config.num_layers)
         self.blocks = nn.ModuleList(
-            FsdpBlock(by_unit.pop(f"blocks.{layer}"), mesh, dtype) for layer in layers
+            FsdpBlock(by_unit.pop(block_unit(layer)), mesh, dtype) for layer in layers
         )
-        for spec in (spec for rest in by_unit.values() for spec in rest):
+        others = [spec for rest in by_unit.values() for spec in rest]
+        self.shard_axis = mesh.axes[unit_axes(others).shard]
+        for spec in others:
             self.register_parameter(spec.name, unallocated(spec, mesh, dtype))
 
     def forward(self, context: Context) -> Tensor:
@@ -167,26 +170,34 @@ def shard_model(
     grad_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
 ) -> None:
-    """Cut every parameter, then allocate what this rank holds of it: no rank ever holds the whole
-    model.
+    """Shard every parameter, then allocate this rank's rows: no rank ever holds the whole model.
 
-    FSDP averages gradients unless told to divide them by one, and divides while it sums, which gloo
-    cannot, unless told to sum only. They travel in their own dtype, and the axis sums them in
+    FSDP by default averages gradients, within the collective, which gloo cannot: so the divisor is
+    set to one, and the collective to a sum. Gradients are sent in their own dtype and summed in
     `reduce_dtype`.
 
-    Weights begin as zeros: nobody writes the padding of a vocabulary, which is multiplied by zero.
+    Weights start as zeros: the padding of a vocabulary, which is multiplied by zero, is never
+    written.
     """
-    assert mesh.shard.group is not None
-    ranks = DeviceMesh.from_group(mesh.shard.group, mesh.device.type)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=grad_dtype, cast_forward_inputs=False
     )
-    for block in model.blocks:
-        fully_shard(block, mesh=ranks, mp_policy=policy, reshard_after_forward=not mesh.layout.keep)
-    fully_shard(model, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+    meshes: dict[str, DeviceMesh] = {}
+    for module in (*model.blocks, model):
+        axis = cast(FsdpBlock | FsdpModel, module).shard_axis
+        assert axis.group is not None
+        if axis.name not in meshes:
+            meshes[axis.name] = DeviceMesh.from_group(axis.group, mesh.device.type)
+        fully_shard(
+            module,
+            mesh=meshes[axis.name],
+            mp_policy=policy,
+            reshard_after_forward=module is not model and not mesh.layout.keep,
+        )
     for module in fsdp_modules(model):
-        module.set_custom_all_gather(AllGather(mesh.shard))  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(ReduceScatter(mesh.shard, reduce_dtype))  # type: ignore[arg-type]
+        axis = cast(FsdpBlock | FsdpModel, module).shard_axis
+        module.set_custom_all_gather(AllGather(axis))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(ReduceScatter(axis, reduce_dtype))  # type: ignore[arg-type]
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=mesh.device)
@@ -204,9 +215,8 @@ def fsdp_modules(model: FsdpModel) -> list[FSDPModule]:
 
 @dataclass(frozen=True)
 class Communication:
-    """What FSDP calls in place of its own collective, so that it goes through the axis. FSDP passes
-    its arguments by name, and orders streams around the call, so it waits for nothing but the
-    stream it is called on."""
+    """A replacement of FSDP's own collective that goes through an axis. FSDP passes arguments by
+    name and orders streams around the call, so the call waits only for its own stream."""
 
     axis: Axis
 
@@ -249,30 +259,30 @@ class ReduceScatter(Communication):
 
 
 def chunk_rows(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """The rows [start, stop) of dim 0 that `rank` holds: equal chunks, rounded up; the last may be
-    short or empty."""
+    """Return the rows [start, stop) of dim 0 that `rank` holds: equal chunks, rounded up; the last
+    may be short or empty."""
     each = -(-num_rows // num_ranks)
     return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
 
 
-def room(spec: ParamSpec, layout: Layout) -> int:
-    """Elements that a sum over groups sets aside for the rows of one rank: as many as the fullest
-    has. So what tensor ranks share lies at the same place on all of them, and is added up in one
+def capacity_elements(spec: ParamSpec, layout: Layout) -> int:
+    """Return the elements that a sum over groups allocates for a parameter: as many as the fullest
+    rank owns. So what tensor ranks share lies at the same place on all, and is summed in the same
     order."""
     rows, *columns = local_shape(spec, layout, layout.coord(0))
-    return -(-rows // layout.shard_size) * math.prod(columns)
+    return -(-rows // layout.size(spec.state_axes.shard)) * math.prod(columns)
 
 
 def local_of(x: Tensor) -> Tensor:
-    """This rank's rows of a cut parameter or gradient, as a view."""
+    """Return this rank's rows of a sharded parameter or gradient, as a view."""
     with torch.no_grad():
         return cast(DTensor, x).to_local()
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """The rows that this rank owns, from `first_row` on, of its tensor rank's part of one
-    parameter, with their state. `own_master` is None where the parameter is in fp32, and so its own
+    """The rows of the local tensor of one parameter that this rank owns, from `first_row` on, with
+    their optimizer states. `own_master` is None if the parameter is in fp32 and so its own
     master."""
 
     spec: ParamSpec
@@ -292,22 +302,23 @@ class ParameterShard:
 
     @property
     def gradient(self) -> Tensor:
-        assert self.parameter.grad is not None, f"no gradient came for {self.spec.name}"
+        assert self.parameter.grad is not None, f"no gradient was computed for {self.spec.name}"
         return local_of(self.parameter.grad)
 
     def refresh(self) -> None:
         if self.own_master is not None:
             self.local.copy_(self.own_master)
 
-    def terms(self, mesh: Mesh) -> Iterator[tuple[AxisName, Tensor]]:
-        """The rows of the gradient of which this rank has one term of a sum over an axis, part by
-        part, as views. They are the same rows on all ranks of the axis, whose local tensors have
-        one shape."""
+    def partial_gradients(self, mesh: Mesh) -> Iterator[tuple[AxisName, Tensor]]:
+        """Yield (axis, rows) for the rows of the gradient that are partial sums over an axis, part
+        by part, as views. They are the same rows on all ranks of the axis, whose local tensors have
+        the same shape."""
         for part, box in zip(
-            self.spec.rows, boxes(self.spec, mesh.layout, mesh.coord), strict=True
+            self.spec.all_parts, boxes(self.spec, mesh.layout, mesh.coord), strict=True
         ):
             first = max(box.local[0] - self.first_row, 0)
-            rows = self.gradient[first : max(box.local[0] + box.shape[0] - self.first_row, 0)]
+            last = max(box.local[0] + box.shape[0] - self.first_row, 0)
+            rows = self.gradient[(slice(first, last), *box.local_slices[1:])]
             for axis in partial_axes(self.spec, part, mesh.layout) if rows.numel() else ():
                 if mesh.axes[axis].size > 1:
                     yield axis, rows
@@ -315,7 +326,8 @@ class ParameterShard:
 
 def make_shard(spec: ParamSpec, parameter: nn.Parameter, mesh: Mesh) -> ParameterShard:
     rows, *columns = local_shape(spec, mesh.layout, mesh.coord)
-    start, stop = chunk_rows(rows, mesh.shard.rank, mesh.shard.size)
+    axis = mesh.axes[spec.state_axes.shard]
+    start, stop = chunk_rows(rows, axis.rank, axis.size)
     local = local_of(parameter)
     assert local.shape == (stop - start, *columns), spec.name
 
@@ -327,12 +339,12 @@ def make_shard(spec: ParamSpec, parameter: nn.Parameter, mesh: Mesh) -> Paramete
     )
 
 
-class FsdpStore:
-    """Weights, gradients and optimizer state of one rank; weights and gradients are FSDP's, the
-    state ours.
+class FsdpStore(StateStore):
+    """Weights, gradients and optimizer states of one rank. FSDP holds weights and gradients, this
+    store the optimizer states.
 
-    A step updates the fp32 masters of the owned rows and writes them back. Gradients are sums over
-    micro-batches and ranks, and stay as they are until the next step begins.
+    A step updates the fp32 master weights of the owned rows and writes them back. Gradients are
+    sums over micro-batches and ranks; they stay until the next step begins.
     """
 
     def __init__(
@@ -343,44 +355,42 @@ class FsdpStore:
         update: Update,
         reduce_dtype: torch.dtype,
     ) -> None:
+        super().__init__(mesh, update)
         self.model = model
-        self.mesh = mesh
-        self.update = update
         self.reduce_dtype = reduce_dtype
-        self.num_steps = 0
         parameters = dict(model.named_parameters())
         assert parameters.keys() == {spec.name for spec in specs}
         self.shards = [make_shard(spec, parameters[spec.name], mesh) for spec in specs]
-        self._grad_scale = 1.0
 
     def drop_gradients(self) -> None:
-        """Begin a step: what FSDP sums from now on starts from nothing."""
+        """Begin a step: FSDP accumulates into fresh gradients."""
         for shard in self.shards:
             shard.parameter.grad = None
 
     def finish(self) -> None:
-        """Complete the gradients, a unit of state at a time: sum them over the groups of hybrid
-        sharding, and over other axes what each rank has one term of."""
+        """Complete the gradients, one unit of state at a time: sum them over the groups of hybrid
+        sharding, and partial sums over other axes."""
         for unit in units(tuple(shard.spec for shard in self.shards)):
             shards = [shard for shard in self.shards if shard.spec.unit == unit]
-            if self.mesh.replicate.size > 1:
-                self._sum_over_groups(shards)
+            replicas = self.mesh.axes[unit_axes(shard.spec for shard in shards).replicate]
+            if replicas.size > 1:
+                self._sum_over_groups(shards, replicas)
             by_axis: dict[AxisName, list[Tensor]] = {}
-            for axis, rows in (term for shard in shards for term in shard.terms(self.mesh)):
-                by_axis.setdefault(axis, []).append(rows)
-            for axis, terms in by_axis.items():
-                add_terms(terms, self.mesh.axes[axis])
+            for shard in shards:
+                for axis, rows in shard.partial_gradients(self.mesh):
+                    by_axis.setdefault(axis, []).append(rows)
+            for axis, grads in by_axis.items():
+                sum_partial(grads, self.mesh.axes[axis])
 
-    def _sum_over_groups(self, shards: list[ParameterShard]) -> None:
-        axis = self.mesh.replicate
+    def _sum_over_groups(self, shards: list[ParameterShard], axis: Axis) -> None:
         layout = self.mesh.layout
         grads = [shard.gradient for shard in shards]
-        rooms = [room(shard.spec, layout) for shard in shards]
-        padding = -sum(rooms) % axis.size
-        flat = grads[0].new_zeros(sum(rooms) + padding)
+        capacities = [capacity_elements(shard.spec, layout) for shard in shards]
+        padding = -sum(capacities) % axis.size
+        flat = grads[0].new_zeros(sum(capacities) + padding)
         places = [
             place[: grad.numel()]
-            for place, grad in zip(flat.split([*rooms, padding]), grads, strict=False)
+            for place, grad in zip(flat.split([*capacities, padding]), grads, strict=False)
         ]
         for place, grad in zip(places, grads, strict=True):
             place.copy_(grad.flatten())
@@ -388,28 +398,13 @@ class FsdpStore:
         for place, grad in zip(places, grads, strict=True):
             grad.copy_(place.view_as(grad))
 
-    def clip(self, max_norm: float) -> float:
-        """The 2-norm of the whole gradient, each logical element counted once. The next step scales
-        gradients so that it is at most `max_norm` (0: as they are)."""
-        mine = sum(map(sum_of_squares, self._counted())) if self.mesh.replicate.rank == 0 else 0.0
-        norm = self.mesh.world.sum(mine)[0] ** 0.5
-        self._grad_scale = min(1.0, max_norm / norm) if max_norm and norm else 1.0
-        return norm
-
-    def _counted(self) -> Iterator[Tensor]:
-        """What the norm counts of this rank's gradients, flat: what several tensor ranks hold, on
-        the first."""
-        for spec, box, view in self.owned("gradient"):
-            if is_first_holder(spec, spec.part(box.part), self.mesh.layout, self.mesh.coord):
-                yield view.flatten()
-
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One optimizer step on the owned rows, in slices: what it casts stays in the cache."""
+        """Take one optimizer step on the owned rows, in slices whose casts stay in the cache."""
         self.num_steps += 1
         for shard in self.shards:
             states = (shard.master, shard.gradient, shard.exp_avg, shard.exp_avg_sq)
-            slices = zip(*(state.flatten().split(SLICE_ELEMENTS) for state in states), strict=True)
+            slices = zip(*(state.flatten().split(STEP_ELEMENTS) for state in states), strict=True)
             for master, grad, exp_avg, exp_avg_sq in slices:
                 scaled = grad.float() * self._grad_scale
                 self.update(
@@ -418,8 +413,6 @@ class FsdpStore:
             shard.refresh()
 
     def owned(self, kind: Owned) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
-        """Every rectangle of every parameter that this rank owns, with its place in the whole and a
-        view of it: reading and writing both work."""
         for shard in self.shards:
             flat: Tensor = getattr(shard, kind).flatten()
             start = shard.first_row * math.prod(shard.local.shape[1:])
@@ -427,19 +420,17 @@ class FsdpStore:
                 shard.spec, self.mesh.layout, self.mesh.coord, start, start + flat.numel()
             )
             for box, first in within:
-                at = first - start
-                yield shard.spec, box, flat[at : at + math.prod(box.shape)].view(box.shape)
+                strides = flat_strides((0, *shard.local.shape[1:]))
+                offset = flat.storage_offset() + first - start
+                yield shard.spec, box, flat.as_strided(box.shape, strides, offset)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the weights in line with masters that were written from outside."""
         for shard in self.shards:
             shard.refresh()
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, as computing sees it, by name; it is there until the next is asked
-        for."""
         for module in fsdp_modules(self.model)[
             ::-1
         ]:  # blocks before the root, which holds the rest
@@ -450,8 +441,8 @@ class FsdpStore:
             module.reshard()
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of the buffers that this rank holds now, by the planner's rows; padding is in them,
-        and so are weights that are gathered just now."""
+        """Return the bytes of the buffers that this rank holds now, by the planner's rows; padding
+        and currently gathered weights included."""
         gathered = [
             weight.detach() for weight in self.model.parameters() if not isinstance(weight, DTensor)
         ]
@@ -470,8 +461,7 @@ class FsdpStore:
 
 
 class FsdpPipeline:
-    """Runs the table of a model in one piece: F calls it and keeps the graph, B pulls the loss's
-    derivative through."""
+    """Executor of a model in one piece: F calls it and keeps the graph, B runs its backward."""
 
     def __init__(
         self, model: FsdpModel, store: FsdpStore, context: Callable[[MicroBatch], Context]
@@ -483,8 +473,8 @@ class FsdpPipeline:
         self._graphs: dict[int, Tensor] = {}
 
     def execute(self, action: Action, microbatches: Sequence[MicroBatch], scale: float) -> None:
-        """Do one action; `scale` is the derivative of the step's loss by the summed loss of its
-        tokens."""
+        """Execute one action. `scale` is the derivative of the step's loss with respect to the
+        summed loss of its tokens."""
         assert action.piece == PIECE
         at = action.microbatch
         if action.kind == "F":
@@ -502,17 +492,17 @@ class FsdpPipeline:
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def finish(self) -> float:
-        """The summed loss of this rank's tokens in this step; asserts that nothing is left half
-        done."""
-        assert not self._graphs, "the table left work undone"
+        """Return the summed loss of this rank's tokens in this step. Asserts that no micro-batch
+        lacks its backward."""
+        assert not self._graphs, "the table left a micro-batch without its backward"
         loss = self._loss
         self._loss = None
         return 0.0 if loss is None else loss.item()
 
     @torch.no_grad()
     def evaluate(self, table: Sequence[Action], microbatch: MicroBatch) -> float:
-        """The summed loss of one micro-batch, without gradients; `table` is one forward, and
-        nothing gathered stays."""
+        """Return the summed loss of one micro-batch, without gradients. `table` is one forward.
+        Gathered weights are freed."""
         assert [action.piece for action in table] == [PIECE]
         loss: Tensor = self.model(self.context(microbatch))
         for module in fsdp_modules(self.model):

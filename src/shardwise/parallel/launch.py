@@ -1,10 +1,10 @@
-"""Starting ranks and joining them: the only place that knows how processes find each other, and
-that reads the environment for it.
+"""Starting ranks and joining them: how processes find each other.
 
 `shardwise train` starts the ranks of its layout through torch's elastic launcher; under `torchrun`
-it joins what was started. Either way each rank ends in `function(place, *args)`.
+it joins the ranks that were started. Either way each rank runs `function(place, *args)`.
 """
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -23,21 +23,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 
+from shardwise.environment import torchrun_rank
 from shardwise.parallel.mesh import CollectiveFailed
 
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a scheduler's request, a terminal that was closed: each asks a run to save and stop."""
+"""Ctrl-C, a stop by the scheduler, a closed terminal: on each, a run saves and stops."""
 
 BLAME_S = 5.0
-"""How long a rank whose collective failed waits before it fails too, so that the one at fault is
-found first."""
+"""Seconds that a rank whose collective failed waits before it fails too, so that the rank at fault
+is reported first."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this process is, of how many, and the device it computes on."""
+    """The rank of this process, the world size, and the device that it computes on."""
 
     rank: int
     world_size: int
@@ -45,42 +47,45 @@ class Place:
 
 
 class RankFailed(Exception):
-    """A rank ended with an error: the message names it and its exit code, and holds its traceback
-    first."""
+    """A rank ended with an error. The message begins with its traceback and names the rank and its
+    exit code."""
 
 
 class Stopped(Exception):
-    """The ranks were ended at once, on a second Ctrl-C. `signal` is its number."""
+    """The ranks were killed by a second Ctrl-C. `signal` is its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.signal = number
 
 
-def started_by_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def joined_world_size() -> int | None:
-    """The number of ranks that torchrun started, None when it did not start this process."""
-    return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
+    """Return the number of ranks that torchrun started, or None if it did not start this
+    process."""
+    joined = torchrun_rank()
+    return None if joined is None else joined.world_size
 
 
 def local_world_size() -> int | None:
-    """The number of ranks that torchrun started on this machine."""
-    return (
-        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        if started_by_torchrun()
-        else None
-    )
+    """Return the number of ranks that torchrun started on this machine, or None."""
+    joined = torchrun_rank()
+    return None if joined is None else joined.local_world_size
 
 
 def is_first_rank() -> bool:
-    return not started_by_torchrun() or int(os.environ["RANK"]) == 0
+    """Return whether this process is global rank 0, or starts the ranks itself."""
+    joined = torchrun_rank()
+    return joined is None or joined.rank == 0
 
 
-def is_taken(number: int) -> bool:
-    """Whether a stop signal is heeded; under `nohup` a closed terminal is not."""
+def end_with_parent() -> None:
+    """Have Linux kill this process when the one that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def handles_signal(number: int) -> bool:
+    """Return whether a stop signal is handled; under `nohup`, SIGHUP is ignored."""
     return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
@@ -88,9 +93,9 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """Run `function(place, *args)` on every rank and return the result of this machine's first.
 
     `function` must be importable by name; STOP_SIGNALS reach it as signals on every rank
-    (`StopRequest` takes them). Raises RankFailed or Stopped. One rank runs in this very process.
+    (`StopRequest` handles them). A single rank runs in this process. Raises RankFailed or Stopped.
     """
-    if started_by_torchrun():
+    if torchrun_rank() is not None:
         return run_rank(function, *args)
     if num_ranks == 1:
         return function(Place(0, 1, device_of(0, 1)), *args)
@@ -110,17 +115,17 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
         with relayed_signals(num_ranks), silent_log():
             return elastic_launch(config, run_spawned)(num_ranks, function, *args)[0]
     except ChildFailedError as error:
-        raise RankFailed(tell_failures(error)) from None
+        raise RankFailed(describe_failures(error)) from None
 
 
 @contextmanager
 def relayed_signals(num_ranks: int) -> Iterator[None]:
-    """While the block runs, STOP_SIGNALS go on to the ranks, which end in their own time; a second
-    Ctrl-C ends them at once.
+    """Relay STOP_SIGNALS to the ranks while the block runs; they stop after their step. A second
+    Ctrl-C kills them.
 
-    The main thread holds the signals back, which the ranks it starts inherit: none dies of one
-    before it can save. A second thread takes them from the system, and Python runs the handler in
-    the main thread.
+    The main thread blocks the signals, and the ranks that it starts inherit the mask: none dies
+    before it can save. A second thread receives them from the system, and Python runs the handler
+    in the main thread.
     """
     others = multiprocessing.active_children()
     early: list[int] = []
@@ -148,7 +153,7 @@ def relayed_signals(num_ranks: int) -> Iterator[None]:
     done = threading.Event()
     threading.Thread(target=repeat_early_ones, daemon=True).start()
     former: dict[int, Any] = {
-        number: signal.signal(number, relay) for number in STOP_SIGNALS if is_taken(number)
+        number: signal.signal(number, relay) for number in STOP_SIGNALS if handles_signal(number)
     }
     former[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)  # which the launcher takes and keeps
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -163,7 +168,8 @@ def relayed_signals(num_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def silent_log() -> Iterator[None]:
-    """Without the launcher's own log: what went wrong is told once, by `tell_failures`."""
+    """Silence the launcher's own log while the block runs: `describe_failures` reports errors,
+    once."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -173,12 +179,11 @@ def silent_log() -> Iterator[None]:
 
 
 def run_spawned(num_local: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Entry of a rank that `run_ranks` started: the machine's cores are shared evenly among its
-    ranks."""
+    """Run a rank that `run_ranks` started, with an equal share of the machine's cores."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local))
     result = run_rank(function, *args)
-    # A rank waits for its launcher to take the result. Without a launcher it must not wait.
-    set_parent_death_signal(signal.SIGKILL)
+    # A rank waits until its launcher takes the result; without a launcher it must not wait.
+    end_with_parent()
     launcher = multiprocessing.parent_process()
     if launcher is None or not launcher.is_alive():
         sys.exit(1)
@@ -186,38 +191,39 @@ def run_spawned(num_local: int, function: Callable[..., Any], *args: Any) -> Any
 
 
 def run_rank(function: Callable[..., Any], *args: Any) -> Any:
-    """Join the process group that the environment describes, run, and leave it."""
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device = device_of(local_rank, num_local)
+    """Join the process group that torchrun's environment describes, run, and leave it."""
+    joined = torchrun_rank()
+    assert joined is not None
+    device = device_of(joined.local_rank, joined.local_world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        return function(Place(rank, world_size, device), *args)
+        return function(Place(joined.rank, joined.world_size, device), *args)
     except CollectiveFailed:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        time.sleep(BLAME_S)  # the launcher, once it has found the rank at fault, ends this one
+        time.sleep(BLAME_S)  # the launcher, once it has found the rank at fault, ends this rank
         raise
     finally:
         dist.destroy_process_group()
 
 
 def device_of(local_rank: int, num_local: int) -> torch.device:
-    """A GPU each where there are enough, else the CPU."""
+    """Return the GPU of a local rank if the machine has one for each, else the CPU."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= num_local:
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
 
-def tell_failures(error: ChildFailedError) -> str:
-    """The first failure in full, the others a line each: they mostly failed because the first
-    did."""
+def describe_failures(error: ChildFailedError) -> str:
+    """Return the first failure in full and one line for each other rank, which mostly failed
+    because the first did."""
     first_rank, first = error.get_first_failure()
-    told = first.error_file_data.get("message") if isinstance(first.error_file_data, dict) else None
-    trace = told.get("extraInfo", {}).get("py_callstack", "") if isinstance(told, dict) else ""
+    data = first.error_file_data
+    message = data.get("message") if isinstance(data, dict) else None
+    trace = (
+        message.get("extraInfo", {}).get("py_callstack", "") if isinstance(message, dict) else ""
+    )
     lines = [
         trace.rstrip() or str(first.message),
         f"rank {first_rank} failed first, with exit code {first.exitcode}",

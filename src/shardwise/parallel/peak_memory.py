@@ -1,4 +1,4 @@
-"""How much memory this rank has held: of its GPU, or resident in the process."""
+"""Peak memory of this rank: allocated on its GPU, or resident in its process."""
 
 import resource
 import sys
@@ -9,15 +9,15 @@ import torch
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: of the GPU, or resident in the process."""
-    return (
-        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
-    )
+    """Return the peak memory of this rank: allocated on the GPU, or resident in the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """VmHWM of proc(5) where there is one, since getrusage counts in what the process that started
-    this one held."""
+    """Return the peak resident memory of the process: VmHWM of proc(5) where it exists, since
+    getrusage includes that of the parent process."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -29,7 +29,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Forget what this process held before, where the system can."""
+    """Reset the recorded peaks, where the system can."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a rank did when: the spans of a step, collected while a trace is on."""
+"""Timing of a step: the spans of a rank's actions and waits, recorded while its trace is on."""
 
 import time
 from collections.abc import Iterator
@@ -10,12 +10,13 @@ import torch
 from shardwise.parallel.pipeline.actions import Action
 
 WAIT = "wait "
-"""Before the name of an axis: its collective was waited for."""
+"""Prefix of the name of an axis, in spans that wait for one of its collectives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action of the table; or what has another name, such as a wait inside of one."""
+    """The time of an action of the table, or of something else by name, such as a wait within an
+    action. Times are those of time.perf_counter."""
 
     what: Action | str
     start_s: float
@@ -23,9 +24,12 @@ class Span:
 
 
 class Trace:
-    """Off unless someone turns it on, since a GPU must be asked to finish before the clock is read.
-    It is asked for the stream of the computation alone: to wait for transfers too would be to wait
-    for ranks that wait for this one."""
+    """Spans of one rank, recorded while `is_on`.
+
+    It is off by default, since it synchronizes a GPU before every reading of the clock. Only the
+    stream of the computation is synchronized: waiting for transfers would wait for ranks that wait
+    for this one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,6 +43,7 @@ class Trace:
 
     @contextmanager
     def span(self, what: Action | str) -> Iterator[None]:
+        """Record the time that the block takes, if the trace is on."""
         if not self.is_on:
             yield
             return

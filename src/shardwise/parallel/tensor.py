@@ -1,14 +1,17 @@
-"""Tensor parallel (Shoeybi et al. 2019, Megatron-LM): Y = XW where W is too big, so W is cut over
-the ranks of an axis.
+"""Tensor parallel (Megatron-LM, Shoeybi et al. 2019): in Y = XW, W is sharded over the ranks of an
+axis.
 
-By columns into a layer (each rank its heads, its part of the MLP), by rows out of it, and one sum
-in between: the model calls `enter` before and `leave` after, and every linear stays a local
-product. What is cut, and where, the parameter table says (`params.RULES`). Embedding and head are
-cut over the vocabulary: each rank looks up, and scores, the ids that it holds.
+The first linear of a layer is column-parallel (each rank has its heads, its part of the MLP), the
+second row-parallel, with one sum behind it. The model calls the TP hooks `enter` before and `leave`
+after (Megatron's f and g), and every linear stays a local product. `params.RULES` says which dims
+are sharded. Embedding and head are sharded over the vocabulary: each rank looks up, and scores, its
+own ids.
 
-Sequence parallel (Korthikanti et al. 2022) cuts what is left, norms and residuals, along the
-sequence. The sum splits in two: `leave` sums and scatters the sequence, `enter` gathers it. As many
-bytes, 1/t of the activations in between.
+Sequence parallel (Korthikanti et al. 2022) shards the rest, norms and residuals, along the
+sequence. The all-reduce splits in two: `leave` reduce-scatters the sequence, `enter` all-gathers
+it: the same bytes, and 1/t of the activations in between.
+
+Shape letters: B batch, T tokens, D model, t tensor ranks.
 """
 
 from collections.abc import Callable
@@ -26,9 +29,8 @@ Move = Callable[[Tensor, Axis], Tensor]
 
 
 class Conjugate(torch.autograd.Function):
-    """there(x, axis), whose gradient is back(dy, axis): Megatron's f and g. What is copied to all
-    ranks on the way there has the sum of their gradients on the way back, and the other way round;
-    so have gather and scatter."""
+    """forward(x, axis), whose gradient is backward(dy, axis): Megatron's f and g. Copy and
+    all-reduce are each other's backward, and so are all-gather and reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Move, back: Move, axis: Axis) -> Tensor:
@@ -42,27 +44,27 @@ class Conjugate(torch.autograd.Function):
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
-    """The same x on every rank."""
+    """Return x, which is the same on every rank."""
     return x.view_as(x)
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
-    """[B, T/t, D] of every rank -> [B, T, D]."""
+    """All-gather [B, T/t, D] along the sequence to [B, T, D]."""
     parts = x.new_empty(axis.size, *x.shape)
     axis.all_gather(x.contiguous().view(-1), parts.view(-1)).wait()
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 def scattered(x: Tensor, axis: Axis) -> Tensor:
-    """[B, T, D] -> this rank's part [B, T/t, D] of the sum."""
+    """Reduce-scatter [B, T, D] along the sequence to [B, T/t, D], summed in fp32."""
     parts = x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
-    mine = torch.empty_like(parts[0])
-    axis.reduce_scatter(parts.view(axis.size, -1), mine.view(-1), torch.float32).wait()
-    return mine
+    local = torch.empty_like(parts[0])
+    axis.reduce_scatter(parts.view(axis.size, -1), local.view(-1), torch.float32).wait()
+    return local
 
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of every rank's x, on all of them."""
+    """All-reduce x into a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
     axis.all_reduce(total).wait()
     return total
@@ -70,8 +72,8 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorSeams(Seams):
-    """The seams of a model that is cut over `axis`; with `sequence` what lies between is cut along
-    the sequence."""
+    """TP hooks (Megatron's f and g) of a model that is sharded over `axis`; with `sequence`, norms
+    and residuals are sharded along the sequence."""
 
     axis: Axis
     sequence: bool = False

@@ -1,36 +1,40 @@
 """One unit of state (the embedding, a block, the final norm) as flat buffers, so that one
 collective moves all of it.
 
-A unit is padded to a multiple of the data ranks and cut into equal, contiguous shards, one for each
-`shard` rank. What a stage of ZeRO leaves whole is one buffer, of which the shard is a view. What it
-cuts is a buffer of the shard's size, and one of the whole unit whose storage is there only while it
-is needed (`fill`, `empty`); views into that stay valid.
+A unit is padded to a multiple of its ranks and split into equal, contiguous shards, one per rank of
+its shard axis. A state that the ZeRO stage does not shard is one full buffer, and the shard is a
+view of it. A state that is sharded has a buffer of the shard's size, and a full buffer whose
+storage exists only while it is needed (`allocate_storage`, `free_storage`); views of it stay valid.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shardwise.formats.run_checkpoint import State
-from shardwise.layout import AxisName, Layout
-from shardwise.parallel.mesh import Mesh
+from shardwise.layout import AxisName
+from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.offload import Offload
-from shardwise.params import Box, ParamSpec, boxes, boxes_within, local_shape, partial_axes
-
-Owned = State | Literal["gradient"]
-
-SLICE_ELEMENTS = 1 << 21
-"""The step works through a shard in slices of this many elements: what it casts stays in the
-cache."""
+from shardwise.parallel.state_store import STEP_ELEMENTS, Owned
+from shardwise.params import ParamSpec, unit_axes
+from shardwise.shards import (
+    Box,
+    allocated_elements,
+    boxes,
+    boxes_within,
+    flat_index,
+    flat_strides,
+    local_shape,
+    partial_axes,
+    unit_elements,
+)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in the flat buffers of its unit."""
+    """The place of a parameter in the flat buffers of its unit: `shape` is its local shape, `start`
+    the index of its first element."""
 
     spec: ParamSpec
     shape: tuple[int, ...]
@@ -41,20 +45,48 @@ class Place:
         return self.start + torch.Size(self.shape).numel()
 
     def of(self, flat: Tensor) -> Tensor:
+        """Return the parameter as a view of a flat buffer of the unit."""
         return flat[self.start : self.stop].view(self.shape)
+
+    def view_of(self, shard: Tensor, shard_start: int, box: Box) -> Tensor:
+        """Return a box of the parameter as a view of `shard`, the elements of the flat buffer from
+        `shard_start` on, which hold all of the box."""
+        first = self.start + flat_index(box.local, self.shape) - shard_start
+        strides = flat_strides(self.shape)
+        return shard.as_strided(box.shape, strides, shard.storage_offset() + first)
 
 
 @dataclass
 class Unit:
-    """The buffers of one unit. Matrices come first, then norms and biases, so that weight decay
-    covers one range."""
+    """The buffers of one unit of state on this rank.
+
+    Matrices come first, then norms and biases, so that weight decay applies to one range.
+
+    Attributes:
+        name: its name.
+        places: where each parameter lies.
+        num_decayed: the elements from the start on that weight decay shrinks.
+        shard_axis: the ranks that hold one shard each.
+        replicate_axis: the ranks that hold the same shard.
+        shard: the elements of the flat buffer that this rank owns.
+        leaves: each parameter as a leaf of the autograd graph, a view of `weights`.
+        weights, grads: full buffers, in the dtypes of weights and of gradients.
+        weight_shard, grad_shard: this rank's shard of them.
+        master, exp_avg, exp_avg_sq: optimizer states of the shard, in fp32.
+        partial: by axis, the parts of `grads` of which this rank has a partial sum (norms under
+            sequence parallel, q/k norms, replicated kv heads), as views.
+        is_whole: whether `weights` hold all shards, or a gather in progress will fill them.
+        added: parameters whose gradient has had a contribution; the first one overwrites.
+        is_reduced: whether `grad_shard` has had a sum in this step, to which the next one adds.
+    """
 
     name: str
     places: tuple[Place, ...]
     num_decayed: int
+    shard_axis: Axis
+    replicate_axis: Axis
     shard: range
     leaves: dict[str, Tensor]
-    """Each parameter as a leaf of the graph, a view of `weights`."""
     weights: Tensor
     weight_shard: Tensor
     grads: Tensor
@@ -62,29 +94,23 @@ class Unit:
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    terms: dict[AxisName, list[Tensor]]
-    """By axis, the parts of the whole gradient of which this rank has one term (norms under
-    sequence parallel, q/k norms, replicated kv heads), as views."""
+    partial: dict[AxisName, list[Tensor]]
     is_whole: bool
-    """Whether `weights` hold, or a gather under way is about to bring, what every shard holds."""
     added: set[str] = field(default_factory=set)
-    """Parameters whose gradient has begun: the first contribution overwrites what was there."""
     is_reduced: bool = False
-    """Whether `grad_shard` has had a sum in this step: another one adds to it."""
 
     def owned(self, kind: Owned, mesh: Mesh) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
-        """Every rectangle of every parameter that lies in the shard, as a view of it."""
+        """Yield every box of every parameter that lies in the shard, as a view of it."""
         flat = self.grad_shard if kind == "gradient" else getattr(self, kind)
         for place in self.places:
             start = max(place.start, self.shard.start)
             stop = min(place.stop, self.shard.stop)
             within = start - place.start, stop - place.start
-            for box, first in boxes_within(place.spec, mesh.layout, mesh.coord, *within):
-                at = place.start + first - self.shard.start
-                yield place.spec, box, flat[at : at + torch.Size(box.shape).numel()].view(box.shape)
+            for box, _ in boxes_within(place.spec, mesh.layout, mesh.coord, *within):
+                yield place.spec, box, place.view_of(flat, self.shard.start, box)
 
     def zero_gaps(self) -> None:
-        """Clear what lies between and after the parameters in the whole gradient, which is summed
+        """Zero the gaps between and after the parameters in the gradient buffer, which are summed
         with it."""
         stops = [place.stop for place in self.places]
         starts = [place.start for place in self.places[1:]] + [self.grads.numel()]
@@ -92,11 +118,11 @@ class Unit:
             self.grads[stop:start].zero_()
 
     def slices(self) -> Iterator[tuple[slice, bool]]:
-        """Ranges of the shard with whether they decay."""
+        """Yield slices of the shard of at most STEP_ELEMENTS, each with whether it is decayed."""
         boundary = min(max(self.num_decayed, self.shard.start), self.shard.stop) - self.shard.start
         for start, stop, decayed in ((0, boundary, True), (boundary, len(self.shard), False)):
-            for a in range(start, stop, SLICE_ELEMENTS):
-                yield slice(a, min(a + SLICE_ELEMENTS, stop)), decayed
+            for a in range(start, stop, STEP_ELEMENTS):
+                yield slice(a, min(a + STEP_ELEMENTS, stop)), decayed
 
 
 def make_unit(
@@ -107,27 +133,29 @@ def make_unit(
     grad_dtype: torch.dtype,
     offload: Offload | None,
 ) -> Unit:
+    """Allocate the buffers of a unit that consists of `specs`."""
     layout = mesh.layout
     places = lay_out(specs, mesh)
-    num_decayed = sum(room(spec, layout) for spec in specs if spec.decayed)
-    padded = layout.padded(sum(room(spec, layout) for spec in specs))
-    each = padded // mesh.shard.size
-    shard = range(mesh.shard.rank * each, (mesh.shard.rank + 1) * each)
+    axes = unit_axes(specs)
+    shard_axis = mesh.axes[axes.shard]
+    num_decayed = unit_elements((spec for spec in specs if spec.decayed), layout)
+    padded = layout.padded(unit_elements(specs, layout), axes)
+    each = padded // shard_axis.size
+    shard = range(shard_axis.rank * each, (shard_axis.rank + 1) * each)
 
-    def part_of(whole: Tensor, cut: bool) -> Tensor:
-        if not cut:
-            return whole.zero_()[shard.start : shard.stop]
-        empty(whole)
-        return whole.new_zeros(each)
+    def shard_of(full: Tensor, is_sharded: bool) -> Tensor:
+        if not is_sharded:
+            return full.zero_()[shard.start : shard.stop]
+        free_storage(full)
+        return full.new_zeros(each)
 
     weights = torch.empty(padded, dtype=dtype, device=mesh.device)
-    # `.data` has a version counter of its own: refilling the buffer does not upset the graphs that
-    # read it
+    # `.data` has its own version counter, so refilling the buffer does not invalidate graphs
     leaves = {place.spec.name: place.of(weights.data).requires_grad_() for place in places}
-    weight_shard = part_of(weights, layout.cuts("parameters"))
+    weight_shard = shard_of(weights, layout.cuts("parameters"))
     grads = torch.empty(padded, dtype=grad_dtype, device=mesh.device)
-    terms = partial_terms(places, grads, mesh)
-    grad_shard = part_of(grads, layout.cuts("gradients"))
+    partial = partial_gradients(places, grads, mesh)
+    grad_shard = shard_of(grads, layout.cuts("gradients"))
     own_master = dtype == torch.float32 and offload is None
     states = [allocate(each, mesh, offload) for _ in range(2 if own_master else 3)]
     master = weight_shard if own_master else states.pop()
@@ -136,6 +164,8 @@ def make_unit(
         name,
         places,
         num_decayed,
+        shard_axis,
+        mesh.axes[axes.replicate],
         shard,
         leaves,
         weights,
@@ -145,55 +175,49 @@ def make_unit(
         master,
         states[0],
         states[1],
-        terms,
+        partial,
         is_whole,
     )
 
 
-def partial_terms(
+def partial_gradients(
     places: tuple[Place, ...], grads: Tensor, mesh: Mesh
 ) -> dict[AxisName, list[Tensor]]:
-    """The views of `grads` that must be summed over an axis of more than one rank."""
-    found: dict[AxisName, list[Tensor]] = {}
+    """Return the views of `grads` that must be summed over an axis of more than one rank."""
+    views: dict[AxisName, list[Tensor]] = {}
     for place in places:
-        held = boxes(place.spec, mesh.layout, mesh.coord)
-        for part, box in zip(place.spec.rows, held, strict=True):
+        local_boxes = boxes(place.spec, mesh.layout, mesh.coord)
+        for part, box in zip(place.spec.all_parts, local_boxes, strict=True):
             for axis in partial_axes(place.spec, part, mesh.layout):
                 if mesh.axes[axis].size > 1:
-                    found.setdefault(axis, []).append(place.of(grads)[box.local_slices])
-    return found
+                    views.setdefault(axis, []).append(place.of(grads)[box.local_slices])
+    return views
 
 
 def allocate(num_elements: int, mesh: Mesh, offload: Offload | None) -> Tensor:
-    return (
-        offload.allocate(num_elements) if offload else torch.zeros(num_elements, device=mesh.device)
-    )
+    """Return a flat fp32 state of zeros, offloaded or on the device."""
+    if offload is not None:
+        return offload.allocate(num_elements)
+    return torch.zeros(num_elements, device=mesh.device)
 
 
 def lay_out(specs: tuple[ParamSpec, ...], mesh: Mesh) -> tuple[Place, ...]:
-    """Those that decay first, each kind in model order."""
+    """Return the places of the parameters: decayed ones first, each kind in model order."""
     places = []
     start = 0
     for spec in sorted(specs, key=lambda spec: not spec.decayed):
         places.append(Place(spec, local_shape(spec, mesh.layout, mesh.coord), start))
-        start += room(spec, mesh.layout)
+        start += allocated_elements(spec, mesh.layout)
     return tuple(places)
 
 
-def room(spec: ParamSpec, layout: Layout) -> int:
-    """Elements that every rank sets aside for a parameter: as many as the fullest needs. So what
-    tensor ranks share lies at the same place on all of them, and goes through the same
-    arithmetic."""
-    return math.prod(local_shape(spec, layout, layout.coord(0)))
-
-
-def fill(flat: Tensor) -> None:
-    """Give a buffer its storage, with nothing in particular in it; a full one stays as it is."""
+def allocate_storage(flat: Tensor) -> None:
+    """Allocate the storage of a freed buffer, uninitialized; else do nothing."""
     if not flat.untyped_storage().nbytes():
         flat.untyped_storage().resize_(flat.nbytes)
 
 
-def empty(flat: Tensor) -> None:
-    """Take a buffer's storage. Nobody may read it before it is filled again: `Store.need` sees to
-    that."""
+def free_storage(flat: Tensor) -> None:
+    """Free the storage of a buffer, which must not be read until it is gathered again
+    (`Store.need` asserts that)."""
     flat.untyped_storage().resize_(0)

@@ -39,8 +39,9 @@ from shardwise.layout import Coord, Layout, Recompute
 from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.schedules import rank_actions
-from shardwise.params import cut_dim, stage_layers, stage_units
+from shardwise.params import rank_layers, stage_layers
 from shardwise.precision import FP32_BYTES
+from shardwise.shards import shard_dim
 
 RECOMPUTED = frozenset(each.name for param in BLOCK for each in param.saved if each.recomputed)
 """The saved tensors that selective recompute drops."""
@@ -100,7 +101,7 @@ def share_of(config: ModelConfig, layout: Layout, microbatch: MicroBatchShape) -
         "vocab": config.vocab_size,
     }
     cut = {
-        dim: cut_dim(dim, size, c if dim.endswith("heads") else 1, layout, first)
+        dim: shard_dim(dim, size, c if dim.endswith("heads") else 1, layout, first)
         for dim, size in sizes.items()
     }
     tokens = microbatch.num_sequences * layout.padded_tokens(microbatch.seq_tokens) // layout.cp
@@ -277,4 +278,4 @@ def peak_held(
 
 def num_blocks(config: ModelConfig, layout: Layout, stage: int) -> int:
     """Return the number of blocks of a pipeline rank."""
-    return sum(unit.startswith("blocks.") for unit in stage_units(config, layout, stage))
+    return len(rank_layers(config, layout, stage))

@@ -12,7 +12,7 @@ less.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ModelConfig
@@ -27,6 +27,7 @@ from shardwise.parallel.pipeline.actions import (
     stage_pieces,
 )
 from shardwise.parallel.pipeline.schedules import step_table
+from shardwise.params import block_unit, rank_layers
 from shardwise.precision import FP32_BYTES
 
 
@@ -70,7 +71,8 @@ def buffer_bytes(
     """Return the peak bytes of buffers for units of `sizes` elements. Two micro-batches cover all
     that happens between one and the next."""
     if layout.shard == "fsdp":
-        return fsdp_bytes(layout, sizes, weight_bytes, grad_bytes)
+        blocks = {block_unit(layer) for layer in rank_layers(config, layout, stage)}
+        return fsdp_bytes(layout, sizes, blocks, weight_bytes, grad_bytes)
     table = step_table(config, layout, stage, min(layout.microbatches, 2))
     pieces = rank_pieces(stage_pieces(config, layout), layout, stage)
     return max(
@@ -105,7 +107,9 @@ def moments(
         yield replay.moment(at)
     if layout.data_size > layout.shard_size and grad_bytes < FP32_BYTES:
         # `finish` sums over groups, one bucket at a time.
-        at_most = bucket_elements(layout, grad_bytes, bucket_bytes)
+        at_most = bucket_elements(
+            layout.shard_size, layout.size("replicate"), grad_bytes, bucket_bytes
+        )
         largest = max(min(size // layout.shard_size, at_most) for size in sizes.values())
         yield Moment(len(table), 0, 0, largest * grad_bytes)
 
@@ -116,7 +120,7 @@ def bucket_sizes(
     """Return the bytes that each bucket of a unit's reduction holds while in flight, in addition to
     the gradient: what arrives and, where a bucket is not the whole unit, a copy of what is sent.
     Equal buckets beyond those that can be in flight are left out."""
-    at_most = bucket_elements(layout, grad_bytes, bucket_bytes)
+    at_most = bucket_elements(layout.shard_size, layout.size("replicate"), grad_bytes, bucket_bytes)
     full, rest = divmod(shard_elements, at_most)
     elements = [at_most] * min(full, IN_FLIGHT + 1) + ([rest] if rest else [])
     if layout.shard_size > 1:
@@ -190,14 +194,20 @@ class Replay:
             self.gradients -= self.units[unit].gradients
 
 
-def fsdp_bytes(layout: Layout, sizes: Mapping[str, int], weight_bytes: int, grad_bytes: int) -> int:
+def fsdp_bytes(
+    layout: Layout,
+    sizes: Mapping[str, int],
+    block_units: Collection[str],
+    weight_bytes: int,
+    grad_bytes: int,
+) -> int:
     """Return about what FSDP holds temporarily, which PyTorch decides without a table.
 
     In the backward of a block: the weights of the root, of two blocks (all with `keep`) and of one
     more that arrives; the gradients of the root and the block, and that of the block again as sent
     and as received. Or, at the end, the same for the root alone.
     """
-    blocks = [size for unit, size in sizes.items() if unit.startswith("blocks.")]
+    blocks = [size for unit, size in sizes.items() if unit in block_units]
     root = sum(sizes.values()) - sum(blocks)
     block = max(blocks)
     whole = root + (sum(blocks) if layout.keep else min(2, len(blocks)) * block) + block

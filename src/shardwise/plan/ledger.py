@@ -19,13 +19,14 @@ from functools import lru_cache
 from typing import Literal
 
 from shardwise.config import ModelConfig
-from shardwise.layout import Coord, Layout
-from shardwise.params import local_shape, model_specs, stage_units, units
+from shardwise.layout import Coord, Layout, StateAxes
+from shardwise.params import ParamSpec, model_specs, rank_layers, stage_units, unit_axes, units
 from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits_bytes
 from shardwise.plan.buffers import buffer_bytes
 from shardwise.precision import GradientPrecision, Precision
 from shardwise.quant.kv_dtype import KvDtype, vector_bytes
 from shardwise.quant.scheme import StorageFormats, weight_bytes
+from shardwise.shards import local_shape
 
 Mode = Literal["train", "serve"]
 
@@ -92,35 +93,57 @@ def computed_bytes(precision: Precision) -> int:
     return BYTES_PER_PARAMETER[precision].parameters
 
 
+@dataclass(frozen=True)
+class UnitShapes:
+    """The parameters of a unit of state on the fullest of the ranks that shard them: local shapes,
+    vocabulary padding included, and the axes over which ZeRO shards and replicates the unit."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    axes: StateAxes
+
+    @property
+    def num_elements(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def shard_elements(self, layout: Layout) -> int:
+        """Return the elements on one of the `shard` ranks, padding included; with FSDP on the
+        first."""
+        n = layout.size(self.axes.shard)
+        if layout.shard != "fsdp":
+            return layout.padded(self.num_elements, self.axes) // n
+        return sum(math.ceil(rows / n) * math.prod(columns) for rows, *columns in self.shapes)
+
+    def state_bytes(self, layout: Layout, each: ElementBytes) -> dict[str, int]:
+        """Return the bytes that a rank holds of the unit from step to step, by row."""
+        shard = self.shard_elements(layout)
+        whole = shard * layout.size(self.axes.shard)
+        return {row: (shard if layout.cuts(row) else whole) * getattr(each, row) for row in STATES}
+
+
+def unit_shapes(specs: tuple[ParamSpec, ...], layout: Layout) -> UnitShapes:
+    """Return the shapes of a unit on the first rank, which is the fullest: what does not divide
+    goes to the first ranks."""
+    first = layout.coord(0)
+    shapes = tuple(local_shape(spec, layout, first) for spec in specs)
+    return UnitShapes(shapes, unit_axes(specs))
+
+
 @lru_cache(maxsize=16)
-def unit_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the local shapes of each unit's parameters on tensor rank 0, vocabulary padding
-    included. It holds most: remainders go to the first ranks."""
+def model_shapes(config: ModelConfig, tp: int) -> dict[str, UnitShapes]:
+    """Return the shapes of each unit of a model, which depend on `tp` alone of a layout."""
     layout = Layout(tp=tp)
-    first = Coord(dp=0, tp=0, pp=0, cp=0)
-    return {
-        unit: tuple(local_shape(spec, layout, first) for spec in specs)
-        for unit, specs in units(model_specs(config)).items()
-    }
+    return {unit: unit_shapes(specs, layout) for unit, specs in units(model_specs(config)).items()}
 
 
 def unit_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Return the number of elements of each unit of state on tensor rank 0."""
-    return {
-        unit: sum(map(math.prod, shapes)) for unit, shapes in unit_shapes(config, layout.tp).items()
-    }
+    """Return the elements of each unit of state on a tensor rank, before ZeRO shards it."""
+    return {unit: each.num_elements for unit, each in model_shapes(config, layout.tp).items()}
 
 
 def shard_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Return the number of elements of each unit on one of the ranks that it is sharded over,
-    padding included; under FSDP on the first."""
-    n = layout.shard_size
-    if layout.shard != "fsdp":
-        return {unit: layout.padded(size) // n for unit, size in unit_sizes(config, layout).items()}
-    shapes = unit_shapes(config, layout.tp)
+    """Return the elements of each unit on one of the `shard` ranks that it is sharded over."""
     return {
-        unit: sum(math.ceil(rows / n) * math.prod(columns) for rows, *columns in of_unit)
-        for unit, of_unit in shapes.items()
+        unit: each.shard_elements(layout) for unit, each in model_shapes(config, layout.tp).items()
     }
 
 
@@ -134,21 +157,19 @@ def training_ledgers(
     """Return one ledger per pipeline stage for training with AdamW: states, and the peaks of a
     step. Without a `microbatch` the rows that depend on its size are missing."""
     each = element_bytes(layout, precision, gradients)
-    n = layout.shard_size
-    shards = shard_sizes(config, layout)
+    shapes = model_shapes(config, layout.tp)
     computed = computed_bytes(precision)
     ledgers = []
     for stage in range(layout.pp):
-        units_here = stage_units(config, layout, stage)
-        held = {unit: size for unit, size in shards.items() if unit in units_here}
-        elements = sum(held.values())
-        rows = {
-            row: elements * (1 if layout.cuts(row) else n) * getattr(each, row) for row in STATES
-        }
+        held = stage_units(config, layout, stage)
+        rows = dict.fromkeys(STATES, 0)
+        for unit in held:
+            for row, num_bytes in shapes[unit].state_bytes(layout, each).items():
+                rows[row] += num_bytes
         if microbatch is not None:
             rows["activations"] = activation_bytes(config, layout, stage, microbatch, computed)
             rows["logits"] = logits_bytes(config, layout, stage, microbatch, computed)
-        whole = {unit: size * n for unit, size in held.items()}
+        whole = {unit: shapes[unit].shard_elements(layout) * layout.shard_size for unit in held}
         rows["buffers"] = buffer_bytes(config, layout, stage, whole, computed, each.gradients)
         ledgers.append(Ledger(stage, rows | {"kv": 0}))
     return tuple(ledgers)
@@ -173,7 +194,7 @@ def serving_ledgers(
     for stage in range(layout.pp):
         held = sizes.keys() & stage_units(config, layout, stage)
         weights = sum(sizes[unit] for unit in held)
-        blocks = [int(unit.split(".")[1]) for unit in held if unit.startswith("blocks.")]
+        blocks = rank_layers(config, layout, stage)
         cached = (
             sum(kv_vectors(config, layout, block, seq_tokens) for block in blocks) * num_requests
         )

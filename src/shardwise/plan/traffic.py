@@ -45,10 +45,18 @@ from shardwise.config import ModelConfig
 from shardwise.layout import AxisName, Coord, Layout, ring_bytes
 from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.parallel.pipeline.schedules import step_table
-from shardwise.params import boxes, local_shape, model_specs, partial_axes, stage_units, units
+from shardwise.params import block_unit, model_specs, rank_layers, stage_units, units
 from shardwise.plan.activations import MicroBatchShape, Share, num_blocks, share_of
-from shardwise.plan.ledger import computed_bytes, element_bytes, shard_sizes, unit_sizes
+from shardwise.plan.ledger import (
+    UnitShapes,
+    computed_bytes,
+    element_bytes,
+    model_shapes,
+    shard_sizes,
+    unit_sizes,
+)
 from shardwise.precision import FP32_BYTES, GradientPrecision, Precision
+from shardwise.shards import boxes, local_shape, partial_axes
 
 CommBytes = dict[str, int | None]
 """Bytes by axis; None where the axis has several ranks and no micro-batch is given, without which
@@ -108,22 +116,34 @@ def data_bytes(
     """Return the bytes of weights and gradients that a rank sends to other data ranks in a step."""
     weight_bytes = computed_bytes(precision)
     grad_bytes = element_bytes(layout, precision, gradients).gradients
-    n = layout.shard_size
-    groups = layout.data_size // layout.shard_size
-    sizes = shard_sizes(config, layout)
-    sent = 0
-    for unit in stage_units(config, layout, stage) & sizes.keys():
-        sent += counts["GATHER", unit] * sizes[unit] * weight_bytes * (n - 1)
-        sent += counts["REDUCE", unit] * sizes[unit] * grad_bytes * (n - 1)
-        sent += 2 * math.ceil(sizes[unit] / groups) * grad_bytes * (groups - 1)
-    return sent
+    shapes = model_shapes(config, layout.tp)
+    return sum(
+        unit_data_bytes(
+            shapes[unit],
+            layout,
+            counts["GATHER", unit] * weight_bytes + counts["REDUCE", unit] * grad_bytes,
+            grad_bytes,
+        )
+        for unit in stage_units(config, layout, stage)
+    )
+
+
+def unit_data_bytes(
+    shapes: UnitShapes, layout: Layout, ring_element_bytes: int, grad_bytes: int
+) -> int:
+    """Return what a rank sends of one unit in a step: `ring_element_bytes` for each element of its
+    shard around the ring of shards, and the sum over replicas of gradients of `grad_bytes` each."""
+    n, groups = map(layout.size, shapes.axes)
+    shard = shapes.shard_elements(layout)
+    around = shard * ring_element_bytes * (n - 1)
+    return around + 2 * math.ceil(shard / groups) * grad_bytes * (groups - 1)
 
 
 def stage_elements(config: ModelConfig, layout: Layout) -> int:
     """Return P: the number of parameters of the largest stage, before data ranks shard them."""
     sizes = unit_sizes(config, layout)
     return max(
-        sum(sizes[unit] for unit in stage_units(config, layout, stage) & sizes.keys())
+        sum(sizes[unit] for unit in stage_units(config, layout, stage))
         for stage in range(layout.pp)
     )
 
@@ -155,8 +175,9 @@ def fsdp_counts(config: ModelConfig, layout: Layout, stage: int) -> ActionCounts
     for the forward and (without `keep`) again for the backward, gathers the other units once, and
     reduces all."""
     counts: ActionCounts = Counter()
+    blocks = {block_unit(layer) for layer in rank_layers(config, layout, stage)}
     for unit in stage_units(config, layout, stage):
-        twice = unit.startswith("blocks.") and not layout.keep
+        twice = unit in blocks and not layout.keep
         counts["GATHER", unit] = layout.microbatches * (2 if twice else 1)
         counts["REDUCE", unit] = layout.microbatches
     return counts
@@ -235,8 +256,8 @@ def chunks(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class PartialSum:
-    """Rows of a parameter whose gradient is a partial sum on each rank of `axis`. The local
-    parameter has `num_rows` x `width` elements."""
+    """Elements of a parameter whose gradient is a partial sum on each rank of `axis`: `width` in
+    each of `rows` of the `num_rows` rows of the local parameter."""
 
     axis: AxisName
     rows: int
@@ -253,12 +274,13 @@ def partial_sums(config: ModelConfig, layout: Layout) -> dict[str, tuple[Partial
     for unit, specs in units(model_specs(config)).items():
         sums = []
         for spec in specs:
-            rows: Counter[AxisName] = Counter()
-            for part, box in zip(spec.rows, boxes(spec, layout, first), strict=True):
-                rows.update({axis: box.shape[0] for axis in partial_axes(spec, part, layout)})
-            num_rows, *columns = local_shape(spec, layout, first)
-            width = math.prod(columns)
-            sums += [PartialSum(axis, num, num_rows, width) for axis, num in rows.items()]
+            num_rows = local_shape(spec, layout, first)[0]
+            rows: Counter[tuple[AxisName, int]] = Counter()
+            for part, box in zip(spec.all_parts, boxes(spec, layout, first), strict=True):
+                width = math.prod(box.shape[1:])
+                for axis in partial_axes(spec, part, layout):
+                    rows[axis, width] += box.shape[0]
+            sums += [PartialSum(axis, num, num_rows, width) for (axis, width), num in rows.items()]
         found[unit] = tuple(sums)
     return found
 
@@ -276,7 +298,7 @@ def partial_sum_bytes(config: ModelConfig, layout: Layout, stage: int, counts: A
     }
     fsdp = layout.shard == "fsdp"
     sent = 0
-    for unit in stage_units(config, layout, stage) & by_unit.keys():
+    for unit in stage_units(config, layout, stage):
         elements: Counter[AxisName] = Counter()
         for each in by_unit[unit]:
             sharded_rows = math.ceil(each.num_rows / layout.shard_size)

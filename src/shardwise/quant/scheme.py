@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.layout import Coord, Layout
-from shardwise.params import ParamSpec, block_of, boxes, cut_columns, local_shape
+from shardwise.params import ParamSpec
 from shardwise.quant.ggml import BLOCKS
+from shardwise.shards import block_of, boxes, local_shape
 from shardwise.suggest import nearest
 
 NAME = re.compile(r"(?:int(?P<bits>[348])(?P<zero>z?)|fp8)(?:-g(?P<group>[1-9]\d*))?")
@@ -163,7 +164,7 @@ def ggml_format(kind: str) -> StorageFormat | None:
 def quantizable(spec: ParamSpec) -> bool:
     """Matrices of the blocks. Embedding and head stay as they are: rows are looked up, and all
     logits depend on it."""
-    return spec.unit.startswith("blocks.") and len(spec.shape) == 2
+    return spec.kind == "matrix" and len(spec.shape) == 2
 
 
 def can_stay_quantized(spec: ParamSpec) -> bool:
@@ -235,8 +236,8 @@ def is_aligned(spec: ParamSpec, unit: int, layout: Layout) -> bool:
     places = {
         place
         for coord in ranks
-        for cut in cut_columns(spec, layout, coord)
-        for place in (cut.start, cut.stop)
+        for box in boxes(spec, layout, coord)
+        for place in (box.start[1], box.start[1] + box.shape[1])
     }
     return all(place % unit == 0 or place == spec.shape[1] for place in places)
 

@@ -37,7 +37,7 @@ from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import BlockWeights, Transformer
-from shardwise.params import model_specs, num_params, units
+from shardwise.params import block_unit, model_specs, num_params, units
 from shardwise.quant.format import QuantizedMatrix, dequantize
 from shardwise.quant.ggml import BLOCKS
 from shardwise.quantize.quant_config import QuantConfig
@@ -173,20 +173,21 @@ class Passed:
     def on(
         self, tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]]
     ) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
-        unit_ends = {
-            specs[-1].name: unit for unit, specs in units(model_specs(self.config)).items()
+        last_of_block = {
+            specs[-1].name: specs[-1].layer for specs in units(model_specs(self.config)).values()
         }
         for name, tensor in tensors:
             self._held[name] = (
                 tensor if isinstance(tensor, QuantizedMatrix) else tensor.to(self.dtype)
             )
-            if (unit := unit_ends.get(name, "")).startswith("blocks."):
-                self._run(int(unit.removeprefix("blocks.")))
+            layer = last_of_block.get(name)
+            if layer is not None:
+                self._run(layer)
             yield name, tensor
 
     @torch.no_grad()
     def _run(self, layer: int) -> None:
-        prefix = f"blocks.{layer}."
+        prefix = f"{block_unit(layer)}."
         block = {name: self._held.pop(name) for name in list(self._held) if name.startswith(prefix)}
         weights = BlockWeights.of(self._plain(block), layer)
         rope = self._decoder.rope_tables(self._positions, torch.float32)

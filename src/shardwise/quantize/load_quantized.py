@@ -16,11 +16,12 @@ from shardwise.formats.model_source import ModelSource, source_path
 from shardwise.formats.reader import Reader, read_box, read_param, strips
 from shardwise.formats.storage_formats import choose_formats
 from shardwise.layout import Coord, Layout
-from shardwise.params import Box, ParamSpec, block_of, boxes
+from shardwise.params import ParamSpec
 from shardwise.quant.format import QuantizedMatrix, quantize, stack_rows
 from shardwise.quant.ggml_blocks import GgmlMatrix, stack_ggml
 from shardwise.quant.scheme import Scheme, parse_quant
 from shardwise.quant.weight import FloatMatrix, MatrixPart, QuantizedTable, QuantizedWeight
+from shardwise.shards import Box, block_of, boxes
 
 Weights = dict[str, Tensor | QuantizedWeight]
 
@@ -78,7 +79,7 @@ def quantized_box(reader: Reader, spec: ParamSpec, box: Box, scheme: Scheme) -> 
     read = replace(box, start=(box.start[0], start), shape=(box.shape[0], stop - start))
     first = box.start[1] - start
     quantized = []
-    for strip in strips(read, max(block_of(spec, part.dim) for part in spec.rows)):
+    for strip in strips(read, max(block_of(spec, part.dim) for part in spec.all_parts)):
         rows = torch.empty(strip.shape)
         read_box(reader, spec, strip, rows)
         quantized.append(quantize(rows, scheme).columns(first, first + box.shape[1]))

@@ -80,14 +80,12 @@ class Quantizer:
         assert (text is not None) == self.quant_config.calibrated
         x = None if text is None else self.embedded(weights, text)
         for unit, specs in units(model_specs(self.config)).items():
-            if not unit.startswith("blocks."):
+            layer = specs[0].layer
+            if layer is None:
                 yield from ((spec.name, weights[spec.name]) for spec in specs)
                 continue
-            layer = int(unit.removeprefix("blocks."))
             prefix = f"{unit}."
-            block = {
-                spec.name.removeprefix(prefix): weights[spec.name].to(self.device) for spec in specs
-            }
+            block = {spec.short_name: weights[spec.name].to(self.device) for spec in specs}
             check_finite(block, unit)
             statistics = None if x is None else self.collect(block, layer, x)
             quantized = self.quantize_block(block, statistics)

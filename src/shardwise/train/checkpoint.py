@@ -23,12 +23,13 @@ from shardwise.formats.run_checkpoint import (
 )
 from shardwise.formats.safetensors import write_safetensors
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.zero import States
-from shardwise.params import Box, ParamSpec, is_first_holder
+from shardwise.parallel.state_store import StateStore
+from shardwise.params import ParamSpec
+from shardwise.shards import Box, is_first_holder
 
 
 def save_checkpoint(
-    target: Path, store: States, mesh: Mesh, specs: Iterable[ParamSpec], step: int
+    target: Path, store: StateStore, mesh: Mesh, specs: Iterable[ParamSpec], step: int
 ) -> None:
     """Write the state after `step` steps to the folder `target`. Every rank calls it; replicas
     write nothing.
@@ -41,8 +42,7 @@ def save_checkpoint(
         if mesh.rank == 0:
             error = attempt(lambda: make_empty(aside))
         raise_together(mesh, error)
-        if mesh.replicate.rank == 0:
-            error = attempt(lambda: write_rank(aside, store, mesh))
+        error = attempt(lambda: write_rank(aside, store, mesh))
         raise_together(mesh, error)
         if mesh.rank == 0:
             error = attempt(lambda: publish(aside, target, str(mesh.layout), specs, step))
@@ -58,8 +58,9 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def write_rank(folder: Path, store: States, mesh: Mesh) -> None:
-    """Write what this rank owns as a stream, and next to it its entries and the checksum."""
+def write_rank(folder: Path, store: StateStore, mesh: Mesh) -> None:
+    """Write what this rank is the first to own, and next to it a record of its entries with the
+    checksum of the file."""
     name = f"rank-{mesh.rank:05d}.safetensors"
     shapes = {}
     entries = []
@@ -67,13 +68,15 @@ def write_rank(folder: Path, store: States, mesh: Mesh) -> None:
         key = f"{state}/{spec.name}/{box.part}/{','.join(map(str, box.start))}"
         shapes[key] = view.dtype, box.shape
         entries.append(asdict(Entry(spec.name, state, name, key, box.start, box.shape)))
+    if not entries:
+        return
     path = folder / name
     sha256 = write_safetensors(path, shapes, (view for *_, view in owned(store, mesh)))
     record = {"entries": entries, "bytes": path.stat().st_size, "sha256": sha256}
     (folder / f"{name}.json").write_text(json.dumps(record))
 
 
-def owned(store: States, mesh: Mesh) -> Iterator[tuple[State, ParamSpec, Box, Tensor]]:
+def owned(store: StateStore, mesh: Mesh) -> Iterator[tuple[State, ParamSpec, Box, Tensor]]:
     """Yield the states that this rank owns and no lower rank holds. Offloaded memory behind a view
     may be released once the next one is taken."""
     for state in STATES:
@@ -147,7 +150,7 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def load_state(checkpoint: Checkpoint, store: States, specs: Iterable[ParamSpec]) -> None:
+def load_state(checkpoint: Checkpoint, store: StateStore, specs: Iterable[ParamSpec]) -> None:
     """Fill the store from a checkpoint, which any layout may have written."""
     checkpoint.check_model(specs)
     for state in STATES:

@@ -18,7 +18,7 @@ from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.run_checkpoint import list_checkpoints, newest_checkpoint
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.parallel.launch import is_first_rank, run_ranks
-from shardwise.parallel.offload import check_room
+from shardwise.parallel.offload import check_space
 from shardwise.train.checkpoint import remove_partial
 from shardwise.train.loop import Outcome, offload_folder, train
 from shardwise.train.settings import Run, Settings, to_toml
@@ -49,7 +49,7 @@ def start_run(
         if is_first_rank():
             if settings.run.offload == "file":
                 num_bytes = offloaded_bytes(run.config, run.layout) * ranks_here(run.layout)
-                check_room(offload_folder(settings), num_bytes)
+                check_space(offload_folder(settings), num_bytes)
             step = prepare_folder(run, resume, warn)
             begin()
         outcome: Outcome = run_ranks(train, run.layout.world_size, run, step)

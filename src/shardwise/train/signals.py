@@ -4,7 +4,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-from shardwise.parallel.launch import STOP_SIGNALS, is_taken
+from shardwise.parallel.launch import STOP_SIGNALS, handles_signal
 
 
 class StopRequest:
@@ -23,7 +23,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         for number in STOP_SIGNALS:
-            if is_taken(number):
+            if handles_signal(number):
                 self._previous[number] = signal.signal(number, self._record)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self

@@ -14,11 +14,12 @@ from shardwise.formats.gguf.rope_order import deinterleave
 from shardwise.formats.safetensors import DTYPES
 from shardwise.formats.storage_formats import gguf_formats
 from shardwise.formats.tensor_names import check_stored, stored_parts
-from shardwise.params import Box, ParamSpec, model_specs
+from shardwise.params import ParamSpec, model_specs
 from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.ggml_blocks import GgmlMatrix, from_ggml_blocks
 from shardwise.quant.ggml_decode import block_slices, decode_blocks, decode_slice
+from shardwise.shards import Box
 
 
 class GgufReader:

@@ -16,8 +16,9 @@ from shardwise.formats.huggingface.weight_files import headers_of, open_slices
 from shardwise.formats.safetensors import DTYPES
 from shardwise.formats.storage_formats import matrix_formats
 from shardwise.formats.tensor_names import check_stored, fit_prefix, stored_parts, stored_shapes
-from shardwise.params import Box, ParamSpec, model_specs
+from shardwise.params import ParamSpec, model_specs
 from shardwise.quant.format import QuantizedMatrix, dequantize
+from shardwise.shards import Box
 
 
 class FolderReader:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
-from shardwise.params import stage_layers
+from shardwise.params import block_unit, stage_layers
 
 Kind = Literal["F", "B", "I", "W", "SEND", "RECV", "GATHER", "FREE", "REDUCE"]
 
@@ -69,7 +69,7 @@ def model_pieces(config: ModelConfig) -> tuple[Piece, ...]:
     """Return the pieces of a model in the order of the forward: embedding, each block, head. A tied
     head also uses the unit of the embedding."""
     embed = ("embed", "positions") if config.positions == "learned" else ("embed",)
-    blocks = (Piece(f"blocks.{layer}", (f"blocks.{layer}",)) for layer in range(config.num_layers))
+    blocks = (Piece(unit, (unit,)) for unit in map(block_unit, range(config.num_layers)))
     head = ("final", "embed") if config.tied else ("final",)
     return (Piece("embed", embed, looks_up=True), *blocks, Piece("head", head, fused_backward=True))
 
@@ -249,8 +249,10 @@ def stays_gathered(adjacent: bool, used_again: bool, layout: Layout) -> bool:
     return not layout.cuts("parameters") or adjacent or (layout.keep and used_again)
 
 
-def bucket_elements(layout: Layout, element_bytes: int, bucket_bytes: int) -> int:
-    """Return how many elements of each rank's shard fill, over all ranks, a bucket of at most
-    `bucket_bytes`: a multiple of the groups of hybrid sharding, which share its sum."""
-    groups = layout.data_size // layout.shard_size
-    return max(1, bucket_bytes // element_bytes // layout.data_size) * groups
+def bucket_elements(
+    num_shards: int, num_replicas: int, element_bytes: int, bucket_bytes: int
+) -> int:
+    """Return how many elements of each shard of a unit are summed at a time: those of all shards
+    are a bucket of at most `bucket_bytes`. It divides among the replicas, which share its sum."""
+    ranks = num_shards * num_replicas
+    return max(1, bucket_bytes // element_bytes // ranks) * num_replicas

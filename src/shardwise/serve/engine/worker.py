@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal  # type: ignore[attr-defined]
 
 from shardwise.config import ModelConfig
 from shardwise.formats.model_source import ModelSource, open_source, read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.model.layers import DTYPES
-from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks
+from shardwise.parallel.launch import STOP_SIGNALS, Place, end_with_parent, run_ranks
 from shardwise.parallel.mesh import CollectiveFailed, Mesh, make_mesh
 from shardwise.parallel.peak_memory import peak_memory_bytes, reset_peaks
 from shardwise.params import model_specs
@@ -82,7 +81,7 @@ def serve_rank(place: Place, settings: EngineSettings, address: str) -> str | No
     ignore_stop_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if place.world_size > 1:
-        set_parent_death_signal(signal.SIGKILL)
+        end_with_parent()
     server = connect(address) if place.rank == 0 else None
 
     @contextmanager

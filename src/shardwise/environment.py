@@ -1,0 +1,44 @@
+"""The environment variables that Shardwise reads; no other file reads any.
+
+RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are those of torchrun. SHARDWISE_KERNELS selects
+the kernels for CPUs.
+"""
+
+import os
+from dataclasses import dataclass
+
+KERNELS = "SHARDWISE_KERNELS"
+
+
+@dataclass(frozen=True)
+class TorchrunRank:
+    """The rank of this process among those that torchrun started.
+
+    Attributes:
+        rank: the global rank.
+        world_size: the number of ranks on all machines.
+        local_rank: the rank among those on this machine.
+        local_world_size: the number of ranks on this machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def torchrun_rank() -> TorchrunRank | None:
+    """Return the rank of this process, or None if torchrun did not start it."""
+    variables = os.environ
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
+        return None
+    rank = int(variables["RANK"])
+    world_size = int(variables["WORLD_SIZE"])
+    local_rank = int(variables.get("LOCAL_RANK", rank))
+    local_world_size = int(variables.get("LOCAL_WORLD_SIZE", world_size))
+    return TorchrunRank(rank, world_size, local_rank, local_world_size)
+
+
+def kernels_choice() -> str | None:
+    """Return the kernels for CPUs that the environment selects: `torch` or an instruction set."""
+    return os.environ.get(KERNELS) or None
