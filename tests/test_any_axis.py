@@ -153,7 +153,7 @@ def sharded_specs(draw: st.DrawFn) -> tuple[ParamSpec, ExpertLayout]:
         names = draw(st.lists(st.sampled_from(["ffn", "vocab"]), min_size=1, max_size=3))
         parts = tuple(Part(f"{i}", dim, draw(st.integers(1, 4))) for i, dim in enumerate(names))
         shape[dims.index(FUSED)] = sum(part.size for part in parts)
-    spec = ParamSpec("w", tuple(shape), dims, NORMAL, unit="w", parts=parts)
+    spec = ParamSpec("w", tuple(shape), dims, NORMAL, unit="w", parts=parts, state_axes=EXPERT_AXES)
     ep = draw(st.integers(1, 5))
     return spec, ExpertLayout(dp=ep, tp=draw(st.integers(1, 3)), ep=ep)
 
@@ -330,7 +330,7 @@ def train_toy(
                 store.need([unit])
             for microbatch in range(MICROBATCHES):
                 add_gradients(store, mesh, specs, step, microbatch)
-                if layout.cuts("gradients") or microbatch == MICROBATCHES - 1:
+                if layout.shards("gradients") or microbatch == MICROBATCHES - 1:
                     for unit in store.units:
                         store.reduce(unit)
             store.finish()
@@ -349,8 +349,8 @@ def outcome(
 ) -> Outcome:
     layout = mesh.layout
     predicted = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
-    reduces = MICROBATCHES if layout.cuts("gradients") else 1
-    ring_bytes = 4 * NUM_STEPS * (reduces + layout.cuts("optimizer"))
+    reduces = MICROBATCHES if layout.shards("gradients") else 1
+    ring_bytes = 4 * NUM_STEPS * (reduces + layout.shards("optimizer"))
     predicted_sent = 0
     for of_unit in units(specs).values():
         shapes = unit_shapes(of_unit, layout)

@@ -916,13 +916,13 @@ def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: 
     [
         (
             {"layout": "cp2.a2a"},
-            r"a2a cuts heads over tp x cp = 2, which 1 kv heads do not allow; the ring \(no a2a\)",
+            r"a2a shards heads over tp x cp = 2, which 1 kv heads do not allow; the ring \(no a2a\)",
         ),
         (
             {"layout": "tp2.cp2.a2a", "num_kv_heads": 2},
             r"over tp x cp = 4, which 2 kv heads do not allow; the ring",
         ),
-        ({"layout": "dp2.a2a"}, "a2a is a way to do context parallel; add cp2, or leave a2a out"),
+        ({"layout": "dp2.a2a"}, "a2a is a method of context parallel; add cp2, or leave a2a out"),
         ({"layout": "cp2", "seq_len": 65}, "seq_len 65 exceeds the model's context length of 64"),
     ],
 )

@@ -331,7 +331,7 @@ def test_a_layout_with_nothing_to_cut_is_refused() -> None:
         ("dp2.fsdp.s1", "dp2.z3.s1"),
     ):
         with pytest.raises(
-            ValueError, match="fsdp cuts over at least 2 data ranks; z3 in its place works"
+            ValueError, match="fsdp shards over at least 2 data ranks; z3 in its place works"
         ):
             check_trainable(Layout.parse(short))
         check_trainable(Layout.parse(other))

@@ -676,7 +676,7 @@ def test_command_passes_its_flags(model: str, monkeypatch: pytest.MonkeyPatch) -
     ("words", "said"),
     [
         (["--layout", "dp2.q"], "'q' is not a part of a layout"),
-        (["--layout", "dp2.keep"], "keep is for gathered parameters"),
+        (["--layout", "dp2.keep"], "keep needs gathered parameters"),
         (["--layout", "dp4.z1.s3"], "do not divide 4 data ranks"),
         (["--layout", "tp3"], "tp3 does not divide 4 heads"),
         (["--layout", "dp1", "--steps", "0"], "--steps must be at least 1, not 0"),

@@ -845,7 +845,7 @@ def test_a_few_buckets_represent_all(
         cut = [2 * layout.shard_size * min(most, shard - start) for start in range(0, shard, most)]
         buckets += [each * (2 if len(cut) > 1 and layout.shard_size > 1 else 1) for each in cut]
     expected = max(sum(buckets[max(0, at - 1) : at + 1]) for at in range(len(buckets)))
-    if layout.shard_size == 1 and (layout.data_size == 1 or layout.cuts("gradients")):
+    if layout.shard_size == 1 and (layout.data_size == 1 or layout.shards("gradients")):
         expected = 0  # nothing to send, or only in `finish`
     plan = planned(str(layout), config, "bf16", "same", bucket_bytes)
     assert max(moment.arriving for moment in plan.buffers if moment.at < len(table)) == expected

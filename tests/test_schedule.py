@@ -183,7 +183,7 @@ def test_each_unit_is_reduced_right_after_its_last_gradient(
     the backward."""
     table = table_of(config, layout, overlap)
     uses = {piece.name: piece.units for piece in model_pieces(config)}
-    each = layout.cuts("gradients")
+    each = layout.shards("gradients")
     sums = [(action.microbatch, action.unit) for action in table if action.kind == "REDUCE"]
     microbatches = range(layout.microbatches) if each else [layout.microbatches - 1]
     assert sorted(sums) == sorted(
@@ -229,7 +229,7 @@ def lifetimes(
         used = [at for at, action in enumerate(table) if unit in reads(config, action)]
         starts = [at for at, kind in turns if kind == "GATHER"]
         ends = [at for at, kind in turns if kind == "FREE"] or [len(table)]
-        kinds = ["GATHER", "FREE"] * len(starts) if layout.cuts("parameters") else ["GATHER"]
+        kinds = ["GATHER", "FREE"] * len(starts) if layout.shards("parameters") else ["GATHER"]
         assert [kind for _, kind in turns] == kinds, f"GATHER and FREE of {unit} take turns"
         covered = []
         for start, end in zip(starts, ends, strict=True):
@@ -259,7 +259,7 @@ def test_weights_are_gathered_for_every_use_and_no_longer(
         assert computed == (1 if overlap and not first_of_all else 0), (
             f"{unit} is gathered too early or late"
         )
-        if layout.cuts("parameters"):
+        if layout.shards("parameters"):
             assert not any(action.kind in COMPUTE for action in table[uses[-1] + 1 : end]), (
                 f"{unit} is freed late"
             )
@@ -341,7 +341,7 @@ def test_nothing_stays_gathered_at_the_end_of_stage_3(
                 open_now.remove(action.unit)
             elif layout.shard != "none":
                 assert set(reads(config, action)) <= open_now, action
-        assert not open_now or not layout.cuts("parameters")
+        assert not open_now or not layout.shards("parameters")
 
 
 @given(models())

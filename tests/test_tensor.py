@@ -647,7 +647,7 @@ def test_a_layer_sends_what_was_published(ranks: Ranks, short: str) -> None:
     found = ranks.run(
         layout.world_size, bytes_on, [(short, replace(config, num_layers=n)) for n in (1, 2, 3)]
     )
-    reduces = m if layout.cuts("gradients") else 1
+    reduces = m if layout.shards("gradients") else 1
 
     def ring(elements: int) -> int:
         assert 4 * elements * (t - 1) % t == 0

@@ -157,7 +157,7 @@ def assert_holds_only_shards(program: Program, mesh: Mesh, case: Case) -> None:
         "moments, and masters unless fp32"
     )
     for row in ("gradients", "parameters"):
-        assert held[row] == element * (shard if layout.cuts(row) else padded), row
+        assert held[row] == element * (shard if layout.shards(row) else padded), row
 
 
 def run_case(case: Case, rank: int) -> Told:
@@ -429,7 +429,7 @@ def sum_on(
                 "norm",
                 torch.full((3, 5), 1.0 if rank or microbatch else 256.0, dtype=torch.bfloat16),
             )
-            if mesh.layout.cuts("gradients") or microbatch == num_microbatches - 1:
+            if mesh.layout.shards("gradients") or microbatch == num_microbatches - 1:
                 store.reduce("final")
         store.finish()
         (found,) = whole(store, mesh, [MATRIX], "gradient").values()
@@ -483,17 +483,17 @@ def replay(short: str, overlap: bool) -> set[str]:
         elif action.kind == "REDUCE":
             contributed.remove(action.unit)
         state = program.store.units.items()
-        if mesh.layout.cuts("parameters"):
+        if mesh.layout.shards("parameters"):
             assert {
                 name for name, unit in state if unit.weights.untyped_storage().nbytes()
             } == gathered, action
-        if mesh.layout.cuts("gradients"):
+        if mesh.layout.shards("gradients"):
             whole_grads = {name for name, unit in state if unit.grads.untyped_storage().nbytes()}
             late = whole_grads - contributed
             assert contributed <= whole_grads and len(late) <= (zero.IN_FLIGHT if overlap else 0), (
                 action
             )
-    assert not contributed and (not gathered or not mesh.layout.cuts("parameters"))
+    assert not contributed and (not gathered or not mesh.layout.shards("parameters"))
     return {action.kind for action in program.table}
 
 

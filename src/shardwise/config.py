@@ -1,5 +1,4 @@
-"""What a model is: its shape and the few choices in which decoder families differ, from whatever
-describes one."""
+"""`ModelConfig`: the shape of a decoder and the choices in which families differ."""
 
 import math
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretched rotary frequencies. `linear` divides positions by `factor`; `llama3` leaves high
-    frequencies as they are, divides low ones and blends between (Llama 3.1)."""
+    """Scaling of RoPE frequencies for longer contexts. `linear` divides all by `factor`; `llama3`
+    keeps high frequencies, divides low ones, and interpolates between (Llama 3.1)."""
 
     kind: Literal["linear", "llama3"]
     factor: float
@@ -25,16 +24,26 @@ class RopeScaling:
             check_positive(f"rope scaling: {name}", getattr(self, name))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"rope scaling: high_freq_factor must be above low_freq_factor {self.low_freq_factor}, "
-                f"not {self.high_freq_factor}"
+                "rope scaling: high_freq_factor must be above low_freq_factor "
+                f"{self.low_freq_factor}, not {self.high_freq_factor}"
             )
         check_size("rope scaling: original_max_positions", self.original_max_positions)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder. Sizes are counts of elements; `windowed_layers` are those with attention limited
-    to `sliding_window` tokens (Mistral: all)."""
+    """One decoder. Sizes count elements.
+
+    Attributes:
+        family: the family, such as `llama`, as in config.json of Hugging Face.
+        max_positions: the context length.
+        tied: whether the head is the embedding.
+        norm: RMSNorm or LayerNorm.
+        gated: whether the MLP multiplies an activated gate projection with the up projection.
+        positions: RoPE, or learned position embeddings.
+        qk_norm: whether q and k are normalized per head.
+        windowed_layers: layers whose attention is limited to `sliding_window` tokens.
+    """
 
     family: str
     num_layers: int
@@ -82,7 +91,8 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             works = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             raise ValueError(
-                f"model config: {self.num_kv_heads} kv heads do not divide {self.num_heads} heads; {works} do"
+                f"model config: {self.num_kv_heads} kv heads do not divide {self.num_heads} heads; "
+                f"{works} do"
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
@@ -103,15 +113,15 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def window(self, layer: int) -> int | None:
-        """How many tokens back attention of a layer sees, its own included; None: all."""
+        """Return the number of tokens that attention of a layer sees, the query's own included;
+        None: all."""
         return self.sliding_window if layer in self.windowed_layers else None
 
     def kv_bytes_per_token(self, element_bytes: int = 2, scale_bytes: int = 0) -> int:
-        """Bytes of keys and values that one token keeps in the cache over all layers and heads,
-        each with its scale."""
-        return (
-            2 * self.num_layers * self.num_kv_heads * (self.head_dim * element_bytes + scale_bytes)
-        )
+        """Return the bytes of keys and values of one token in the KV cache, over all layers and
+        heads, each vector with its scale."""
+        vector_bytes = self.head_dim * element_bytes + scale_bytes
+        return 2 * self.num_layers * self.num_kv_heads * vector_bytes
 
 
 def check_size(name: str, value: Any) -> int:

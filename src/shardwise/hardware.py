@@ -1,11 +1,9 @@
-"""What the common accelerators hold and how fast they are: the limits that every plan is measured
-against.
+"""Memory and peak speed of common accelerators: the limits of every plan.
 
 `memory_bytes` is in whole GB (1e9): 94 % of what the driver reports, or the size in the name where
-that is as near. An "80 GB" H100 reports 81559 MiB, which are 85.5 GB; the difference to 80 GB is
-left to the CUDA context, libraries and fragmentation, which no plan can spend. Peaks are those of
-the vendors' data sheets: dense 16-bit matrix products with fp32 sums (bf16; fp16 on V100 and T4,
-which have no bf16).
+that is as near. An "80 GB" H100 reports 81559 MiB, which is 85.5 GB; the difference to 80 GB is
+left to the CUDA context, libraries and fragmentation. Peaks are from the vendors' data sheets:
+dense 16-bit matrix products with fp32 accumulation (bf16; fp16 on V100 and T4, which lack bf16).
 """
 
 from dataclasses import dataclass
@@ -17,8 +15,15 @@ GB = 1_000_000_000
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: bytes a program can count on, dense 16-bit FLOP/s, memory bytes/s, and
-    torch's names for it."""
+    """One accelerator.
+
+    Attributes:
+        name: its name in plans.
+        memory_bytes: the memory that a program can rely on.
+        bf16_flops: peak of dense 16-bit matrix products, in FLOP/s.
+        memory_bandwidth: in bytes/s.
+        cuda_names: the names that torch.cuda.get_device_name returns for it.
+    """
 
     name: str
     memory_bytes: int
@@ -70,7 +75,8 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device:
-    """Look a device up by its name in DEVICES. Raises ValueError that names the nearest ones."""
+    """Return the device with that name in DEVICES. Raises ValueError that names the nearest
+    ones."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in DEVICES:
         return DEVICES[key]
@@ -80,6 +86,6 @@ def find_device(name: str) -> Device:
 
 
 def device_for(cuda_name: str) -> Device | None:
-    """The device that torch.cuda.get_device_name calls by `cuda_name`; None where the table lacks
-    it, since a near name may be another chip (a laptop's RTX 4090 is)."""
+    """Return the device that torch.cuda.get_device_name calls `cuda_name`, or None. Similar names
+    do not count: they may be another chip, as a laptop's RTX 4090 is."""
     return next((device for device in DEVICES.values() if cuda_name in device.cuda_names), None)

@@ -1,8 +1,8 @@
-"""How one model is cut over many devices: the single value that is planned, trained, checkpointed,
-tested and served.
+"""A `Layout` describes how one model is sharded over many devices: the same value is planned,
+trained, checkpointed, tested and served.
 
 Ranks are numbered with tensor parallel fastest, then context, data, and pipeline parallel slowest,
-so that the ranks that talk most sit on the fastest links.
+so that the ranks that communicate most share the fastest links.
 """
 
 import math
@@ -24,7 +24,7 @@ AxisName = str
 SHARD_WORDS: dict[str, Shard] = {"z1": "zero1", "z2": "zero2", "z3": "zero3", "fsdp": "fsdp"}
 PART = re.compile(
     r"(?P<size>dp|tp|pp|cp|s|v|m)(?P<number>\d+)|(?P<shard>z1|z2|z3|fsdp)"
-    r"|(?P<schedule>gpipe|1f1b|interleaved|zb-h1|zb-h2|zb-auto)(@(?P<limit>\d+(\.\d+)?(e[+-]?\d+)?))?"
+    rf"|(?P<schedule>{'|'.join(get_args(Schedule))})(@(?P<limit>\d+(\.\d+)?(e[+-]?\d+)?))?"
     r"|l(?P<layers>\d+(-\d+)*)|(?P<flag>sp|a2a|keep)|rc-(?P<recompute>selective|full)"
 )
 SIZES = {
@@ -36,21 +36,21 @@ SIZES = {
     "v": "chunks",
     "m": "microbatches",
 }
-MAX_SIZE = 10**7  # far above any cluster, so that no slip of the finger is computed for hours
-STATES_CUT: dict[Shard, frozenset[str]] = {
+MAX_SIZE = 10**7  # far above any cluster, so that no typing error is computed for hours
+SHARDED_STATES: dict[Shard, frozenset[str]] = {
     "none": frozenset(),
     "zero1": frozenset({"optimizer"}),
     "zero2": frozenset({"optimizer", "gradients"}),
     "zero3": frozenset({"optimizer", "gradients", "parameters"}),
     "fsdp": frozenset({"optimizer", "gradients", "parameters"}),
 }
-"""What each stage of ZeRO cuts (Rajbhandari et al. 2020, figure 1); the rest every rank holds
-whole."""
+"""The states that each stage of ZeRO shards (Rajbhandari et al. 2020, figure 1); every rank holds
+the others in full."""
 FLAGS = {"sp": "sequence_parallel", "a2a": "all_to_all", "keep": "keep"}
 
 
 class Coord(NamedTuple):
-    """A rank's place along each of the four axes that multiply to the world."""
+    """The position of a rank along each of the four axes whose product is the world."""
 
     dp: int
     tp: int
@@ -72,13 +72,26 @@ DATA_AXES = StateAxes("shard", "replicate")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, what is cut over the data ranks, and how a step is split in time.
+    """The sizes of the axes, the states that are sharded over data ranks, and the schedule of a
+    step.
 
-    `shard_group` cuts states in groups of that many data ranks and replicates them across groups
-    (None: one group of all). `memory_limit` belongs to `zb-auto` and counts forwards per stage.
-    `keep` lets stage 3 hold what it gathered until the backward. Raises ValueError for a value that
-    no model could use; what depends on the model, and what fits no other part of the layout, is
-    told by `problems`.
+    Raises ValueError for a value that is never valid. `problems` reports what is invalid for a
+    model, or in combination with the rest of the layout.
+
+    Attributes:
+        dp, tp, pp, cp: ranks along the data, tensor, pipeline and context parallel axes.
+        shard: the stage of ZeRO, or FSDP.
+        shard_group: hybrid sharding: states are sharded within groups of that many data ranks and
+            replicated across groups; None: one group of all data ranks.
+        schedule: the pipeline schedule; 1f1b if pp is above 1 and none is given.
+        memory_limit: the memory limit of zb-auto, in forwards per stage.
+        chunks: virtual stages per rank, for the interleaved schedule.
+        layers: the blocks of each virtual stage; None: balanced.
+        microbatches: micro-batches per step and data rank.
+        sequence_parallel: tensor parallel with norms and residuals sharded by tokens.
+        all_to_all: context parallel by all-to-all; else by a ring.
+        keep: ZeRO-3 and FSDP keep gathered parameters from forward to backward.
+        recompute: the activations that the backward recomputes.
     """
 
     dp: int = 1
@@ -142,38 +155,30 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the short form, its parts in any order: `dp2.tp2.pp2.z1.1f1b.m8`."""
-        given: dict[str, object] = {}
-        for name, value in parts(text):
-            if name in given:
-                raise ValueError(f"layout {text!r} says {name} twice; say it once")
-            given[name] = value
-        return cls(**given)  # type: ignore[arg-type]
+        """Parse the short form, whose parts may have any order: `dp2.tp2.pp2.z1.1f1b.m8`. Raises
+        ValueError if it is malformed."""
+        values: dict[str, object] = {}
+        for name, value in parse_parts(text):
+            if name in values:
+                raise ValueError(f"layout {text!r} sets {name} twice; set it once")
+            values[name] = value
+        return cls(**values)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        words = [
-            f"{axis}{getattr(self, axis)}"
-            for axis in ("dp", "tp", "pp", "cp")
-            if getattr(self, axis) > 1
-        ]
+        words = [f"{axis}{size}" for axis in Coord._fields if (size := getattr(self, axis)) > 1]
+        words = words or ["dp1"]
         words += [word for word, shard in SHARD_WORDS.items() if shard == self.shard]
         words += [f"s{self.shard_group}"] if self.shard_group else []
-        limit = (
-            f"@{float(self.memory_limit)!r}".removesuffix(".0")
-            if self.memory_limit is not None
-            else ""
-        )
+        limit = ""
+        if self.memory_limit is not None:
+            limit = f"@{float(self.memory_limit)!r}".removesuffix(".0")
         words += [f"{self.schedule}{limit}"] if self.schedule else []
         words += [f"v{self.chunks}"] if self.chunks > 1 else []
         words += [f"l{joined(self.layers)}"] if self.layers else []
         words += [f"m{self.microbatches}"] if self.microbatches > 1 else []
         words += [word for word, name in FLAGS.items() if getattr(self, name)]
         words += [f"rc-{self.recompute}"] if self.recompute != "none" else []
-        return (
-            ".".join(words)
-            if words and words[0][:2] in ("dp", "tp", "pp", "cp")
-            else ".".join(["dp1", *words])
-        )
+        return ".".join(words)
 
     @property
     def world_size(self) -> int:
@@ -181,12 +186,12 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """Ranks that see different tokens: ZeRO cuts over them."""
+        """The number of ranks that see different tokens, over which ZeRO shards."""
         return self.dp * self.cp
 
     @property
     def shard_size(self) -> int:
-        """Ranks over which a unit of state is cut. No ZeRO is hybrid sharding in groups of one."""
+        """The number of ranks over which a unit of state is sharded. Without ZeRO it is 1."""
         return 1 if self.shard == "none" else (self.shard_group or self.data_size)
 
     def padded(self, num_elements: int, axes: StateAxes = DATA_AXES) -> int:
@@ -196,7 +201,7 @@ class Layout:
         return -(-num_elements // ranks) * ranks
 
     def padded_tokens(self, num_tokens: int) -> int:
-        """The length of a sequence that every rank can take an equal part of."""
+        """Return the length to which a sequence is padded, so that all ranks take equal parts."""
         multiple = math.lcm(
             self.sequence_chunks, self.cp * self.tp if self.sequence_parallel else 1
         )
@@ -204,16 +209,17 @@ class Layout:
 
     @property
     def sequence_chunks(self) -> int:
-        """Equal parts that context parallel cuts a sequence into: around a ring each rank takes two
-        of them."""
+        """The number of equal chunks into which context parallel splits a sequence; in a ring each
+        rank takes two."""
         return self.cp if self.all_to_all or self.cp == 1 else 2 * self.cp
 
-    def cuts(self, state: str) -> bool:
-        """Whether ranks of a shard group hold a part each of their `parameters`, `gradients` or
-        `optimizer`."""
-        return state in STATES_CUT[self.shard]
+    def shards(self, state: str) -> bool:
+        """Return whether `parameters`, `gradients` or `optimizer` states are sharded over data
+        ranks."""
+        return state in SHARDED_STATES[self.shard]
 
     def coord(self, rank: int) -> Coord:
+        """Return the coordinate of a global rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
@@ -221,6 +227,7 @@ class Layout:
         return Coord(dp, tp, pp, cp)
 
     def rank(self, coord: Coord) -> int:
+        """Return the global rank of a coordinate."""
         return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
     def size(self, axis: AxisName) -> int:
@@ -242,16 +249,17 @@ class Layout:
         return {"data": data, "shard": within, "replicate": group}[axis]
 
     def kv_replicas(self, num_kv_heads: int) -> int:
-        """Tensor-parallel ranks that hold the same kv head, which are neighbours; 1 where there are
-        heads for all."""
+        """Return how many tensor ranks, neighbors of each other, hold the same kv head: 1 if there
+        are heads for all."""
         return max(1, self.tp // num_kv_heads)
 
     def ranks(
         self, axis: AxisName, coord: Coord, num_kv_heads: int | None = None
     ) -> tuple[int, ...]:
-        """The ranks that `coord` shares `axis` with, in order along it; `coord`'s own is among
-        them. Which ranks share a kv head depends on how many the model has; None: each has its
-        own."""
+        """Return the global ranks along `axis` through `coord`, in order, its own among them.
+
+        `num_kv_heads` decides which ranks share a kv head; None: each rank has its own.
+        """
         if axis == "kv_replica":
             size = self.kv_replicas(num_kv_heads or self.tp)
             first = coord.tp - coord.tp % size
@@ -280,14 +288,17 @@ class Layout:
     def stage_layers(
         self, num_layers: int, first: float = 0.0, last: float = 0.0
     ) -> tuple[range, ...]:
-        """The blocks of each virtual stage, in order: as many as were chosen, or such that the rank
-        with most work has as little as can be. `first` and `last` are what embedding and head take,
-        in blocks. Of equal stages the later takes more, since it keeps fewer micro-batches."""
+        """Return the blocks of each virtual stage, in order: as set by `layers`, or balanced so
+        that the rank with most work has as little as possible.
+
+        `first` and `last` are the work of embedding and head, in blocks. Of equal stages the later
+        takes more, since it keeps fewer micro-batches in flight.
+        """
         numbers = self.layers or self._balanced(num_layers, first, last)
         return tuple(range(a, b) for a, b in pairwise(accumulate(numbers, initial=0)))
 
     def _balanced(self, num_layers: int, first: float, last: float) -> list[int]:
-        """Each block in turn to the rank with the least work, and there to its stage with the
+        """Assign each block to the rank with the least work, and there to the stage with the
         least."""
         stages = self.pp * self.chunks
         assert num_layers >= stages
@@ -295,22 +306,43 @@ class Layout:
         work[0] += first
         work[-1] += last
         numbers = [1] * stages
-        of_rank = [sum(work[rank :: self.pp]) for rank in range(self.pp)]
+        rank_work = [sum(work[rank :: self.pp]) for rank in range(self.pp)]
         for _ in range(num_layers - stages):
             stage = min(
-                range(stages), key=lambda each: (of_rank[each % self.pp], work[each], -each)
+                range(stages), key=lambda each: (rank_work[each % self.pp], work[each], -each)
             )
             numbers[stage] += 1
             work[stage] += 1
-            of_rank[stage % self.pp] += 1
+            rank_work[stage % self.pp] += 1
         return numbers
 
     def problems(self, model: "ModelConfig | None" = None) -> list[str]:
-        """Every reason why this layout cannot work (for `model`), each a sentence with the nearest
-        that can."""
-        return [*self._inner_problems(), *(self._model_problems(model) if model else [])]
+        """Return every reason why this layout cannot work (for `model`): sentences that name the
+        nearest layout that does."""
+        return [*self._own_problems(), *(self._model_problems(model) if model else [])]
 
-    def _inner_problems(self) -> Iterator[str]:
+    def _own_problems(self) -> Iterator[str]:
+        yield from self._pipeline_problems()
+        if self.shard == "fsdp" and self.pp > 1:
+            yield "fsdp with pp is not supported; z3 in its place works"
+        elif self.shard == "fsdp" and self.shard_size == 1:
+            yield "fsdp shards over at least 2 data ranks; z3 in its place works"
+        if self.shard_group and self.shard == "none":
+            yield f"s{self.shard_group} needs states to shard; add z1, z2 or z3, or leave it out"
+        if self.shard_group and self.data_size % self.shard_group:
+            divides = nearest_divisor(self.data_size, self.shard_group)
+            yield (
+                f"groups of s{self.shard_group} do not divide {self.data_size} data ranks; "
+                f"s{divides} works"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            yield "sp shards the sequence over tp; add tp2, or leave sp out"
+        if self.all_to_all and self.cp == 1:
+            yield "a2a is a method of context parallel; add cp2, or leave a2a out"
+        if self.keep and self.shard not in ("zero3", "fsdp"):
+            yield "keep needs gathered parameters; add z3, or leave keep out"
+
+    def _pipeline_problems(self) -> Iterator[str]:
         p = self.pp
         m = self.microbatches
         v = self.chunks
@@ -319,36 +351,26 @@ class Layout:
         if self.memory_limit is not None and self.schedule != "zb-auto":
             yield "a memory limit (@X) belongs to zb-auto; leave it out, or choose zb-auto@X"
         if (v > 1) != (self.schedule == "interleaved"):
-            yield f"interleaved and chunks go together; write interleaved.v{max(v, 2)}, or leave both out"
-        if self.layers is not None and p == 1:
-            yield f"l{joined(self.layers)} shares the layers out among stages; leave it out, or add pp2"
-        elif self.layers is not None and len(self.layers) != p * v:
-            yield f"l{joined(self.layers)} is for {len(self.layers)} stages, not {p * v}; leave it out, or name {p * v}"
+            both = f"interleaved.v{max(v, 2)}"
+            yield f"interleaved and chunks need each other; write {both}, or leave both out"
+        if self.layers is not None:
+            counts = f"l{joined(self.layers)}"
+            if p == 1:
+                yield f"{counts} divides layers among stages; leave it out, or add pp2"
+            elif len(self.layers) != p * v:
+                yield (
+                    f"{counts} is for {len(self.layers)} stages, not {p * v}; "
+                    f"leave it out, or name {p * v}"
+                )
         works = nearest_microbatches(self.schedule, p, m)
         if self.schedule == "interleaved" and m != works:
             yield f"interleaved needs micro-batches divisible by pp{p}, not m{m}; m{works} works"
         if self.schedule == "zb-h2" and m != works:
             yield f"zb-h2 needs at least 2p - 1 micro-batches, not m{m}; m{works} works, or zb-h1"
-        if self.shard == "fsdp" and p > 1:
-            yield "fsdp with pp is not supported; z3 in its place works"
-        elif self.shard == "fsdp" and self.shard_size == 1:
-            yield "fsdp cuts over at least 2 data ranks; z3 in its place works"
-        if self.shard_group and self.shard == "none":
-            yield f"s{self.shard_group} needs something to cut; add z1, z2 or z3, or leave it out"
-        if self.shard_group and self.data_size % self.shard_group:
-            divides = nearest_divisor(self.data_size, self.shard_group)
-            yield f"groups of s{self.shard_group} do not divide {self.data_size} data ranks; s{divides} works"
-        if self.sequence_parallel and self.tp == 1:
-            yield "sp cuts the sequence over tp; add tp2, or leave sp out"
-        if self.all_to_all and self.cp == 1:
-            yield "a2a is a way to do context parallel; add cp2, or leave a2a out"
-        if self.keep and self.shard not in ("zero3", "fsdp"):
-            yield "keep is for gathered parameters; add z3, or leave keep out"
 
     def _model_problems(self, model: "ModelConfig") -> Iterator[str]:
         heads = model.num_heads
         kv_heads = model.num_kv_heads
-        stages = self.pp * self.chunks
         works = [
             t
             for t in range(1, heads + 1)
@@ -360,43 +382,51 @@ class Layout:
                 f"tp{self.tp} does not divide {heads} heads with {kv_heads} kv heads evenly; "
                 f"tp{best} works ({', '.join(map(str, works))} do)"
             )
-        if self.all_to_all and (heads % (self.tp * self.cp) or kv_heads % (self.tp * self.cp)):
-            cut = f"tp x cp = {self.tp * self.cp}"
-            yield f"a2a cuts heads over {cut}, which {kv_heads} kv heads do not allow; the ring (no a2a) works"
-        if self.shard == "fsdp" and self.tp > model.ffn_size:
-            left = f"tp{self.tp} leaves some of an ffn of {model.ffn_size}"
-            yield f"fsdp cannot cut empty tensors, and {left}; z3 in its place works"
-        if stages > model.num_layers:
-            best_v = model.num_layers // self.pp
-            best_pp = min(self.pp, model.num_layers)
-            change = (
-                f"v{best_v}"
-                if best_v > 1
-                else f"pp{best_pp}" + (" without chunks" if self.chunks > 1 else "")
+        head_ranks = self.tp * self.cp
+        if self.all_to_all and (heads % head_ranks or kv_heads % head_ranks):
+            yield (
+                f"a2a shards heads over tp x cp = {head_ranks}, which {kv_heads} kv heads do not "
+                "allow; the ring (no a2a) works"
             )
-            yield f"{stages} stages are more than {model.num_layers} layers; {change} works"
-        elif (
-            self.layers is not None
-            and len(self.layers) == stages
-            and sum(self.layers) != model.num_layers
-        ):
-            works_too = joined(self._balanced(model.num_layers, 0.0, 0.0))
-            yield f"l{joined(self.layers)} makes {sum(self.layers)} layers, not {model.num_layers}; l{works_too} works"
+        if self.shard == "fsdp" and self.tp > model.ffn_size:
+            yield (
+                f"fsdp cannot shard empty tensors, and tp{self.tp} leaves some for an ffn of "
+                f"{model.ffn_size}; z3 in its place works"
+            )
+        yield from self._stage_problems(model.num_layers)
+
+    def _stage_problems(self, num_layers: int) -> Iterator[str]:
+        stages = self.pp * self.chunks
+        if stages > num_layers:
+            best_v = num_layers // self.pp
+            change = f"v{best_v}" if best_v > 1 else f"pp{min(self.pp, num_layers)}"
+            if best_v <= 1 and self.chunks > 1:
+                change += " without chunks"
+            yield f"{stages} stages are more than {num_layers} layers; {change} works"
+        elif self.layers is None or len(self.layers) != stages:
+            return
+        elif sum(self.layers) != num_layers:
+            balanced = joined(self._balanced(num_layers, 0.0, 0.0))
+            yield (
+                f"l{joined(self.layers)} makes {sum(self.layers)} layers, not {num_layers}; "
+                f"l{balanced} works"
+            )
 
 
-def parts(text: str) -> Iterator[tuple[str, object]]:
-    """The fields that a short form sets; a dot inside a memory limit (`zb-auto@1.5`) is not a
-    joint."""
-    at = 0
+def parse_parts(text: str) -> Iterator[tuple[str, object]]:
+    """Yield the fields that a short form sets, with their values. A dot within a memory limit
+    (`zb-auto@1.5`) does not separate parts."""
+    start = 0
     while True:
-        match = PART.match(text, at)
-        end = match.end() if match else at
+        match = PART.match(text, start)
+        end = match.end() if match else start
         if match is None or (end < len(text) and text[end] != "."):
-            word = text[at:].split(".")[0]
+            word = text[start:].split(".")[0]
+            schedules = " ".join(get_args(Schedule))
             raise ValueError(
-                f"layout {text!r}: {word!r} is not a part of a layout; parts are dpN tpN ppN cpN, z1 z2 z3 fsdp, sN, "
-                "gpipe 1f1b interleaved zb-h1 zb-h2 zb-auto@X, vN, lN-N, mN, sp, a2a, keep, rc-selective, rc-full, "
-                "joined by dots as in dp2.tp2.z1"
+                f"layout {text!r}: {word!r} is not a part of a layout; parts are dpN tpN ppN cpN, "
+                f"z1 z2 z3 fsdp, sN, {schedules}@X, vN, lN-N, mN, sp, a2a, keep, rc-selective, "
+                "rc-full, joined by dots as in dp2.tp2.z1"
             )
         if match["size"]:
             yield SIZES[match["size"]], int(match["number"])
@@ -414,15 +444,16 @@ def parts(text: str) -> Iterator[tuple[str, object]]:
             yield "recompute", match["recompute"]
         if end == len(text):
             return
-        at = end + 1
+        start = end + 1
 
 
 def ring_bytes(num_bytes: int, size: int) -> int:
-    """What each of `size` ranks sends in one turn of a ring around `num_bytes`."""
+    """Return the bytes that each of `size` ranks sends when `num_bytes` pass around a ring once."""
     return num_bytes * (size - 1) // size
 
 
 def joined(layers: Sequence[int]) -> str:
+    """Return the short form of the layers of each stage."""
     return "-".join(map(str, layers))
 
 
@@ -434,10 +465,12 @@ def nearest_microbatches(schedule: str | None, stages: int, microbatches: int) -
 
 
 def nearest_multiple(number: int, of: int) -> int:
+    """Return the positive multiple of `of` nearest to `number`."""
     return max(of, round(number / of) * of)
 
 
 def nearest_divisor(of: int, number: int) -> int:
+    """Return the divisor of `of` nearest to `number`."""
     below = [d for d in range(1, math.isqrt(of) + 1) if of % d == 0]
     return min((d for low in below for d in (low, of // low)), key=lambda d: (abs(d - number), d))
 

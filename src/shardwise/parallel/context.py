@@ -3,7 +3,8 @@ own tokens. Only attention reads other tokens, so only there do ranks communicat
 ways:
 
 - a ring (Ring Attention, Liu et al. 2023): keys and values pass around the ring, each hop while
-  attention to those of the hop before is computed; the parts are merged by their log-sum-exp, in fp32
+  attention to those of the hop before is computed; the parts are merged by their log-sum-exp, in
+  fp32
 - an all-to-all (DeepSpeed Ulysses, Jacobs et al. 2023): ranks exchange tokens for heads, so that
   each has some heads of the whole sequence, and exchange back
 

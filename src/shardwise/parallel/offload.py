@@ -69,9 +69,10 @@ class MappedFiles:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 mapped = mmap.mmap(file.fileno(), num_bytes)  # outlives the open file
         except OSError as error:
+            size_gb = self._num_bytes / 1e9
             raise ValueError(
-                f"{self._folder} cannot hold {self._num_bytes / 1e9:.3g} GB of optimizer state: {error.strerror}; free "
-                "space there or link the folder to another disk"
+                f"{self._folder} cannot hold {size_gb:.3g} GB of optimizer state: "
+                f"{error.strerror}; free space there or link the folder to another disk"
             ) from error
         flat = torch.frombuffer(mapped, dtype=torch.float32)
         self._maps[flat.data_ptr()] = mapped

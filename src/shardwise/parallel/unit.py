@@ -152,14 +152,14 @@ def make_unit(
     weights = torch.empty(padded, dtype=dtype, device=mesh.device)
     # `.data` has its own version counter, so refilling the buffer does not invalidate graphs
     leaves = {place.spec.name: place.of(weights.data).requires_grad_() for place in places}
-    weight_shard = shard_of(weights, layout.cuts("parameters"))
+    weight_shard = shard_of(weights, layout.shards("parameters"))
     grads = torch.empty(padded, dtype=grad_dtype, device=mesh.device)
     partial = partial_gradients(places, grads, mesh)
-    grad_shard = shard_of(grads, layout.cuts("gradients"))
+    grad_shard = shard_of(grads, layout.shards("gradients"))
     own_master = dtype == torch.float32 and offload is None
     states = [allocate(each, mesh, offload) for _ in range(2 if own_master else 3)]
     master = weight_shard if own_master else states.pop()
-    is_whole = not layout.cuts("optimizer")
+    is_whole = not layout.shards("optimizer")
     return Unit(
         name,
         places,

@@ -5,8 +5,10 @@ In data parallel every rank holds the same weights, gradients, master weights an
 shards the optimizer states over the `shard` axis of each unit, stage 2 also the gradients, stage 3
 also the weights. The store owns all of them, unit by unit; a stage decides what stays sharded:
 
-    GATHER  all-gather the weights of a unit       stages 1 and 2: once per step; stage 3: around each use, then FREE
-    REDUCE  reduce-scatter the gradient of a unit  stage 1: once per step; stages 2 and 3: each micro-batch
+    GATHER  all-gather the weights of a unit
+            stages 1 and 2: once per step; stage 3: for each use, then FREE
+    REDUCE  reduce-scatter the gradient of a unit
+            stage 1: once per step; stages 2 and 3: once per micro-batch
     step    update this rank's shard
 
 If nothing is sharded, a shard is the whole unit, and its gradient is summed over `replicate`, which
@@ -121,7 +123,7 @@ class Store(StateStore):
 
     def free(self, name: str) -> None:
         """Free the gathered weights of a unit, in stage 3."""
-        if self.mesh.layout.cuts("parameters"):
+        if self.mesh.layout.shards("parameters"):
             self.need([name])
             free_storage(self.units[name].weights)
             self.units[name].is_whole = False
@@ -194,7 +196,7 @@ class Store(StateStore):
 
     def _scatters(self, unit: Unit) -> bool:
         """Return whether sums of the unit go to a shard, which `finish` sums over replicas."""
-        return unit.shard_axis.size > 1 or self.mesh.layout.cuts("gradients")
+        return unit.shard_axis.size > 1 or self.mesh.layout.shards("gradients")
 
     def _advance(self) -> None:
         """Wait for the oldest sum, or for its first half and start its second. Every rank does so
@@ -203,7 +205,7 @@ class Store(StateStore):
         following = done.pending.advance()
         if following is not None:
             self._sums.append(replace(done, pending=following, first_half=False))
-        elif done.is_last and self.mesh.layout.cuts("gradients"):
+        elif done.is_last and self.mesh.layout.shards("gradients"):
             free_storage(done.unit.grads)
 
     def finish(self) -> None:
@@ -249,7 +251,7 @@ class Store(StateStore):
                 if unit.master is not unit.weight_shard:
                     unit.weight_shard[part].copy_(master)
                 self._release(master, exp_avg, exp_avg_sq)
-            unit.is_whole = not self.mesh.layout.cuts("optimizer")
+            unit.is_whole = not self.mesh.layout.shards("optimizer")
 
     def owned(self, kind: Owned) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
         for unit in self.units.values():
@@ -264,7 +266,7 @@ class Store(StateStore):
             if unit.master is not unit.weight_shard:
                 unit.weight_shard.copy_(unit.master)
                 self._release(unit.master)
-            unit.is_whole = not self.mesh.layout.cuts("optimizer")
+            unit.is_whole = not self.mesh.layout.shards("optimizer")
 
     def _release(self, *states: Tensor) -> None:
         if self.offload is not None:

@@ -94,8 +94,8 @@ def moments(
     `finish` come last."""
     units = {
         unit: UnitBytes(
-            size * weight_bytes if layout.cuts("parameters") else 0,
-            size * grad_bytes if layout.cuts("gradients") else 0,
+            size * weight_bytes if layout.shards("parameters") else 0,
+            size * grad_bytes if layout.shards("gradients") else 0,
             bucket_sizes(layout, size // layout.shard_size, grad_bytes, bucket_bytes),
         )
         for unit, size in sizes.items()
@@ -127,7 +127,7 @@ def bucket_sizes(
         copies = 1 + (len(elements) > 1)
     else:  # nothing to scatter: the sum is in place, in two halves if it has another dtype
         is_wider = grad_bytes < FP32_BYTES
-        copies = int(is_wider and layout.data_size > 1 and not layout.cuts("gradients"))
+        copies = int(is_wider and layout.data_size > 1 and not layout.shards("gradients"))
     return tuple(each * layout.shard_size * grad_bytes * copies for each in elements)
 
 

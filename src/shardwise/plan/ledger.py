@@ -117,7 +117,9 @@ class UnitShapes:
         """Return the bytes that a rank holds of the unit from step to step, by row."""
         shard = self.shard_elements(layout)
         whole = shard * layout.size(self.axes.shard)
-        return {row: (shard if layout.cuts(row) else whole) * getattr(each, row) for row in STATES}
+        return {
+            row: (shard if layout.shards(row) else whole) * getattr(each, row) for row in STATES
+        }
 
 
 def unit_shapes(specs: tuple[ParamSpec, ...], layout: Layout) -> UnitShapes:

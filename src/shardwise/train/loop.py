@@ -16,7 +16,7 @@ from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
 from shardwise.parallel.launch import STOP_SIGNALS, Place
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.offload import make_offload
-from shardwise.parallel.pipeline.table import Table
+from shardwise.parallel.pipeline.table_csv import read_csv
 from shardwise.params import flops_per_token
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
 from shardwise.train.data import Batch, Batches, MicroBatch, TokenFile, held_out_batches
@@ -230,7 +230,7 @@ def make_program(run: Run, mesh: Mesh, step: int) -> Program:
         settings.bucket_bytes,
         settings.overlap,
         make_offload(settings.offload, offload_folder(run.settings)),
-        read_table(settings.pipeline_table),
+        read_csv(Path(settings.pipeline_table)) if settings.pipeline_table else None,
     )
     if step:
         checkpoint = Checkpoint(checkpoint_path(Path(settings.folder), step), verify=False)
@@ -243,24 +243,6 @@ def make_program(run: Run, mesh: Mesh, step: int) -> Program:
         with closing(open_weights(run.weights, run.config)) as reader:
             read_weights(program, reader)
     return program
-
-
-def read_table(path: str) -> Table | None:
-    """Read a pipeline table from a CSV file; None for an empty path."""
-    if not path:
-        return None
-    from shardwise.parallel.pipeline.table_csv import read_csv
-
-    return read_csv(Path(path))
-
-
-def log_trace(folder: Path, mesh: Mesh, step: int, metrics: Metrics) -> None:
-    """Write the trace of a step and log what it shows."""
-    from shardwise.train.trace_writer import write_trace
-
-    message = write_trace(folder, mesh, step)
-    if message:
-        metrics.log(f"step {step:>6}  {message}")
 
 
 def offload_folder(settings: Settings) -> Path:

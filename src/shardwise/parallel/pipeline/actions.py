@@ -132,14 +132,14 @@ def lower(
         if sent is not None:
             after[last].append(sent)
         first = last + 1
-    per_microbatch = layout.cuts("gradients")
+    per_microbatch = layout.shards("gradients")
     for index, reductions in enumerate(reductions_after(compute, pieces, per_microbatch)):
         after[index] += reductions
-    if layout.cuts("optimizer"):
+    if layout.shards("optimizer"):
         for first, last, unit in residencies(compute, pieces, layout):
             early = max(0, first - 1) if overlap else first
             before[early].append(on_unit("GATHER", compute[first], unit))
-            if layout.cuts("parameters"):
+            if layout.shards("parameters"):
                 after[last].append(on_unit("FREE", compute[last], unit))
     return [
         each
@@ -246,7 +246,7 @@ def residencies(
 def stays_gathered(adjacent: bool, used_again: bool, layout: Layout) -> bool:
     """Return whether a unit stays gathered between two uses: they may be `adjacent`, or a
     micro-batch that has used it may use it again."""
-    return not layout.cuts("parameters") or adjacent or (layout.keep and used_again)
+    return not layout.shards("parameters") or adjacent or (layout.keep and used_again)
 
 
 def bucket_elements(
