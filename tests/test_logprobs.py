@@ -12,7 +12,7 @@ from shardwise.kernels.reference.logprobs import most_probable
 from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.serve.request import Logprob, SamplingParams
 from shardwise.serve.sampling.penalties import SamplerState
-from shardwise.serve.sampling.sampler import log_probabilities
+from shardwise.serve.sampling.sampler import token_logprobs
 from test_sampler import KERNELS, sample
 
 of_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
@@ -73,7 +73,7 @@ def test_prompt_logprobs(kernels: ServingKernels) -> None:
         decimals=2
     )
     tokens = torch.randint(5003, (70,), generator=torch.Generator().manual_seed(14)).tolist()
-    told = log_probabilities(logits, tokens, [row % 4 for row in range(70)], kernels)
+    told = token_logprobs(logits, tokens, [row % 4 for row in range(70)], kernels)
     expected = logits.double().log_softmax(-1)
     for row, each in enumerate(told):
         assert each.id == tokens[row] and each.logprob == pytest.approx(
@@ -88,11 +88,11 @@ def test_nan_rows_have_no_logprobs(kernels: ServingKernels, fault: float) -> Non
     """A row with NaN has no log-probabilities; those of the other rows are bit-identical to those
     alone."""
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(20))
-    expected = log_probabilities(logits, [1, 2, 3], [2] * 3, kernels)
+    expected = token_logprobs(logits, [1, 2, 3], [2] * 3, kernels)
     logits[1, 400] = fault
-    first, second, third = log_probabilities(logits, [1, 2, 3], [2] * 3, kernels)
+    first, second, third = token_logprobs(logits, [1, 2, 3], [2] * 3, kernels)
     assert [first, third] == [expected[0], expected[2]] and second.logprob != second.logprob
-    assert first == log_probabilities(logits[:1], [1], [2], kernels)[0]
+    assert first == token_logprobs(logits[:1], [1], [2], kernels)[0]
 
 
 @of_kernels

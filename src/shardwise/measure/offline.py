@@ -2,7 +2,8 @@
 
 The rows by which engines are compared: prefill of a prompt of 512 tokens; decode of sequences with
 a context of 128 tokens, one token each per step; and prompts of 128 tokens with completions of 128,
-started together."""
+started together.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -42,18 +43,17 @@ def measure_speed(
     """
     if settings.layout.world_size > 1:
         raise ValueError(
-            f"the speed of one device is measured, not of {settings.layout}; with --concurrency "
-            f"that of a load is"
+            f"offline throughput is measured on one device, not on {settings.layout}; "
+            "--concurrency measures a load on several"
         )
     started = start_rank(Place(0, 1, device_of(0, 1)), settings)
     num_pages = -(-(PROMPT_TOKENS + max(STEPS, OUTPUT_TOKENS)) // settings.page_tokens)
-    if started.num_pages < num_pages * max(sizes) or started.max_len < max(
-        LONG_PROMPT_TOKENS, 2 * PROMPT_TOKENS
-    ):
+    longest = max(LONG_PROMPT_TOKENS, 2 * PROMPT_TOKENS)
+    if started.num_pages < num_pages * max(sizes) or started.max_len < longest:
         raise ValueError(
             f"{max(sizes)} sequences of {PROMPT_TOKENS + OUTPUT_TOKENS} tokens do not fit into "
-            f"{started.num_pages} "
-            f"pages of {settings.page_tokens}; with --concurrency a load of your own is measured"
+            f"{started.num_pages} pages of {settings.page_tokens}; --concurrency measures another "
+            "load"
         )
     engine = make_engine(started, settings)
     runner = started.runner

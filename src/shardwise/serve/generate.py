@@ -71,7 +71,8 @@ def load_model(
     path: Path, dtype: torch.dtype, device: torch.device, quant: str | None = None
 ) -> LoadedModel:
     """Load a Hugging Face folder, a GGUF file or a run, with its tokenizer, unsharded; `quant` as
-    in EngineSettings."""
+    in EngineSettings.
+    """
     source = open_source(path)
     config = read_config(source)
     tokenizer = load_tokenizer(source)

@@ -84,8 +84,7 @@ class LLM:
         outputs = dict[int, RequestOutput]()
         if engine.has_work or engine.compiling:
             raise ValueError(
-                "another stream of this LLM is under way; it must end, or be closed, before the "
-                "next"
+                "another stream of this LLM is running; it must end, or be closed, before the next"
             )
         pending = self.requests(as_list(prompts), params)
         for request, _ in pending:
@@ -130,7 +129,8 @@ class LLM:
 
     def start_compiled(self) -> None:
         """Queue requests whose grammar has been compiled, if all fit into the queue; wait for one
-        if there is nothing else to do."""
+        if there is nothing else to do.
+        """
         engine = self.engine
         if not engine.has_work:
             grammars = [grammar for _, grammar in engine.compiling.values()]

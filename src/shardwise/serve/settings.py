@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.page_table import BLOCK_TOKENS
+from shardwise.kernels.spans import BLOCK_TOKENS
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype
@@ -38,8 +38,7 @@ class EngineSettings:
         None,
         "quantize the weights of the blocks while loading: int8, int4-g64 (groups of 64), "
         "int4z-g64 (with zero points), int3-g32, fp8, ...; as-stored keeps the codes of a "
-        "quantized "
-        "model",
+        "quantized model",
         metavar="Q",
         default_help="unquantized weights in --dtype; a quantized model is dequantized",
     )

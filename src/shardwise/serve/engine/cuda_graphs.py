@@ -99,7 +99,8 @@ class DecodeGraphs:
 
 def cuda_capture(device: torch.device) -> Capture:
     """Return a capture of CUDA graphs that share one memory pool: only a graph's logits are read
-    after it has run."""
+    after it has run.
+    """
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)
 

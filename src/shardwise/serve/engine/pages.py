@@ -116,7 +116,8 @@ class Pages:
 
     def fork(self, table: list[int]) -> list[int]:
         """Return the table of another sequence with the same tokens so far, which shares all
-        pages."""
+        pages.
+        """
         for page in table:
             self.hold(page)
         return list(table)
@@ -145,7 +146,8 @@ class Pages:
 
     def release(self, table: list[int]) -> None:
         """Empty the table of a sequence that has ended or is preempted. Its indexed pages stay
-        cached until evicted."""
+        cached until evicted.
+        """
         while table:
             self.drop(table.pop())
 
@@ -156,7 +158,8 @@ class Pages:
 
     def allocate(self) -> int:
         """Return a page with one reference: a free one, or else the least recently used cached
-        one."""
+        one.
+        """
         if self.free:
             page = self.free.pop()
         else:
@@ -185,7 +188,8 @@ class Pages:
 
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that the bookkeeping is consistent with itself and with `tables`, which must be
-        all page tables."""
+        all page tables.
+        """
         holders = Counter(page for table in tables for page in table)
         assert self.ref_counts == [holders[page] for page in range(self.num_pages)]
         assert sorted([*self.free, *self.cached, *holders]) == list(range(self.num_pages))

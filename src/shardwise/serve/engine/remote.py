@@ -4,7 +4,8 @@ come out, asynchronously.
 So a step of the model never waits for a client, and no client for a step. One thread receives the
 engine's messages and passes them to the event loop; another sends messages, which the engine
 handles between steps. If the engine dies, all pending requests fail with the reason, and it is
-restarted."""
+restarted.
+"""
 
 import asyncio
 import atexit
@@ -204,7 +205,8 @@ class RemoteEngine:
 
     async def embed(self, tokens: Sequence[int]) -> list[float]:
         """Return the mean of the last hidden states, scaled to length 1. Raises as `generate`
-        does."""
+        does.
+        """
         vector: list[float] = await self.call("embed", list(tokens))
         return vector
 
@@ -327,7 +329,8 @@ class EngineProcess:
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block stop signals. A process that is started in the block inherits this, until it ignores
-    them."""
+    them.
+    """
     resource_tracker.ensure_running()  # now, since starting it unblocks signals
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

@@ -16,7 +16,6 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
-from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import (
@@ -25,6 +24,7 @@ from shardwise.kernels.serving_interface import (
     PagedAttention,
     ServingKernels,
 )
+from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.batch import TableBatch
 from shardwise.model.layers import Causal, rope_tables
 from shardwise.model.transformer import Transformer
@@ -35,7 +35,7 @@ from shardwise.quantize.load_quantized import Weights
 from shardwise.serve.engine.cuda_graphs import Capture, DecodeGraphs, only_decodes
 from shardwise.serve.engine.sequence import Batch, BatchEntry
 from shardwise.serve.request import Logprob
-from shardwise.serve.sampling.sampler import log_probabilities
+from shardwise.serve.sampling.sampler import token_logprobs
 
 LOGPROB_ROWS = 64
 """Rows of logits that are held at a time for the log-probabilities of a prompt."""
@@ -164,7 +164,7 @@ class Runner:
     def run_entries(self, entries: Sequence[BatchEntry]) -> Tensor:
         """Return the last hidden states [N, D] of the tokens of all entries, concatenated."""
         device = self.mesh.device
-        spans = [TokenSpan(entry.start, len(entry.tokens), entry.pages) for entry in entries]
+        spans = [Span(entry.start, len(entry.tokens), entry.pages) for entry in entries]
         tokens = torch.tensor([token for e in entries for token in e.tokens], device=device)
         positions = torch.cat([torch.arange(e.start, e.start + len(e.tokens)) for e in entries])
         return self.hidden(tokens, positions.to(device), self.attention.batch(spans))
@@ -183,7 +183,8 @@ class Runner:
     @torch.inference_mode()
     def capture_graphs(self, max_running: int, max_len: int, capture: Capture) -> None:
         """Capture decode steps of up to `max_running` sequences; batches of decodes replay them
-        until the pages are replaced."""
+        until the pages are replaced.
+        """
         assert self.attention.is_capturable and self.mesh.tp.size == 1
         width = -(-max_len // self.page_tokens)
 
@@ -204,13 +205,14 @@ class Runner:
 
     def prompt_logprobs(self, x: Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
         """Return the log-probability of each of `tokens` under the logits of its row of x [R, D],
-        on rank 0; nothing on other ranks."""
+        on rank 0; nothing on other ranks.
+        """
         logprobs: list[Logprob] = []
         for start in range(0, len(tokens), LOGPROB_ROWS):
             some = tokens[start : start + LOGPROB_ROWS]
             logits = self.logits(x[start : start + LOGPROB_ROWS])
             if self.mesh.tp.rank == 0:
-                logprobs += log_probabilities(logits, some, [num_top] * len(some), self.kernels)
+                logprobs += token_logprobs(logits, some, [num_top] * len(some), self.kernels)
         return logprobs
 
     def logits(self, x: Tensor) -> Tensor:

@@ -208,7 +208,7 @@ def capture_graphs(runner: Runner, settings: EngineSettings, max_len: int) -> No
     except RuntimeError:
         log.exception(
             "decode steps cannot be captured, and will run operation by operation: slower, but "
-            "right"
+            "correct"
         )
 
 

@@ -36,7 +36,7 @@ def apply_filters(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     min_p = {row: each.min_p for row, each in enumerate(params) if each.min_p > 0}
     top_k = {row: each.top_k for row, each in enumerate(params) if 0 < each.top_k < vocab_size}
     top_p = {row: each.top_p for row, each in enumerate(params) if each.top_p < 1}
-    for keep, values in ((keep_min_p, min_p), (keep_top_k, top_k), (keep_top_p, top_p)):
+    for keep, values in ((filter_min_p, min_p), (filter_top_k, top_k), (filter_top_p, top_p)):
         if values:
             rows = torch.tensor(list(values), device=logits.device)
             logits[rows] = keep(logits[rows], column(values.values()))
@@ -50,18 +50,18 @@ def scale(logits: Tensor, temperature: Tensor) -> Tensor:
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
-def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+def filter_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Keep tokens with p >= min_p * max(p); in logits, z >= max(z) + log(min_p)."""
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log(), -torch.inf)
 
 
-def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+def filter_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
     """Keep logits at least as large as the k-th largest, with all that tie with it."""
     largest = logits.topk(int(top_k.max())).values
     return logits.masked_fill(logits < largest.gather(-1, top_k.long() - 1), -torch.inf)
 
 
-def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+def filter_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep a token if all more probable ones together have less than top_p; of equal tokens the
     lowest id comes first.
 

@@ -101,7 +101,8 @@ def sample_together(
 
 def _changed(logits: Tensor, sampler: SamplerState, mask: Tensor | None) -> Tensor:
     """Return a copy of a row [V] with mask, bias and penalties, or the row itself if it has
-    none."""
+    none.
+    """
     if mask is None and not sampler.changes:
         return logits
     logits = logits.clone()
@@ -127,7 +128,7 @@ def _requested_logprobs(
     }
     if not requested:
         return {}
-    logprobs = log_probabilities(
+    logprobs = token_logprobs(
         [rows[row] for row in requested],
         [token for token, _ in requested.values()],
         [num_top for _, num_top in requested.values()],
@@ -136,7 +137,7 @@ def _requested_logprobs(
     return dict(zip(requested, logprobs, strict=True))
 
 
-def log_probabilities(
+def token_logprobs(
     logits: Sequence[Tensor] | Tensor,
     tokens: Sequence[int],
     num_top: Sequence[int],
