@@ -410,7 +410,7 @@ def test_requests_that_fail_are_told(model: Path, capsys: pytest.CaptureFixture[
         == 1
     )
     told = capsys.readouterr()
-    assert "are more than the 128 that a request may have" in told.err and "errors" in told.out
+    assert "exceed the 128 tokens that a request may have" in told.err and "errors" in told.out
 
 
 @pytest.mark.parametrize(
@@ -452,9 +452,9 @@ def test_what_cannot_be_is_refused(
     [
         (
             ["--quant", "int4-g128"],
-            "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
+            "groups of 128 columns do not divide the 64 columns of blocks.0.qkv; groups of 32 do",
         ),
-        (["--quant", "as-stored"], "which is not stored quantized"),
+        (["--quant", "as-stored"], "is not quantized, so as-stored does not apply"),
         (["--quant", "int5"], "unknown quantization scheme 'int5'"),
         (["--layout", "tp3"], "layout tp3: "),
     ],

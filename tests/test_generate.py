@@ -316,7 +316,7 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
         (
             ["--quant", "int4-g128"],
-            "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
+            "groups of 128 columns do not divide the 64 columns of blocks.0.qkv; groups of 32 do",
         ),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 64], "64 prompt tokens and max_tokens="),
@@ -344,8 +344,8 @@ def test_a_model_that_cannot_be_used_is_a_sentence(
     def refused(model: object, said: str) -> None:
         assert_refused(command(model, "--prompt", "x", "--max-tokens", 2), said)
 
-    refused(tmp_path / "none.gguf", "there is no such file or folder")
-    refused(tmp_path / "none", "there is no such file or folder")
+    refused(tmp_path / "none.gguf", "does not exist; a model is a catalogue")
+    refused(tmp_path / "none", "does not exist; a model is a catalogue")
     refused(tmp_path, "is not a model folder")
     refused("gpt2", "'gpt2' is only a shape, without weights; name a folder")
     refused("7B", "'7B' is only a shape, without weights")
@@ -361,7 +361,7 @@ def test_a_gguf_file_that_is_broken_is_a_sentence(tmp_path: Path, command: Comma
         "other": (b"PK\x03\x04" + start[4:], "it does not start with the letters GGUF"),
         "header": (start[:1000], "cannot be used as a GGUF file"),
         "tables": (start[:500_000], "cannot be used as a GGUF file"),
-        "weights": (start, "it may have been cut short"),
+        "weights": (start, "it may be truncated"),
     }
     for name, (content, said) in broken.items():
         (tmp_path / f"{name}.gguf").write_bytes(content)

@@ -191,7 +191,7 @@ def test_mistakes_are_sentences_before_anything_is_run(
     [
         ({"kv_bytes": 20_000}, "--max-len 32 fits|max_len=32 fits"),
         ({"kv_bytes": 10**16}, r"each rank has [0-9.,e+]+ GB left; --kv-bytes [0-9]+ fits"),
-        ({"max_len": 257}, "256 positions"),
+        ({"max_len": 257}, "context length is 256"),
         ({"dtype": "fp8"}, "bf16 or fp32"),
         ({"layout": Layout(tp=2)}, "one device"),
     ],

@@ -479,7 +479,7 @@ def test_perplexity_of_rounded_weights(
         ),
         (
             ["--quant", "int8", "--tp", "2", "--max-len", "65"],
-            "max_len 65 is more than the model's 64 positions",
+            "max_len is 65, but the model's context length is 64",
         ),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.config import ModelConfig
-from shardwise.kernels.spans import BLOCK_TOKENS
+from shardwise.kernels.page_table import BLOCK_TOKENS
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype

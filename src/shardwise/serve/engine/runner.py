@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.kernels.interface import RopeTables
 from shardwise.kernels.kv_cache import KVPages
+from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import (
@@ -24,7 +25,6 @@ from shardwise.kernels.serving_interface import (
     PagedAttention,
     ServingKernels,
 )
-from shardwise.kernels.spans import Span
 from shardwise.kernels.triton.batch import TableBatch
 from shardwise.model.layers import Causal, rope_tables
 from shardwise.model.transformer import Transformer
@@ -164,7 +164,7 @@ class Runner:
     def run_entries(self, entries: Sequence[BatchEntry]) -> Tensor:
         """Return the last hidden states [N, D] of the tokens of all entries, concatenated."""
         device = self.mesh.device
-        spans = [Span(entry.start, len(entry.tokens), entry.pages) for entry in entries]
+        spans = [TokenSpan(entry.start, len(entry.tokens), entry.pages) for entry in entries]
         tokens = torch.tensor([token for e in entries for token in e.tokens], device=device)
         positions = torch.cat([torch.arange(e.start, e.start + len(e.tokens)) for e in entries])
         return self.hidden(tokens, positions.to(device), self.attention.batch(spans))
