@@ -7,12 +7,14 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from shardwise.block import BLOCK, block_params, part_rows
+from shardwise.block import BLOCK, MATRICES, block_params, is_block_matrix, part_rows
 from shardwise.kernels.native.decoder import SUPPORTED
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import BlockWeights, Transformer
+from shardwise.params import block_specs, model_specs
+from shardwise.quant.scheme import quantizable
 from tiny_training import FAMILIES, tiny_weights
 
 NAMES = {param.name for param in BLOCK}
@@ -87,3 +89,19 @@ def test_parts_of_a_gated_and_of_an_ungated_mlp() -> None:
     assert part_rows(plain, "gate_up", "up") == slice(0, f)
     with pytest.raises(KeyError, match="gate_up has no part gate"):
         part_rows(plain, "gate_up", "gate")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_specs_follow_the_table(name: str) -> None:
+    config = FAMILIES[name]
+    specs = {spec.short_name: spec for spec in block_specs(config, 0)}
+    assert list(specs) == [param.name for param in block_params(config)]
+    for param in block_params(config):
+        spec = specs[param.name]
+        assert (spec.kind, spec.dims) == (param.kind, param.dims)
+        assert quantizable(spec) == (param.name in MATRICES) == is_block_matrix(spec.name)
+        for part, (rows, *_) in spec.part_slices():
+            if spec.parts:
+                assert rows == part_rows(config, param.name, part.name)
+    others = [spec for spec in model_specs(config) if spec.layer is None]
+    assert not any(quantizable(spec) or is_block_matrix(spec.name) for spec in others)

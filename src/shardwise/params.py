@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Literal, TypeVar
 
+from shardwise.block import FUSED, BlockParam, block_params, dim_size, is_set, norm_params
 from shardwise.config import ModelConfig
 from shardwise.layout import DATA_AXES, AxisName, Layout, StateAxes
 
@@ -21,8 +22,6 @@ Kind = Literal["embedding", "matrix", "norm", "bias", "head"]
 within a block, the `head` those after the last."""
 Fit = Literal["spread", "pad", "replicate"]
 PartialAxis = Literal["tp", "tp if sp", "kv_replica"]
-FUSED = "fused"
-"""The name of the dim along which the parts of a fused parameter lie."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,8 @@ def model_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
         )
     for layer in range(config.num_layers):
         specs += block_specs(config, layer)
-    specs += norm_specs(config, "norm", unit="final")
+    final_norm = (param for param in norm_params("norm") if is_set(config, param.flag))
+    specs += [table_spec(config, param, "", "final", None) for param in final_norm]
     specs.append(
         ParamSpec(
             "head",
@@ -279,93 +279,38 @@ def model_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
 
 
 def block_specs(config: ModelConfig, layer: int) -> list[ParamSpec]:
-    """Return the parameters of a block: norm, attention, norm, MLP.
-
-    What writes into the residual is initialized smaller by the square root of 2 x layers, as in
-    GPT-2, so that the residual does not grow with depth.
-    """
+    """Return the parameters of a block, from the table `block.BLOCK`."""
     unit = block_unit(layer)
-    d = config.hidden_size
-    f = config.ffn_size
-    q = config.q_size
-    kv = config.kv_size
-    normal = Init("normal", 0.02)
-    residual = Init("normal", 0.02 / math.sqrt(2 * config.num_layers))
-    qkv = (Part("q", "q_heads", q), Part("k", "kv_heads", kv), Part("v", "kv_heads", kv))
-    up = (Part("gate", "ffn", f), Part("up", "ffn", f)) if config.gated else (Part("up", "ffn", f),)
-    rows = sum(part.size for part in up)
-
-    def matrix(
-        name: str,
-        shape: tuple[int, int],
-        dims: tuple[str, str],
-        init: Init,
-        parts: tuple[Part, ...] = (),
-    ) -> ParamSpec:
-        return ParamSpec(
-            f"{unit}.{name}",
-            shape,
-            dims,
-            init,
-            unit=unit,
-            layer=layer,
-            parts=parts,
-            head_dim=config.head_dim if name in ("qkv", "out") else 1,
-        )
-
-    def bias(name: str, size: int, dim: str, parts: tuple[Part, ...] = ()) -> ParamSpec:
-        return ParamSpec(
-            f"{unit}.{name}",
-            (size,),
-            (dim,),
-            Init("zeros"),
-            unit=unit,
-            kind="bias",
-            layer=layer,
-            parts=parts,
-            head_dim=config.head_dim if name == "qkv_bias" else 1,
-        )
-
-    specs = norm_specs(config, f"{unit}.norm1", unit, layer)
-    specs.append(matrix("qkv", (q + 2 * kv, d), (FUSED, "embed"), normal, qkv))
-    if config.qkv_bias:
-        specs.append(bias("qkv_bias", q + 2 * kv, FUSED, qkv))
-    if config.qk_norm:
-        specs += [
-            ParamSpec(
-                f"{unit}.{name}",
-                (config.head_dim,),
-                ("head_dim",),
-                Init("ones"),
-                unit=unit,
-                kind="norm",
-                layer=layer,
-            )
-            for name in ("q_norm", "k_norm")
-        ]
-    specs.append(matrix("out", (d, q), ("embed", "q_heads"), residual))
-    if config.out_bias:
-        specs.append(bias("out_bias", d, "embed"))
-    specs += norm_specs(config, f"{unit}.norm2", unit, layer)
-    specs.append(matrix("gate_up", (rows, d), (FUSED, "embed"), normal, up))
-    if config.mlp_bias:
-        specs.append(bias("gate_up_bias", rows, FUSED, up))
-    specs.append(matrix("down", (d, f), ("embed", "ffn"), residual))
-    if config.mlp_bias:
-        specs.append(bias("down_bias", d, "embed"))
-    return specs
+    return [table_spec(config, param, f"{unit}.", unit, layer) for param in block_params(config)]
 
 
-def norm_specs(
-    config: ModelConfig, name: str, unit: str, layer: int | None = None
-) -> list[ParamSpec]:
-    """Return the scale of a norm over the hidden dim, and its bias in a LayerNorm."""
-    shape = (config.hidden_size,)
-    dims = ("embed",)
-    scale = ParamSpec(name, shape, dims, Init("ones"), unit=unit, kind="norm", layer=layer)
-    if config.norm != "layer":
-        return [scale]
-    bias = ParamSpec(
-        f"{name}_bias", shape, dims, Init("zeros"), unit=unit, kind="bias", layer=layer
+def table_spec(
+    config: ModelConfig, param: BlockParam, prefix: str, unit: str, layer: int | None
+) -> ParamSpec:
+    """Return the specification of one row of the table.
+
+    A matrix that writes into the residual is initialized smaller by the square root of 2 x layers,
+    as in GPT-2, so that the residual does not grow with depth.
+    """
+    parts = tuple(
+        Part(part.name, part.dim, dim_size(config, part.dim)) for part in param.parts_of(config)
     )
-    return [scale, bias]
+    fused_size = sum(part.size for part in parts)
+    shape = tuple(fused_size if dim == FUSED else dim_size(config, dim) for dim in param.dims)
+    init = Init("ones" if param.kind == "norm" else "zeros")
+    if param.kind == "matrix":
+        is_residual = param.dims[0] == "embed"
+        init = Init("normal", 0.02 / math.sqrt(2 * config.num_layers) if is_residual else 0.02)
+    dims = (*param.dims, *(part.dim for part in parts))
+    has_heads = any(dim != FUSED and RULES[dim].whole_heads for dim in dims)
+    return ParamSpec(
+        prefix + param.name,
+        shape,
+        param.dims,
+        init,
+        unit=unit,
+        kind=param.kind,
+        layer=layer,
+        parts=parts,
+        head_dim=config.head_dim if has_heads else 1,
+    )
