@@ -146,7 +146,7 @@ def state_on(rank: int, world: int, settings: Settings, config: ModelConfig, ste
     for name, unit in store.units.items():
         store.gather(name)
         store.need([name])
-        for of, weight in store.weights(place.spec.name for place in unit.places).items():
+        for of, weight in store.weights(param.spec.name for param in unit.ranges).items():
             assert torch.equal(weight, found[of, "master"].to(weight.dtype)), (
                 f"{of} was not brought in line"
             )

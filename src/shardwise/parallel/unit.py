@@ -32,7 +32,7 @@ from shardwise.shards import (
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamRange:
     """The place of a parameter in the flat buffers of its unit: `shape` is its local shape, `start`
     the index of its first element."""
 
@@ -64,7 +64,7 @@ class Unit:
 
     Attributes:
         name: its name.
-        places: where each parameter lies.
+        ranges: where each parameter lies.
         num_decayed: the elements from the start on that weight decay shrinks.
         shard_axis: the ranks that hold one shard each.
         replicate_axis: the ranks that hold the same shard.
@@ -81,7 +81,7 @@ class Unit:
     """
 
     name: str
-    places: tuple[Place, ...]
+    ranges: tuple[ParamRange, ...]
     num_decayed: int
     shard_axis: Axis
     replicate_axis: Axis
@@ -102,18 +102,18 @@ class Unit:
     def owned(self, kind: Owned, mesh: Mesh) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
         """Yield every box of every parameter that lies in the shard, as a view of it."""
         flat = self.grad_shard if kind == "gradient" else getattr(self, kind)
-        for place in self.places:
-            start = max(place.start, self.shard.start)
-            stop = min(place.stop, self.shard.stop)
-            within = start - place.start, stop - place.start
-            for box, _ in boxes_within(place.spec, mesh.layout, mesh.coord, *within):
-                yield place.spec, box, place.view_of(flat, self.shard.start, box)
+        for param in self.ranges:
+            start = max(param.start, self.shard.start)
+            stop = min(param.stop, self.shard.stop)
+            within = start - param.start, stop - param.start
+            for box, _ in boxes_within(param.spec, mesh.layout, mesh.coord, *within):
+                yield param.spec, box, param.view_of(flat, self.shard.start, box)
 
     def zero_gaps(self) -> None:
         """Zero the gaps between and after the parameters in the gradient buffer, which are summed
         with it."""
-        stops = [place.stop for place in self.places]
-        starts = [place.start for place in self.places[1:]] + [self.grads.numel()]
+        stops = [param.stop for param in self.ranges]
+        starts = [param.start for param in self.ranges[1:]] + [self.grads.numel()]
         for stop, start in zip(stops, starts, strict=True):
             self.grads[stop:start].zero_()
 
@@ -135,7 +135,7 @@ def make_unit(
 ) -> Unit:
     """Allocate the buffers of a unit that consists of `specs`."""
     layout = mesh.layout
-    places = lay_out(specs, mesh)
+    ranges = lay_out_params(specs, mesh)
     axes = unit_axes(specs)
     shard_axis = mesh.axes[axes.shard]
     num_decayed = unit_elements((spec for spec in specs if spec.decayed), layout)
@@ -151,10 +151,10 @@ def make_unit(
 
     weights = torch.empty(padded, dtype=dtype, device=mesh.device)
     # `.data` has its own version counter, so refilling the buffer does not invalidate graphs
-    leaves = {place.spec.name: place.of(weights.data).requires_grad_() for place in places}
+    leaves = {param.spec.name: param.of(weights.data).requires_grad_() for param in ranges}
     weight_shard = shard_of(weights, layout.shards("parameters"))
     grads = torch.empty(padded, dtype=grad_dtype, device=mesh.device)
-    partial = partial_gradients(places, grads, mesh)
+    partial = partial_gradients(ranges, grads, mesh)
     grad_shard = shard_of(grads, layout.shards("gradients"))
     own_master = dtype == torch.float32 and offload is None
     states = [allocate(each, mesh, offload) for _ in range(2 if own_master else 3)]
@@ -162,7 +162,7 @@ def make_unit(
     is_whole = not layout.shards("optimizer")
     return Unit(
         name,
-        places,
+        ranges,
         num_decayed,
         shard_axis,
         mesh.axes[axes.replicate],
@@ -181,16 +181,16 @@ def make_unit(
 
 
 def partial_gradients(
-    places: tuple[Place, ...], grads: Tensor, mesh: Mesh
+    ranges: tuple[ParamRange, ...], grads: Tensor, mesh: Mesh
 ) -> dict[AxisName, list[Tensor]]:
     """Return the views of `grads` that must be summed over an axis of more than one rank."""
     views: dict[AxisName, list[Tensor]] = {}
-    for place in places:
-        local_boxes = boxes(place.spec, mesh.layout, mesh.coord)
-        for part, box in zip(place.spec.all_parts, local_boxes, strict=True):
-            for axis in partial_axes(place.spec, part, mesh.layout):
+    for param in ranges:
+        local_boxes = boxes(param.spec, mesh.layout, mesh.coord)
+        for part, box in zip(param.spec.all_parts, local_boxes, strict=True):
+            for axis in partial_axes(param.spec, part, mesh.layout):
                 if mesh.axes[axis].size > 1:
-                    views.setdefault(axis, []).append(place.of(grads)[box.local_slices])
+                    views.setdefault(axis, []).append(param.of(grads)[box.local_slices])
     return views
 
 
@@ -201,14 +201,14 @@ def allocate(num_elements: int, mesh: Mesh, offload: Offload | None) -> Tensor:
     return torch.zeros(num_elements, device=mesh.device)
 
 
-def lay_out(specs: tuple[ParamSpec, ...], mesh: Mesh) -> tuple[Place, ...]:
-    """Return the places of the parameters: decayed ones first, each kind in model order."""
-    places = []
+def lay_out_params(specs: tuple[ParamSpec, ...], mesh: Mesh) -> tuple[ParamRange, ...]:
+    """Return the ranges of the parameters: decayed ones first, each kind in model order."""
+    ranges = []
     start = 0
     for spec in sorted(specs, key=lambda spec: not spec.decayed):
-        places.append(Place(spec, local_shape(spec, mesh.layout, mesh.coord), start))
+        ranges.append(ParamRange(spec, local_shape(spec, mesh.layout, mesh.coord), start))
         start += allocated_elements(spec, mesh.layout)
-    return tuple(places)
+    return tuple(ranges)
 
 
 def allocate_storage(flat: Tensor) -> None:

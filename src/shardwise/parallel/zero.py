@@ -93,7 +93,7 @@ class Store(StateStore):
             for name, specs in units.items()
         }
         self._locations = {
-            place.spec.name: (unit, place) for unit in self.units.values() for place in unit.places
+            param.spec.name: (unit, param) for unit in self.units.values() for param in unit.ranges
         }
         self._gathers: dict[str, Pending] = {}
         self._sums: deque[Sum] = deque()
@@ -132,8 +132,8 @@ class Store(StateStore):
         for name, unit in self.units.items():
             self.gather(name)
             self.need([name])
-            for place in unit.places:
-                yield place.spec.name, place.of(unit.weights)
+            for param in unit.ranges:
+                yield param.spec.name, param.of(unit.weights)
             self.free(name)
 
     # -- gradients
@@ -142,13 +142,13 @@ class Store(StateStore):
     def add(self, name: str, grad: Tensor) -> None:
         """Add one contribution to the gradient of a parameter: a dense tensor of its local shape,
         or a sparse one."""
-        unit, place = self._locations[name]
+        unit, param = self._locations[name]
         if not unit.added:
             while any(each.unit is unit for each in self._sums):
                 self._advance()
             allocate_storage(unit.grads)
             unit.zero_gaps()
-        total = place.of(unit.grads)
+        total = param.of(unit.grads)
         if name in unit.added:
             total.add_(grad)
         elif grad.is_sparse:
@@ -161,7 +161,7 @@ class Store(StateStore):
         """Start to sum the gradient of a unit over its axes. All contributions must be added
         before."""
         unit = self.units[name]
-        missing = [place.spec.name for place in unit.places if place.spec.name not in unit.added]
+        missing = [param.spec.name for param in unit.ranges if param.spec.name not in unit.added]
         assert not missing, f"no gradient was added for {missing}"
         unit.added.clear()
         for axis, grads in unit.partial.items():
