@@ -17,9 +17,10 @@ from torch import Tensor
 
 from engines import fill_with_anything
 from examples import examples
+from shardwise.environment import CPU_KERNELS_VARIABLE
 from shardwise.kernels.interface import RopeTables, TrainingKernels
 from shardwise.kernels.kv_cache import CODES, KVPages, as_bytes, quantize_vectors
-from shardwise.kernels.native.library import CPU_KERNELS_VARIABLE, instruction_sets
+from shardwise.kernels.native.library import instruction_sets
 from shardwise.kernels.native.serving import (
     NativePagedAttention,
     NativeServing,

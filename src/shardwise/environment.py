@@ -7,7 +7,7 @@ the kernels for CPUs.
 import os
 from dataclasses import dataclass
 
-KERNELS = "SHARDWISE_KERNELS"
+CPU_KERNELS_VARIABLE = "SHARDWISE_KERNELS"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,6 @@ def torchrun_rank() -> TorchrunRank | None:
     return TorchrunRank(rank, world_size, local_rank, local_world_size)
 
 
-def kernels_choice() -> str | None:
+def cpu_kernels() -> str | None:
     """Return the kernels for CPUs that the environment selects: `torch` or an instruction set."""
-    return os.environ.get(KERNELS) or None
+    return os.environ.get(CPU_KERNELS_VARIABLE) or None

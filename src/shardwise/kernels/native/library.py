@@ -1,10 +1,11 @@
 """The compiled library of native kernels, and the instruction sets that it supports."""
 
-import os
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch  # noqa: F401 (first: it loads the OpenMP runtime that the module shares)
+
+from shardwise.environment import CPU_KERNELS_VARIABLE, cpu_kernels
 
 library: Any
 try:
@@ -15,9 +16,6 @@ except ImportError:  # built without a compiler
 LANES = 16
 """Columns of a panel of a packed weight, and positions of a page that are computed at once
 (`csrc/vectors.h`)."""
-
-CPU_KERNELS_VARIABLE = "SHARDWISE_KERNELS"
-"""Environment variable that names the kernels for CPUs: `torch`, or an instruction set."""
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -35,7 +33,7 @@ def chosen_cpu_kernels() -> str:
     Raises ValueError for kernels that this processor does not have.
     """
     known = (*instruction_sets(), "torch")
-    name = os.environ.get(CPU_KERNELS_VARIABLE) or known[0]
+    name = cpu_kernels() or known[0]
     if name not in known:
         raise ValueError(
             f"{CPU_KERNELS_VARIABLE} is {name!r}, but the kernels for this processor are "
