@@ -239,11 +239,11 @@ def measure_limits(model: Path, quant: str | None = "as-stored") -> Limits:
     matrices = [
         spec for spec in specs if len(spec.shape) == 2 and (spec.name != "embed" or config.tied)
     ]
-    weight_bytes = sum(weight_bytes(spec, one, one.coord(0), formats, 2) for spec in matrices)
+    total_bytes = sum(weight_bytes(spec, one, one.coord(0), formats, 2) for spec in matrices)
     block_operations = 2 * sum(spec.numel for spec in matrices if quantizable(spec))
     head_operations = 2 * config.vocab_size * config.hidden_size
     rate = product_flops() * (2 if quant else 1)
-    return Limits(stream_bytes_per_s(), rate, weight_bytes, block_operations, head_operations)
+    return Limits(stream_bytes_per_s(), rate, total_bytes, block_operations, head_operations)
 
 
 def product_flops() -> float:
