@@ -1,4 +1,4 @@
-"""Engines in the test's own process, what they answer, and an audit after each of their steps."""
+"""Engines in the process of the test, their outputs, and an audit after each of their steps."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ LIMITS = Limits(512, 32, 1024)
 
 
 def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> LoadedModel:
-    """A drawn model that talks bytes and never comes to an end by itself."""
+    """A random model over bytes, which has no end token."""
     theirs = tiny_model(name, dtype, **BYTES, **changes)
     tokenizer = replace(byte_tokenizer(), eos_ids=frozenset())
     config = from_hugging_face(theirs.config.to_dict())
@@ -49,7 +49,7 @@ def runner_of(
 
 
 def fill_with_anything(pages: KVPages) -> None:
-    """NaN, where there is one."""
+    """Fill pages with NaN, or with 99 in dtypes without NaN."""
     for tensor in pages.tensors:
         tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 99)
 
@@ -62,8 +62,7 @@ def engine_of(
     runs: BatchRunner | None = None,
     max_len: int | None = None,
 ) -> Engine:
-    """An engine whose pages hold NaN until they are written. `runs` stands between it and the
-    runner."""
+    """Return an engine whose pages hold NaN until they are written. `runs` replaces the driver."""
     runner.make_pages(num_pages)
     for pages in runner.pages:
         fill_with_anything(pages)
@@ -80,7 +79,7 @@ def sequence_of(
     index: int = 0,
     skip_special: bool = True,
 ) -> Sequence:
-    """A sequence without a prompt, with `max_tokens` or fewer to generate."""
+    """Return a sequence without a prompt that generates at most `max_tokens` tokens."""
     most = min(max_tokens, params.max_tokens or max_tokens)
     request = Request((), params)
     return make_sequence(0, request, tokenizer, most, index, skip_special=skip_special)
@@ -88,7 +87,7 @@ def sequence_of(
 
 @dataclass
 class AsDriver:
-    """A runner that has nobody to keep alive."""
+    """The runner of an engine with one rank."""
 
     runner: Runner
 
@@ -108,7 +107,7 @@ class AsDriver:
 
 @dataclass
 class Got:
-    """One of n answers, as far as it has come. `prompt`: the log-probabilities of the prompt."""
+    """One of n completions so far. `prompt`: the log-probabilities of the prompt."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -132,7 +131,7 @@ class Got:
 
 
 class Asked:
-    """An engine and what all who asked it have got, by name."""
+    """An engine and its completions so far, by request id."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -170,7 +169,7 @@ def audit(engine: Engine) -> None:
 
 
 def assert_empty(engine: Engine) -> None:
-    """Nothing is left of anybody."""
+    """Assert that the engine has no requests, sequences or used pages."""
     audit(engine)
     counters = engine.scheduler.counters()
     assert (counters.num_waiting, counters.num_running, engine.scheduler.pages.counts().used) == (
@@ -182,7 +181,7 @@ def assert_empty(engine: Engine) -> None:
 
 
 def answers(engine: Engine, requests: Iterable[Request]) -> list[list[Got]]:
-    """All n answers to each, run together."""
+    """Return all n completions of each request, run together."""
     asked = Asked(engine)
     for request in requests:
         asked.add(request)
@@ -201,7 +200,7 @@ def drawn_tokens(num_tokens: int, seed: int, vocab_size: int = 256) -> tuple[int
 
 @torch.inference_mode()
 def plain_logprobs(model: LoadedModel, tokens: tuple[int, ...]) -> Tensor:
-    """log_softmax [T, V] of a plain forward of the model over a text, with logits in fp32."""
+    """Return log_softmax [T, V] of one forward of the model over all tokens, with logits in fp32."""
 
     ids = torch.tensor([list(tokens)])
     plain = Transformer(model.config, REFERENCE)

@@ -1,5 +1,6 @@
-"""An engine of the kind that the server is given, without its process: the real one around a drawn
-model. Whoever waits for a delta steps it, and a test can hold all steps."""
+"""An engine client without a process: the real engine around a random model. A coroutine that waits
+for a delta steps it, and a test can stop all steps.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -38,7 +39,7 @@ MAX_LEN = 256
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model as transformers has it, and the same as we do."""
+    """The same model in transformers and in Shardwise."""
 
     theirs: PreTrainedModel
     config: ModelConfig
@@ -47,7 +48,7 @@ class TinyModel:
 
 
 def talking_model() -> TinyModel:
-    """It talks bytes, in chats too."""
+    """Return a random model over bytes, with a chat template."""
     theirs = tiny_model("llama", vocab_size=264, max_position_embeddings=MAX_LEN)
     tokenizer = replace(byte_tokenizer(), chat_template=TEMPLATE)
     return TinyModel(
@@ -56,7 +57,7 @@ def talking_model() -> TinyModel:
 
 
 class FragileRunner(Runner):
-    """Its logits are no numbers from a position on, if a test says so."""
+    """A runner whose logits are NaN from position `fails_at` on."""
 
     fails_at: int | None = None
 
@@ -73,8 +74,9 @@ class FragileRunner(Runner):
 
 
 class TinyEngine:
-    """Steps wait for `may_step`; `death` ends it with these words; `queue` is how many requests may
-    wait."""
+    """Steps wait for `may_step`; `death` is the message of EngineDied; `queue` is the length of the
+    queue.
+    """
 
     def __init__(self, model: TinyModel, queue: int = 64) -> None:
         self.tokenizer = model.tokenizer
@@ -145,7 +147,7 @@ class TinyEngine:
         return self.engine.stats()
 
     async def close(self) -> None:
-        """Whoever waits is told so."""
+        """Fail all pending requests."""
         self.is_closed = True
         for waiting in self.deltas.values():
             waiting.append(EngineDied("the server is shutting down"))

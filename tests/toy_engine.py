@@ -1,5 +1,4 @@
-"""An engine with a model in a few lines, whose memory finds out whether anybody reads what is not
-theirs."""
+"""An engine with a model in a few lines, whose memory detects reads of other sequences' pages."""
 
 from collections.abc import Iterable
 from itertools import count, pairwise
@@ -27,7 +26,7 @@ def sequence(
     prompt_logprobs: int | None = None,
     ends: bool = False,
 ) -> Sequence:
-    """The first sample of a request, with its siblings; END ends it if `ends`."""
+    """Return the first sample of a request, with its siblings; END ends them if `ends`."""
     params = SamplingParams(
         n=n,
         max_tokens=max_tokens,
@@ -50,7 +49,7 @@ def sequence(
 
 
 def state(before: int, token: int) -> int:
-    """What is written for a token: as keys and values do, it depends on all tokens so far."""
+    """Return the state to write for a token: like keys and values, it depends on all tokens so far."""
     return hash((before, token))
 
 
@@ -66,7 +65,7 @@ def next_tokens(last: int, num_samples: int) -> list[int]:
 
 
 def alone(prompt: list[int], max_tokens: int, sample: int, ends: bool) -> list[int]:
-    """All tokens of the sequence that the model makes of a prompt."""
+    """Return all tokens of the sequence that the model generates from a prompt."""
     tokens = list(prompt)
     last = states(prompt)[-1]
     while len(tokens) < len(prompt) + max_tokens:
@@ -78,7 +77,7 @@ def alone(prompt: list[int], max_tokens: int, sample: int, ends: bool) -> list[i
 
 
 class ToyEngine:
-    """Scheduler, model and memory. A entry runs as a real one does: its first token reads the state
+    """Scheduler, model and memory. An entry runs as a real one does: its first token reads the state
     before it through the block table, each writes its own, and all of its sequence must be there
     once the whole batch has been written."""
 
@@ -182,6 +181,6 @@ def engine(num_pages: int = 64, page_tokens: int = 4, limits: Limits | None = No
 
 
 def ran(batch: Batch | None) -> list[tuple[int, int, int]]:
-    """(id, first position, tokens) of each entry."""
+    """Return (id, first position, number of tokens) of each entry."""
     assert batch is not None
     return [(entry.id, entry.start, len(entry.tokens)) for entry in batch.entries]

@@ -55,7 +55,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Ready:
-    """What an engine reports once it has started: the most tokens per request, and its pages."""
+    """Report of an engine that has started: the most tokens per request, and its pages."""
 
     max_len: int
     num_pages: int

@@ -1,4 +1,4 @@
-"""What a client asks of the engine, and what it gets back. Imports no torch."""
+"""Requests of clients, and the outputs that they get. Imports no torch."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +12,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled and when a completion ends.
+    """Parameters of sampling, and of when a completion ends.
 
     Names, ranges and defaults are those of OpenAI and vLLM.
 
@@ -155,7 +155,7 @@ def check_length(num_prompt: int, max_tokens: int | None, max_len: int) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks of the engine: a prompt and its sampling parameters.
+    """A prompt and its sampling parameters, as a client asks for them.
 
     Attributes:
         tokens: The prompt.
@@ -185,7 +185,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a step adds to one completion of a request.
+    """The addition of one step to one completion of a request.
 
     Attributes:
         request_id: The request.

@@ -24,7 +24,7 @@ LEAST_BODY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is started with: the model, its precision, and the limits of its batches.
+    """Settings of an engine: the model, its precision, and the limits of its batches.
 
     Raises ValueError for values that cannot be served.
     """
@@ -91,7 +91,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the HTTP server adds to an engine: the names of its model, keys, and limits of requests.
+    """Settings of the HTTP server around an engine: the names of its model, keys, and limits of requests.
 
     Raises ValueError for names, keys or limits that cannot work.
     """

@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many most probable tokens to return for each prompt token, while it is computed."""
+        """Most probable tokens to return for each prompt token; None after the prompt."""
         return self.request.params.prompt_logprobs if self.num_generated == 0 else None
 
     @property
@@ -199,7 +199,7 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step computes; rank 0 broadcasts it to the other tensor ranks.
+    """The work of one step; rank 0 broadcasts it to the other tensor ranks.
 
     Attributes:
         entries: Those of a single token come first.

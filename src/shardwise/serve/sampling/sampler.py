@@ -1,4 +1,4 @@
-"""From the logits of a batch to its next tokens and their log-probabilities.
+"""Sampling: the next tokens of a batch and their log-probabilities, from its logits.
 
 In the order of vLLM, for each row:
 
