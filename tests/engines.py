@@ -200,7 +200,7 @@ def drawn_tokens(num_tokens: int, seed: int, vocab_size: int = 256) -> tuple[int
 
 @torch.inference_mode()
 def plain_logprobs(model: LoadedModel, tokens: tuple[int, ...]) -> Tensor:
-    """Return log_softmax [T, V] of one forward of the model over all tokens, with logits in fp32."""
+    """Return log_softmax [T, V] of one forward over all tokens, with logits in fp32."""
 
     ids = torch.tensor([list(tokens)])
     plain = Transformer(model.config, REFERENCE)

@@ -49,7 +49,7 @@ def sequence(
 
 
 def state(before: int, token: int) -> int:
-    """Return the state to write for a token: like keys and values, it depends on all tokens so far."""
+    """Return the state of a token: like keys and values, it depends on all tokens so far."""
     return hash((before, token))
 
 
@@ -77,9 +77,10 @@ def alone(prompt: list[int], max_tokens: int, sample: int, ends: bool) -> list[i
 
 
 class ToyEngine:
-    """Scheduler, model and memory. An entry runs as a real one does: its first token reads the state
-    before it through the block table, each writes its own, and all of its sequence must be there
-    once the whole batch has been written."""
+    """Scheduler, model and memory. An entry runs as a real one does: its first token reads the
+    state before it through the page table, each writes its own, and the states of the whole
+    sequence must be there once the batch has been written.
+    """
 
     def __init__(self, pages: Pages, limits: Limits) -> None:
         self.scheduler = Scheduler(pages, limits)

@@ -91,7 +91,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the HTTP server around an engine: the names of its model, keys, and limits of requests.
+    """Settings of the HTTP server: the names of its model, API keys, and limits of requests.
 
     Raises ValueError for names, keys or limits that cannot work.
     """
