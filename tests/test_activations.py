@@ -18,13 +18,13 @@ from torch import Tensor
 
 from memory import peak_bytes
 from ranks import Ranks
+from shardwise.chunks import chunks as chunks_of_loss
+from shardwise.chunks import longest_chunk
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
-from shardwise.model.chunks import chunks as chunks_of_loss
-from shardwise.model.chunks import longest_chunk
 from shardwise.model.loss import cross_entropy
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.apply import seams_of

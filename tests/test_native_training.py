@@ -14,6 +14,7 @@ from torch import Tensor
 
 from examples import examples
 from memory import peak_bytes
+from shardwise.chunks import PRODUCT_BYTES
 from shardwise.kernels.interface import CrossEntropyGrad
 from shardwise.kernels.native.library import instruction_sets
 from shardwise.kernels.native.training import NativeTraining
@@ -23,7 +24,6 @@ from shardwise.kernels.reference.training import REFERENCE_TRAINING
 from shardwise.kernels.training_registry import native_training_kernels
 from shardwise.layout import Layout
 from shardwise.model import loss
-from shardwise.model.chunks import PRODUCT_BYTES
 from shardwise.model.loss import IGNORE_INDEX, VocabShard, cross_entropy, local_targets
 from shardwise.model.seams import UNSHARDED, Seams
 from shardwise.model.transformer import BlockWeights, Transformer

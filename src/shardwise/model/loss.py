@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, chunks
 from shardwise.kernels.interface import CrossEntropyGrad, Targets
-from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, chunks
 from shardwise.model.seams import UNSHARDED, Seams
 
 IGNORE_INDEX = -100

@@ -34,9 +34,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.block import BLOCK, BlockParam, SavedTensor, block_params, is_set
+from shardwise.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.config import ModelConfig
 from shardwise.layout import Coord, Layout, Recompute
-from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.schedules import rank_actions
 from shardwise.params import rank_layers, stage_layers

@@ -41,9 +41,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
+from shardwise.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.config import ModelConfig
 from shardwise.layout import AxisName, Coord, Layout, ring_bytes
-from shardwise.model.chunks import PRODUCT_BYTES, SOFTMAX_BYTES, longest_chunk
 from shardwise.parallel.pipeline.schedules import step_table
 from shardwise.params import block_unit, model_specs, rank_layers, stage_units, units
 from shardwise.plan.activations import MicroBatchShape, Share, num_blocks, share_of
