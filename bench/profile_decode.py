@@ -228,11 +228,7 @@ def weight_bytes(runner: Runner) -> int:
         return sum(
             weight.nbytes if isinstance(weight, Tensor) else weight.packed.nbytes for weight in read
         )
-    specs = [
-        spec
-        for spec in model_specs(runner.config)
-        if len(spec.shape) == 2 and spec.name.startswith("blocks.")
-    ]
+    specs = [spec for spec in model_specs(runner.config) if spec.kind == "matrix"]
     head = runner.config.vocab_size * runner.config.hidden_size
     return (sum(spec.numel for spec in specs) + head) * runner.dtype.itemsize
 

@@ -156,14 +156,13 @@ def ggml_format(kind: str) -> StorageFormat | None:
     if block.num_elements == 1:
         return None
     bits = 8 * block.num_bytes // block.num_elements
-    return StorageFormat(
-        kind, bits, block.num_elements, block.num_bytes - block.num_elements * bits // 8
-    )
+    scale_bytes = block.num_bytes - block.num_elements * bits // 8
+    return StorageFormat(kind, bits, block.num_elements, scale_bytes)
 
 
 def quantizable(spec: ParamSpec) -> bool:
-    """Matrices of the blocks. Embedding and head stay as they are: rows are looked up, and all
-    logits depend on it."""
+    """Return whether a parameter is quantized: a matrix of a block. Rows of the embedding are looked
+    up, and every logit depends on the head, so these are not."""
     return spec.kind == "matrix" and len(spec.shape) == 2
 
 

@@ -5,7 +5,7 @@ loaded. Its logits are the reference for those of the file.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -43,6 +43,8 @@ from shardwise.quant.ggml import BLOCKS
 from shardwise.quantize.quant_config import QuantConfig
 from shardwise.quantize.quantizer import Quantizer
 
+NamedTensor = tuple[str, Tensor | QuantizedMatrix]
+
 
 def export(
     source: Path,
@@ -69,15 +71,15 @@ def export(
     check_destination(destination, quant_config, config)
     with closing(open_weights(source, config)) as reader:
         dtype = dtype or reader.dtype
-        passed = Passed(config, dtype)
+        reference = StreamedReference(config, dtype)
         quantizer = Quantizer(config, quant_config, dtype, device)
         weights = StreamedWeights(reader, model_specs(config), dtype)
-        tensors = passed.on(quantizer.parameters(weights, text, report))
+        tensors = reference.observe(quantizer.parameters(weights, text, report))
         files = write_quantized(source, destination, config, quant_config, tensors, dtype)
     report("checking", 0.5)
     try:
         logits = prompt_logits(destination, read_config(destination), dtype)
-        difference = largest_difference(logits, passed.logits(), source, destination)
+        difference = largest_difference(logits, reference.logits(), source, destination)
     except ValueError:
         destination.unlink() if quant_config.gguf else shutil.rmtree(destination)
         raise
@@ -134,7 +136,7 @@ def write_quantized(
     destination: Path,
     config: ModelConfig,
     quant_config: QuantConfig,
-    tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]],
+    tensors: Iterable[NamedTensor],
     dtype: torch.dtype,
 ) -> tuple[str, ...]:
     """Write the tensors in the format of `quant_config` and return the names of the files."""
@@ -158,8 +160,9 @@ def write_quantized(
     return (destination.name,)
 
 
-class Passed:
-    """Hands a model's parameters on, and runs the drawn prompt through them, a block at a time."""
+class StreamedReference:
+    """The logits of a random prompt, computed one block at a time while the parameters of a
+    quantized model pass through on their way to a file."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
@@ -167,19 +170,17 @@ class Passed:
         self._decoder = Transformer(config, REFERENCE)
         self._tokens = random_prompt(config)
         self._positions = torch.arange(self._tokens.shape[1])[None]
-        self._held: dict[str, Tensor | QuantizedMatrix] = {}
+        self._pending: dict[str, Tensor | QuantizedMatrix] = {}
         self._x: Tensor | None = None
 
-    def on(
-        self, tensors: Iterable[tuple[str, Tensor | QuantizedMatrix]]
-    ) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
+    def observe(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the parameters unchanged, and run each block once it is complete."""
         last_of_block = {
             specs[-1].name: specs[-1].layer for specs in units(model_specs(self.config)).values()
         }
         for name, tensor in tensors:
-            self._held[name] = (
-                tensor if isinstance(tensor, QuantizedMatrix) else tensor.to(self.dtype)
-            )
+            stored = tensor if isinstance(tensor, QuantizedMatrix) else tensor.to(self.dtype)
+            self._pending[name] = stored
             layer = last_of_block.get(name)
             if layer is not None:
                 self._run(layer)
@@ -188,29 +189,29 @@ class Passed:
     @torch.no_grad()
     def _run(self, layer: int) -> None:
         prefix = f"{block_unit(layer)}."
-        block = {name: self._held.pop(name) for name in list(self._held) if name.startswith(prefix)}
-        weights = BlockWeights.of(self._plain(block), layer)
+        names = [name for name in self._pending if name.startswith(prefix)]
+        block = {name: self._pending.pop(name) for name in names}
+        weights = BlockWeights.of(self._reloaded(block), layer)
         rope = self._decoder.rope_tables(self._positions, torch.float32)
-        self._x = self._decoder.block(
-            self._embedded(), layer, weights, rope, Causal(self.config, causal_attention)
-        )
+        attend = Causal(self.config, causal_attention)
+        self._x = self._decoder.block(self._embedded(), layer, weights, rope, attend)
 
     def _embedded(self) -> Tensor:
         if self._x is not None:
             return self._x
-        return self._decoder.embed(self._plain(self._held), self._tokens, self._positions)
+        return self._decoder.embed(self._reloaded(self._pending), self._tokens, self._positions)
 
-    def _plain(self, weights: dict[str, Tensor | QuantizedMatrix]) -> dict[str, Tensor]:
-        """As they are read back: in `dtype`, then in fp32."""
+    def _reloaded(self, weights: Mapping[str, Tensor | QuantizedMatrix]) -> dict[str, Tensor]:
+        """Return weights as loading them gives: rounded to `dtype`, then in fp32."""
         return {
-            name: (
-                dequantize(each, self.dtype) if isinstance(each, QuantizedMatrix) else each
-            ).float()
+            name: dequantize(each, self.dtype).float()
+            if isinstance(each, QuantizedMatrix)
+            else each.float()
             for name, each in weights.items()
         }
 
     @torch.no_grad()
     def logits(self) -> Tensor:
-        """[1, T, V] in fp32, once all have passed."""
-        weights = self._plain(self._held)
+        """Return the logits [1, T, V] in fp32. All parameters must have passed."""
+        weights = self._reloaded(self._pending)
         return self._decoder.logits(weights, self._decoder.final(weights, self._embedded()))
