@@ -326,7 +326,7 @@ class NativeServing(InstructionSet):
 
 def native_integers(weight: QuantizedWeight) -> QuantizedMatrix | None:
     """Return the integers of a weight if they have a native product: 8 or 4 bits, with groups of
-    whole stretches of activations.
+    whole activation groups.
 
     None also where the rank has no columns.
     """
