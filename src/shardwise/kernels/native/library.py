@@ -14,8 +14,8 @@ except ImportError:  # built without a compiler
     library = None
 
 LANES = 16
-"""Columns of a panel of a packed weight, and positions of a page that are computed at once
-(`csrc/vectors.h`)."""
+"""fp32 numbers in the widest register (`csrc/vectors.h`). Shapes that the kernels support are
+multiples of it, whatever the instruction set."""
 
 
 def instruction_sets() -> tuple[str, ...]:
