@@ -161,8 +161,8 @@ def ggml_format(kind: str) -> StorageFormat | None:
 
 
 def quantizable(spec: ParamSpec) -> bool:
-    """Return whether a parameter is quantized: a matrix of a block. Rows of the embedding are looked
-    up, and every logit depends on the head, so these are not."""
+    """Return whether a parameter is quantized: only matrices of blocks are. Rows of the embedding
+    are looked up, and every logit depends on the head."""
     return spec.kind == "matrix" and len(spec.shape) == 2
 
 
