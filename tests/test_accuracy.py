@@ -28,7 +28,7 @@ Rows = dict[tuple[str, str | None], Row]
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    """Trained for some 20 seconds."""
+    """A model trained for about 20 seconds."""
     folder = tmp_path_factory.mktemp("small")
     return small(train_small(folder, steps=320), 8192, 4096)
 
@@ -43,15 +43,15 @@ def kl(rows: Rows, bits: int, group: int, method: str) -> float:
 
 
 def test_the_model_has_learned_something(task: Task, rows: Rows) -> None:
-    """Next to guessing among 512 tokens."""
+    """Compared with guessing among 512 tokens."""
     plain = rows["none", None].comparison
     assert plain.perplexity < 0.1 * task.model.config.vocab_size
     assert plain.kl == 0 and plain.top1 == 1
     assert len(rows) == 2 + 2 * 3 * len(GROUPS)
 
 
-def test_looking_at_a_text_is_no_worse_than_not(rows: Rows) -> None:
-    """Within 5 % of KL and 0.5 % of perplexity; GPTQ better by 20 % of KL, everywhere."""
+def test_calibrated_methods_are_no_worse_than_rounding(rows: Rows) -> None:
+    """The tolerance is 5 % of KL and 0.5 % of perplexity; GPTQ is better by 20 % of KL for every scheme."""
     for bits in (4, 3):
         for group in GROUPS:
             rounded = kl(rows, bits, group, "rtn")
@@ -66,8 +66,7 @@ def test_looking_at_a_text_is_no_worse_than_not(rows: Rows) -> None:
 
 
 def test_fewer_bits_are_worse(rows: Rows) -> None:
-    """A bit less is a step twice as large, and an error of four times the square: at least twice
-    the KL."""
+    """One bit less doubles the step and quadruples the squared error: at least twice the KL."""
     for method in ("rtn", "gptq", "awq"):
         for group in GROUPS:
             assert kl(rows, 3, group, method) > 2 * kl(rows, 4, group, method)
@@ -84,7 +83,7 @@ def test_fewer_bits_are_worse(rows: Rows) -> None:
 
 
 def test_larger_groups_are_worse(rows: Rows) -> None:
-    """From a size to the next within 10 %, from the smallest to the largest by 5 %."""
+    """KL grows from each size to the next within 10 %, from the smallest to the largest by at least 5 %."""
     for method in ("rtn", "gptq", "awq"):
         for bits in (4, 3):
             found = [kl(rows, bits, group, method) for group in GROUPS]
@@ -93,16 +92,16 @@ def test_larger_groups_are_worse(rows: Rows) -> None:
 
 
 def test_a_cache_in_8_bits_costs_less_than_weights_in_4(task: Task, rows: Rows) -> None:
-    """Integers a tenth of it, and less than floats of as many bits, whose steps are coarse where
-    numbers are large. All through the attention over pages that a server runs."""
+    """An int8 KV cache costs a tenth of it, and less than fp8, whose steps are coarse for large values. All
+    cases use paged attention."""
     integers, floats = (row.comparison for row in measure_cache(task))
     least = min(row.comparison.kl for row in rows.values() if row.scheme.startswith("int4"))
     assert 0 < 10 * integers.kl < least and integers.kl < floats.kl < least
     assert integers.perplexity < 1.001 * rows["none", None].comparison.perplexity
 
 
-def test_what_a_weight_takes(rows: Rows) -> None:
-    """Its bits, and 16 of a scale for its group."""
+def test_bits_per_weight(rows: Rows) -> None:
+    """Bits per weight include 16 bits of scale per group."""
     assert all(
         rows[f"int{bits}-g{group}", "awq"].bits == bits + 16 / group
         for bits in (3, 4)
@@ -111,7 +110,7 @@ def test_what_a_weight_takes(rows: Rows) -> None:
 
 
 def test_comparison_follows_its_formulas(task: Task) -> None:
-    """Over whole logits in doubles, and perplexity as `shardwise eval` has it."""
+    """KL over all logits in doubles, and perplexity as in `shardwise eval`."""
     tokens = task.held_out[:301]
     model = task.model
     other = {

@@ -56,7 +56,7 @@ def drawn(num_rows: int, num_columns: int, seed: int = 0) -> Tensor:
 
 
 def inputs(num_columns: int, seed: int = 1, num_rows: int = 600) -> Tensor:
-    """Columns alike in part, of very different sizes, as activations are."""
+    """Correlated columns of very different sizes, like activations."""
     mixed = drawn(num_rows, num_columns // 2, seed) @ drawn(num_columns // 2, num_columns, seed + 1)
     return (mixed + drawn(num_rows, num_columns, seed + 2)) * drawn(1, num_columns, seed + 3).exp()
 
@@ -68,7 +68,7 @@ def statistics_of(x: Tensor) -> InputStatistics:
 # -- what is known of the inputs
 
 
-def test_statistics_are_means_over_all_that_went_through() -> None:
+def test_statistics_are_means_over_all_inputs() -> None:
     weight = drawn(6, 16)
     x = inputs(16)
     watched = ObservedWeight(weight)
@@ -89,7 +89,7 @@ def test_statistics_are_means_over_all_that_went_through() -> None:
     assert halved.output_error(2 * change) == pytest.approx(found.output_error(change), rel=1e-5)
 
 
-def test_activations_that_are_no_numbers_are_told_of() -> None:
+def test_activations_that_are_not_finite_are_an_error() -> None:
     watched = ObservedWeight(torch.ones(2, 4))
     linear(torch.full((3, 4), torch.inf), watched)
     with pytest.raises(ValueError, match="activations are infinite or NaN"):
@@ -128,7 +128,7 @@ def surgeon(weight: Tensor, scheme: Scheme, second_moment: Tensor) -> tuple[Tens
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_gptq_is_the_surgeon(name: str) -> None:
+def test_gptq_is_the_optimal_brain_surgeon(name: str) -> None:
     """In fp32, so a weight right between two codes may fall to the other side, and then a few after
     it: 0.5 %."""
     scheme = Scheme.parse(name)
@@ -143,7 +143,7 @@ def test_gptq_is_the_surgeon(name: str) -> None:
 @settings(max_examples=examples(30))
 @given(name=st.sampled_from(SCHEMES), seed=st.integers(0, 10**6))
 def test_gptq_changes_outputs_less_than_rounding(name: str, seed: int) -> None:
-    """Of many rows: a single one can have bad luck."""
+    """The mean over many rows: a single row may become worse."""
     scheme = Scheme.parse(name)
     weight = drawn(64, 256, seed)
     known = statistics_of(inputs(256, seed + 1))
@@ -156,7 +156,7 @@ def test_gptq_changes_outputs_less_than_rounding(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_gptq_of_inputs_that_have_nothing_in_common_is_rounding(name: str) -> None:
+def test_gptq_of_uncorrelated_inputs_is_round_to_nearest(name: str) -> None:
     scheme = Scheme.parse(name)
     weight = drawn(5, 256)
     found = gptq(weight, scheme, torch.eye(256))
@@ -164,9 +164,8 @@ def test_gptq_of_inputs_that_have_nothing_in_common_is_rounding(name: str) -> No
     assert torch.equal(found.codes, rounded.codes) and torch.equal(found.scales, rounded.scales)
 
 
-def test_gptq_of_a_column_that_sees_nothing() -> None:
-    """A dead input is no column of a singular matrix: its weights become 0, and all others are as
-    without it."""
+def test_gptq_of_a_column_whose_input_is_zero() -> None:
+    """The weights of an input that is always zero become 0; the others are as without it."""
     x = inputs(64)
     x[:, 40] = 0
     weight = drawn(5, 64)
@@ -193,7 +192,7 @@ def test_gptq_of_fewer_rows_than_columns() -> None:
 
 
 @given(name=st.sampled_from(SCHEMES), seed=st.integers(0, 10**6))
-def test_scales_of_inputs_never_do_harm_on_their_text(name: str, seed: int) -> None:
+def test_awq_scales_never_increase_the_error_on_their_text(name: str, seed: int) -> None:
     scheme = Scheme.parse(name)
     weight = drawn(6, 256, seed)
     known = statistics_of(inputs(256, seed + 1))
@@ -205,7 +204,7 @@ def test_scales_of_inputs_never_do_harm_on_their_text(name: str, seed: int) -> N
 
 
 def test_scales_grow_with_the_inputs() -> None:
-    """One input a thousand times as large as the others deserves finer steps."""
+    """An input that is a thousand times as large as the others gets finer steps."""
     x = drawn(500, 64)
     x[:, 7] *= 1000
     scales = input_scales(drawn(16, 64), Scheme.parse("int3-g64"), statistics_of(x), lambda s: s)
@@ -222,7 +221,7 @@ def test_clipping_finds_the_best_range_of_each_group(name: str, seed: int) -> No
     size = scheme.group or 256
 
     def errors(quantized: QuantizedMatrix) -> Tensor:
-        """[N, G], of each group alone."""
+        """The error [N, G] of each group."""
         change = (dequantize(quantized, torch.float32) - weight).double().split(size, 1)
         blocks = [second.double()[at : at + size, at : at + size] for at in range(0, 256, size)]
         return torch.stack([((e @ c) * e).sum(1) for e, c in zip(change, blocks, strict=True)], 1)
@@ -237,11 +236,9 @@ def test_clipping_finds_the_best_range_of_each_group(name: str, seed: int) -> No
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_block_computes_stays_when_scales_are_taken_in(
-    name: str, dtype: torch.dtype
-) -> None:
-    """But for rounding in fp32, 1e-5 of the largest, although norms are stored in bf16; biases,
-    which cannot be kept as exact, are stored in fp32 here."""
+def test_a_block_computes_the_same_with_folded_scales(name: str, dtype: torch.dtype) -> None:
+    """The tolerance is rounding in fp32, 1e-5 of the largest, although norms are stored in bf16; biases,
+    which are not exact in bf16, are stored in fp32 here."""
     model = tiny_model(name, dtype)
     config = from_hugging_face(model.config.to_dict())
     weights = our_weights(model)
@@ -278,8 +275,8 @@ def run_block(config: ModelConfig, block: Mapping[str, Tensor]) -> Tensor:
 # -- a whole model
 
 
-class OnLoan(Mapping[str, Tensor]):
-    """Weights that are made when they are asked for, and whether they are still held."""
+class LazyWeights(Mapping[str, Tensor]):
+    """Weights that are created when they are read, and the names of those still in memory."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = weights
@@ -303,10 +300,10 @@ class OnLoan(Mapping[str, Tensor]):
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2"])
-def test_one_block_is_plain_at_a_time(name: str, method: str) -> None:
+def test_only_one_block_is_in_float_at_a_time(name: str, method: str) -> None:
     model = tiny_model(name)
     config = from_hugging_face(model.config.to_dict())
-    weights = OnLoan(our_weights(model))
+    weights = LazyWeights(our_weights(model))
     quant_config = QuantConfig.parse("int4-g32", method)
     seen = []
     progress = []
@@ -329,7 +326,7 @@ def test_one_block_is_plain_at_a_time(name: str, method: str) -> None:
 
 
 def test_a_block_sees_the_errors_of_those_before_it() -> None:
-    """GPTQ of the second block by hand: its inputs are what the first gives quantized."""
+    """GPTQ of the second block by hand, with the outputs of the quantized first block as inputs."""
     model = tiny_model("qwen2")
     config = from_hugging_face(model.config.to_dict())
     weights = our_weights(model)
@@ -375,7 +372,7 @@ def test_rounding_a_model_is_rounding_its_matrices() -> None:
                 assert torch.equal(value, weights[key])
 
 
-def test_weights_that_are_no_numbers_are_refused() -> None:
+def test_weights_that_are_not_finite_are_an_error() -> None:
     model = tiny_model("llama")
     config = from_hugging_face(model.config.to_dict())
     weights = our_weights(model)
@@ -402,7 +399,7 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
         ("fp8", "gptq", "gptq supports integers only; fp8 needs --method rtn"),
     ],
 )
-def test_recipes_that_are_not_known(name: str, method: str, sentence: str) -> None:
+def test_unknown_quantization_settings(name: str, method: str, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         QuantConfig.parse(name, method)
     assert sentence in str(caught.value)

@@ -1,5 +1,4 @@
-"""Products of small integers with activations quantized as they come: its formula in Python's
-integers, and bounds."""
+"""Matmuls with dynamically quantized activations against the formula in Python integers, and bounds."""
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ def test_activations_are_off_by_half_a_step(
     assert back[:, columns:].eq(0).all() and codes.abs().amax(-1).eq(127).all()
 
 
-def test_what_is_nothing_or_no_number() -> None:
+def test_zeros_and_values_that_are_not_finite() -> None:
     x = torch.zeros(1, 4 * ACTIVATION_GROUP)
     x[0, ACTIVATION_GROUP] = 1e-38
     x[0, 2 * ACTIVATION_GROUP] = torch.nan
@@ -52,7 +51,7 @@ def test_what_is_nothing_or_no_number() -> None:
     assert not (codes.float() * scales)[0, 2:].isfinite().any()
 
 
-def test_it_is_its_formula() -> None:
+def test_matmul_equals_its_formula() -> None:
     x = drawn(4, 64, 1)
     quantized = quantize(drawn(5, 64, 2), Scheme.parse("int4z-g32"))
     codes, scales = quantize_activations(x)
@@ -75,11 +74,11 @@ def test_it_is_its_formula() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_product_is_near_that_of_plain_numbers(
+def test_matmul_is_near_the_float_one(
     dtype: torch.dtype, scheme: Scheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each activation is off by half a step at most: |error| <= sum of sx / 2 |w|, and rounding. In
-    several strips."""
+    """Each activation is off by at most half a step: |error| <= sum of sx / 2 |w|, plus rounding. Weights are
+    in several strips."""
     monkeypatch.setattr(format, "STRIP_ELEMENTS", 1 << 12)
     x = drawn(6, 256, 1).to(dtype).view(2, 3, 256)
     quantized = quantize(drawn(100, 256, 2), scheme)
@@ -92,7 +91,7 @@ def test_the_product_is_near_that_of_plain_numbers(
     assert ((found - wanted).abs() <= bound * 1.001 + wanted.abs() * torch.finfo(dtype).eps).all()
 
 
-def test_one_large_activation_spoils_its_stretch_alone() -> None:
+def test_a_large_activation_affects_only_its_group() -> None:
     x = drawn(1, 256, 1)
     quantized = quantize(drawn(50, 256, 2), INT8)
     x[0, 3] = 1000
@@ -104,7 +103,7 @@ def test_one_large_activation_spoils_its_stretch_alone() -> None:
 
 
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 9), data=st.data())
-def test_a_row_does_not_depend_on_its_company(seed: int, rows: int, data: st.DataObject) -> None:
+def test_rows_are_batch_invariant(seed: int, rows: int, data: st.DataObject) -> None:
     x = drawn(rows, 64, seed)
     quantized = quantize(drawn(7, 64, seed + 1), INT8)
     row = data.draw(st.integers(0, rows - 1))

@@ -76,7 +76,7 @@ def exported(tmp_path: Path, source: Path, quant: str, method: str = "rtn") -> P
 
 @torch.no_grad()
 def assert_agrees(path: Path) -> None:
-    """transformers, in fp32, computes from it what we do."""
+    """Assert that transformers computes the same logits in fp32."""
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     config = read_config(path)
     ours = prompt_logits(path, config, torch.float32)
@@ -100,9 +100,8 @@ def test_transformers_loads_every_family_by_every_method(
 
 
 @pytest.mark.parametrize("quant", WITH_ZEROS)
-def test_zero_points_are_those_of_the_package(tmp_path: Path, quant: str) -> None:
-    """transformers cannot load them at this version (llm-compressor 1618), the package itself
-    can."""
+def test_zero_points_equal_those_of_compressed_tensors(tmp_path: Path, quant: str) -> None:
+    """transformers cannot load them in this version (llm-compressor 1618); compressed-tensors can."""
     new = exported(tmp_path, saved(tmp_path / "old", "qwen2"), quant)
     scheme = QuantizationConfig(
         **json.loads((new / "config.json").read_text())["quantization_config"]
@@ -135,7 +134,7 @@ def test_bytes_are_known_before_they_are_written(quant: str, shape: tuple[int, i
     assert all(each.is_contiguous() for each in stored.values())
 
 
-def test_shards_hold_what_they_may(tmp_path: Path) -> None:
+def test_shards_stay_below_the_size_limit(tmp_path: Path) -> None:
     source = saved(tmp_path / "old", "llama")
     config = read_config(source)
     weights = load_file(source / "model.safetensors")
@@ -180,7 +179,7 @@ def compressed_bytes(scheme: Scheme, shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)
-def test_blocks_are_those_of_the_package(kind: str) -> None:
+def test_blocks_equal_those_of_the_gguf_package(kind: str) -> None:
     scheme = Scheme.parse(GGUF_SCHEMES[kind])
     weight = torch.randn(9, 160, generator=torch.Generator().manual_seed(0)) * 0.1 + 0.02
     weight[0, :64] = 0
@@ -194,7 +193,7 @@ def test_blocks_are_those_of_the_package(kind: str) -> None:
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
 def test_a_gguf_file_is_the_same_model(tmp_path: Path, name: str, kind: str) -> None:
-    """The config is read off it again. Mistral is a llama there, as llama.cpp has it."""
+    """The config is read from it. A Mistral model becomes a llama, as in llama.cpp."""
     source = saved(tmp_path / "old", name, torch.bfloat16)
     config = read_config(source)
     again = read_config(exported(tmp_path, source, f"gguf:{kind}"))
@@ -209,9 +208,8 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path, name: str, kind: str) -> 
 @pytest.mark.parametrize(
     "name", ["llama-tied", "llama-biases", "qwen2", "qwen3", "mistral", "gpt2"]
 )
-def test_its_tensors_are_where_llama_cpp_looks_for_them(tmp_path: Path, name: str) -> None:
-    """Names follow the package's own table, and rows of llama's heads the order of its
-    converter."""
+def test_tensors_have_the_names_and_order_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    """Names follow the table of the gguf package, and rows of llama's heads the order of its converter."""
     new = exported(tmp_path, saved(tmp_path / "old", name), "gguf:q8_0")
     theirs = tiny_model(name).state_dict()
     config = read_config(new)
@@ -251,7 +249,7 @@ def permuted(weight: Tensor, num_heads: int) -> Tensor:
 
 
 @pytest.mark.parametrize("scaling", [RopeScaling("linear", 4.0), RopeScaling("llama3", 8.0)])
-def test_stretched_positions_come_along(tmp_path: Path, scaling: RopeScaling) -> None:
+def test_rope_scaling_is_written(tmp_path: Path, scaling: RopeScaling) -> None:
     rope = {"rope_type": scaling.kind, "rope_theta": 10000.0, "factor": scaling.factor}
     if scaling.kind == "llama3":
         rope |= {
@@ -266,11 +264,10 @@ def test_stretched_positions_come_along(tmp_path: Path, scaling: RopeScaling) ->
     assert read_config(exported(tmp_path, source, "gguf:q8_0")).rope_scaling == scaling
 
 
-def test_positions_stretched_otherwise_are_refused(
+def test_rope_scaling_that_gguf_cannot_store_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file says how far Llama 3's are stretched, not from which context on; a folder says
-    both."""
+    """A GGUF file stores the factor of Llama 3's scaling, but not the original context length."""
     source = saved(tmp_path / "old", "llama")
     capsys.readouterr()  # what making the model printed
     assert main(["convert", str(source), str(tmp_path / "new.gguf"), "--quant", "gguf:q8_0"]) == 2
@@ -284,7 +281,7 @@ def test_positions_stretched_otherwise_are_refused(
     assert read_config(tmp_path / "new").rope_scaling == read_config(source).rope_scaling
 
 
-def test_shapes_that_a_gguf_file_cannot_tell() -> None:
+def test_configs_that_gguf_cannot_store() -> None:
     config = from_hugging_face(tiny_model("qwen2").config.to_dict())
     with pytest.raises(ValueError, match="no key for the activation gelu"):
         config_metadata(replace(config, activation="gelu"))
@@ -293,7 +290,7 @@ def test_shapes_that_a_gguf_file_cannot_tell() -> None:
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_tokenizers_come_along(pre: str) -> None:
+def test_tokenizers_are_written(pre: str) -> None:
     trained = train_bpe([TEXT], 400)
     content = json.loads(trained.backend.to_str())["model"]
     backend = byte_level_bpe(content["vocab"], [tuple(merge) for merge in content["merges"]], pre)
@@ -312,7 +309,7 @@ def test_tokenizers_come_along(pre: str) -> None:
     assert again.eos_ids == tokenizer.eos_ids and again.chat_template == tokenizer.chat_template
 
 
-def test_the_tokenizer_of_the_real_model_comes_along() -> None:
+def test_the_tokenizer_of_the_real_model_is_written() -> None:
     tokenizer = load_tokenizer(smollm2_gguf())
     original = read_gguf(smollm2_gguf()).metadata
     written = tokenizer_metadata(tokenizer, 49152)
@@ -329,7 +326,7 @@ def test_the_tokenizer_of_the_real_model_comes_along() -> None:
     assert written["tokenizer.chat_template"] == original["tokenizer.chat_template"]
 
 
-def test_a_tokenizer_that_has_no_name_is_refused() -> None:
+def test_a_tokenizer_that_gguf_cannot_store_is_an_error() -> None:
     backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(ValueError, match="GGUF has no name for this model's kind of tokenizer"):
@@ -350,7 +347,7 @@ def test_a_tokenizer_that_has_no_name_is_refused() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A drawn model with a vocabulary of 290 tokens and 64 positions."""
+    """A random model with a vocabulary of 290 tokens and a context length of 64."""
     folder = saved(tmp_path / "old", "llama-tied", vocab_size=304)
     train_bpe([TEXT], 290).save(folder)
     return folder
@@ -463,7 +460,7 @@ def test_a_data_set_calibrates_too(source: Path, text: Path, tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_requests(
     flags: list[str],
     sentence: str,
     source: Path,
@@ -508,7 +505,7 @@ def test_nothing_is_quantized_twice(
     )
 
 
-def test_places_that_are_taken_are_refused(
+def test_existing_destinations_are_not_overwritten(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there.gguf").touch()
@@ -533,7 +530,7 @@ def test_places_that_are_taken_are_refused(
         assert sentence in capsys.readouterr().err
 
 
-def test_a_data_set_of_another_tokenizer_is_refused(
+def test_a_data_set_of_another_tokenizer_is_an_error(
     source: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "build", str(text), str(tmp_path / "data"), "--tokenizer", "bpe:280"]) == 0
@@ -545,7 +542,7 @@ def test_a_data_set_of_another_tokenizer_is_refused(
     )
 
 
-def test_a_file_that_computes_something_else_does_not_stay(
+def test_a_file_with_wrong_logits_is_removed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

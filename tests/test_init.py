@@ -1,4 +1,4 @@
-"""First weights: the same model under every cut, drawn piece by piece."""
+"""Initial weights: the same model under every sharding, drawn block by block."""
 
 import math
 import re
@@ -67,7 +67,7 @@ def matrix(
 
 
 def assert_every_rank_has_its_slices(spec: ParamSpec, layout: Layout, seed: int) -> None:
-    """Bit for bit, with zeros where the rank holds padding."""
+    """Shards are bit-identical slices, with zeros in the padding."""
     expected = whole(spec, seed)
     for rank in range(layout.world_size):
         coord = layout.coord(rank)
@@ -100,13 +100,13 @@ def test_every_layout_starts_from_one_model(
 def test_any_shape_and_any_number_of_ranks(
     rows: int, columns: int, tp: int, block: int, dims: tuple[str, str]
 ) -> None:
-    """More ranks than rows, uneven and empty shares among them."""
+    """Cases include more ranks than rows, uneven shards and empty ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(init, "BLOCK_ELEMENTS", block)
         assert_every_rank_has_its_slices(matrix(rows, columns, dims=dims), Layout(tp=tp), 5)
 
 
-def test_a_real_block_size_is_cut_as_well() -> None:
+def test_shards_agree_for_the_real_block_size() -> None:
     qkv = (Part("q", "q_heads", 576), Part("k", "kv_heads", 192), Part("v", "kv_heads", 192))
     fused = ParamSpec(
         "blocks.0.qkv",
@@ -151,15 +151,14 @@ def test_seeds_names_and_blocks_differ() -> None:
     assert torch.equal(whole(matrix(rows, 64, "blocks.1.down"), 0), drawn[0])
 
 
-def test_seed_and_name_do_not_run_together() -> None:
+def test_seed_and_name_are_separated() -> None:
     """Seed 1 of `1/x` must not be seed 11 of `x`, and the like."""
     assert not torch.equal(whole(matrix(8, 8, "1/x"), 1), whole(matrix(8, 8, "x"), 11))
     assert not torch.equal(whole(matrix(8, 8, "x1"), 0), whole(matrix(8, 8, "x"), 0))
 
 
-def test_distribution_is_what_the_spec_says() -> None:
-    """2^20 elements: mean within 5 standard errors of 0, std within 5 of its value, 4th moment that
-    of a normal."""
+def test_distribution_follows_the_spec() -> None:
+    """2^20 elements: mean and std within 5 standard errors, and the 4th moment of a normal distribution."""
     for std in (0.02, 0.02 / math.sqrt(60)):
         spec = ParamSpec(
             "blocks.3.out", (1024, 1024), ("embed", "q_heads"), Init("normal", std), unit="blocks.3"
@@ -173,8 +172,8 @@ def test_distribution_is_what_the_spec_says() -> None:
 
 
 def test_kinds_of_a_whole_model() -> None:
-    """Matrices are normal, and those that write into the residual smaller by sqrt(2 layers); norms
-    1, biases 0."""
+    """Matrices are normal, those that write into the residual smaller by sqrt(2 layers); norms are 1, biases
+    0."""
     for spec in model_specs(SMALL):
         weights = whole(spec)
         assert weights.shape == spec.shape
@@ -195,7 +194,7 @@ def test_dtype_is_the_rounded_fp32() -> None:
 
 
 def test_pinned_values() -> None:
-    """The definition itself: a change of it changes every seed's model. Within 1e-6 of a standard
+    """A change of these values would change the model of every seed. The tolerance is 1e-6 of a standard
     deviation, since processors differ in the last bit of a logarithm."""
     spec = ParamSpec(
         "blocks.0.down", (576, 1536), ("embed", "ffn"), Init("normal", 1.0), unit="blocks.0"
@@ -208,7 +207,7 @@ def test_pinned_values() -> None:
 
 
 def count_drawn(spec: ParamSpec, layout: Layout, patch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """How many numbers the rank at the end draws, in all and at most at once."""
+    """The number of elements that the last rank draws, in all and at most at once."""
     sizes: list[int] = []
     randn = torch.randn
 
@@ -223,8 +222,8 @@ def count_drawn(spec: ParamSpec, layout: Layout, patch: pytest.MonkeyPatch) -> t
 
 
 def test_no_rank_draws_a_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a matrix cut by rows a rank draws its share, rounded up to blocks of rows at both ends of
-    each part; of one cut by columns every row, but a block at a time."""
+    """A rank draws its shard of a matrix that is sharded by rows, rounded up to blocks at both ends of each
+    part, and every row, one block at a time, of a matrix that is sharded by columns."""
     layout = Layout(tp=3)
     for spec in model_specs(CATALOGUE["smollm2-135m"])[:12]:
         in_all, at_once = count_drawn(spec, layout, monkeypatch)
@@ -238,7 +237,7 @@ def test_no_rank_draws_a_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
             assert in_all <= spec.numel
 
 
-def test_an_empty_share_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_shard_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = matrix(3, 5, dims=("vocab", "embed"))
     assert local_shape(spec, Layout(tp=4), Layout(tp=4).coord(3)) == (1, 5)
     assert count_drawn(spec, Layout(tp=4), monkeypatch) == (0, 0)

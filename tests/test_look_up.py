@@ -1,5 +1,4 @@
-"""The gradient of looking rows up: what the definition gives in fp64, however often a row is looked
-up."""
+"""The gradient of an embedding lookup against its definition in fp64, for rare and frequent rows."""
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tiny_training import FAMILIES, OPTIMIZER, fill_store, seeded, tiny_weights
 def test_rows_and_gradient_are_those_of_torch(
     sparse_grad: bool, num_rows: int, num_ids: int, seed: int
 ) -> None:
-    """In fp32 within 1e-5 of torch's own in fp64; rows that nobody looked up have none."""
+    """Gradients in fp32 are within 1e-5 of torch's in fp64; rows that are not looked up have none."""
     ids = torch.randint(num_rows, (2, num_ids), generator=seeded(seed))
     weight = torch.randn(num_rows, 3, generator=seeded(seed)).requires_grad_()
     dy = torch.randn(2, num_ids, 3, generator=seeded(seed + 1))
@@ -37,8 +36,8 @@ def test_rows_and_gradient_are_those_of_torch(
 
 
 @pytest.mark.parametrize("count", [16, 1024, 16384])
-def test_a_row_looked_up_often_is_summed_in_fp32(count: int) -> None:
-    """Within the one rounding to bf16, 2^-9; a sum in bf16 would be 70 % off at 16384."""
+def test_gradients_of_a_frequent_row_are_summed_in_fp32(count: int) -> None:
+    """The error is one rounding to bf16, 2^-9; a sum in bf16 would be 70 % off at 16384."""
     weight = torch.zeros(3, 8, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.rand(count, 8, generator=seeded(count)).bfloat16()
     (grad,) = torch.autograd.grad(
@@ -48,9 +47,9 @@ def test_a_row_looked_up_often_is_summed_in_fp32(count: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
-def test_bf16_training_has_the_embedding_of_fp32(family: str) -> None:
-    """2048 tokens of only three kinds: what was looked up has a gradient within 3 % of that in
-    fp32, as for rarer tokens; summed in bf16 it would be some 30 % off."""
+def test_bf16_gradients_of_an_embedding_are_near_fp32(family: str) -> None:
+    """2048 tokens with only three ids: gradients are within 3 % of fp32; a sum in bf16 would be about 30 %
+    off."""
     config = FAMILIES[family]
     grads = []
     tokens = torch.randint(3, (64, 33), generator=seeded(1))

@@ -1,5 +1,4 @@
-"""The chunked cross entropy against its definition: value, gradients, memory, and what it must not
-do."""
+"""The chunked cross entropy against its definition: value, gradients and memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -109,12 +108,12 @@ def test_naive_is_the_definition() -> None:
 
 
 def test_published_value_of_equal_logits() -> None:
-    """Without knowledge every token costs log V."""
+    """With equal logits the loss of every token is log V."""
     total = cross_entropy(torch.zeros(7, 3), torch.randn(100, 3), torch.arange(7))
     assert total.item() == pytest.approx(7 * 4.605170185988092, rel=1e-6)
 
 
-def test_chunks_change_nothing_beyond_rounding() -> None:
+def test_chunks_change_only_rounding() -> None:
     x, weight, targets = drawn(129, 24, 211)
     whole = with_gradients(cross_entropy, x, weight, targets)
     for rows in (1, 2, 3, 43, 64, 128):
@@ -161,8 +160,8 @@ def test_bf16_is_the_definition_to_its_own_rounding(rows: int) -> None:
     assert_close((dx, dw), wanted[1:], BF16)
 
 
-def test_bf16_keeps_the_gradient_of_a_token_that_is_all_but_certain() -> None:
-    """1 - p is about 1e-4 here, which bf16 loses when it subtracts from 1; within 1 % of fp64."""
+def test_bf16_keeps_the_gradient_of_an_almost_certain_token() -> None:
+    """1 - p is about 1e-4, which a subtraction from 1 in bf16 loses; the gradient is within 1 % of fp64."""
     x = torch.eye(2).bfloat16()
     weight = torch.tensor([[9.25, 0], [0, 9.25]]).bfloat16()
     targets = torch.tensor([0, 1])
@@ -173,13 +172,12 @@ def test_bf16_keeps_the_gradient_of_a_token_that_is_all_but_certain() -> None:
 
 @pytest.mark.parametrize("scale", [2.0, 2.0**10, 2.0**100])
 def test_large_logits_do_not_overflow(scale: float) -> None:
-    """Small whole numbers times a power of two, so that products are exact and rounding is none of
-    the difference."""
+    """Inputs are small integers times a power of two, so that products are exact."""
     x, weight, targets = drawn(30, 16, 101)
     assert_is_definition((2 * x).round(), (8 * weight).round() * scale, targets)
 
 
-def test_a_hopeless_target_costs_its_distance() -> None:
+def test_the_loss_of_an_improbable_target_is_its_distance() -> None:
     x = torch.ones(1, 1)
     weight = torch.tensor([[500.0], [-500.0]])
     total, dx, dw = with_gradients(cross_entropy, x, weight, torch.tensor([1]))
@@ -202,7 +200,7 @@ def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
 
 
 @pytest.mark.parametrize(("of_x", "of_weight"), [(True, False), (False, True)])
-def test_only_the_wanted_gradient_is_worked_out(of_x: bool, of_weight: bool) -> None:
+def test_only_needed_gradients_are_computed(of_x: bool, of_weight: bool) -> None:
     x, weight, targets = drawn(10, 4, 7)
     wanted = with_gradients(cross_entropy, x, weight, targets)
     x.requires_grad_(of_x)
@@ -217,7 +215,7 @@ def test_only_the_wanted_gradient_is_worked_out(of_x: bool, of_weight: bool) -> 
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_does_no_work_for_gradients(mode) -> None:
+def test_evaluation_computes_no_gradients(mode) -> None:
     x, weight, targets = drawn(10, 4, 7)
     wanted = cross_entropy(x, weight, targets)
     x.requires_grad_()
@@ -238,7 +236,7 @@ def products(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 40])
-def test_gradients_hold_nothing_of_what_was_in_their_memory(
+def test_gradients_do_not_depend_on_uninitialized_memory(
     rows: int, dtype: torch.dtype, monkeypatch
 ) -> None:
     x, weight, targets = (
@@ -252,9 +250,9 @@ def test_gradients_hold_nothing_of_what_was_in_their_memory(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_never_held_whole(dtype: torch.dtype, tmp_path: Path) -> None:
-    """1000 rows of 8000 logits, 32 MB in fp32; allowed are 1 MB of fp32, 2 MB of logits, and the
-    gradients."""
+def test_all_logits_never_exist_at_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    """1000 rows of 8000 logits take 32 MB in fp32; 1 MB in fp32, 2 MB of logits, and the gradients are
+    allowed."""
     x, weight, targets = drawn(1000, 32, 8000)
     x = x.to(dtype).requires_grad_()
     weight = weight.to(dtype).requires_grad_()

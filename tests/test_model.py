@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny(case: str) -> tuple[PreTrainedModel, ModelConfig, dict[str, Tensor]]:
-    """A drawn model, its config and weights as ours."""
+    """A random model of transformers, with its config and weights in our names."""
     name, changes = CASES[case]
     model = tiny_model(name, **changes)
     weights = our_weights(model)
@@ -112,7 +112,7 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_positions_may_start_anywhere(case: str) -> None:
+def test_positions_can_start_anywhere(case: str) -> None:
     model, config, weights = tiny(case)
     tokens = drawn_tokens(2, 20)
     with torch.no_grad():
@@ -121,8 +121,8 @@ def test_positions_may_start_anywhere(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama 3.1: stretched", "linear stretching"])
-def test_stretching_matters_in_these_tests(case: str) -> None:
-    """Guards the cases above: without it the same weights give other logits."""
+def test_rope_scaling_changes_the_logits(case: str) -> None:
+    """Guard the cases above: without scaling the same weights give other logits."""
     _, config, weights = tiny(case)
     tokens = drawn_tokens(1, 48)
     plain = ModelConfig(**{**vars(config), "rope_scaling": None})
@@ -143,8 +143,8 @@ def test_stretching_matters_in_these_tests(case: str) -> None:
     ],
 )
 def test_gradients_are_those_of_transformers(case: str) -> None:
-    """Every parameter's, of the summed loss of the next token; q/k norms among them, which move the
-    loss little."""
+    """Compare the gradient of every parameter for the summed loss of the next token, with q/k norms, which
+    change the loss little."""
     model, config, weights = tiny(case)
     tokens = drawn_tokens(2, 40)
     targets = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), 1)
@@ -166,8 +166,7 @@ def test_gradients_are_those_of_transformers(case: str) -> None:
 
 
 def our_gradients(model: PreTrainedModel, config: ModelConfig) -> dict[str, Tensor]:
-    """The gradients of a transformers model under our names: those of a model whose weights they
-    are."""
+    """The gradients of a transformers model in our names."""
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     model = type(model)(model.config)
     with torch.no_grad():
@@ -201,7 +200,7 @@ def test_batch_rows_are_independent(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SEEING)
-def test_packed_documents_are_as_if_apart(case: str) -> None:
+def test_packed_documents_equal_separate_ones(case: str) -> None:
     """Documents of 11, 1, 20 and 8 tokens in one row, each with positions from 0; cut otherwise in
     the second row."""
     _, config, weights = tiny(case)
@@ -222,7 +221,7 @@ def test_packed_documents_are_as_if_apart(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SEEING)
-def test_no_token_sees_what_follows(case: str) -> None:
+def test_no_token_attends_to_later_ones(case: str) -> None:
     _, config, weights = tiny(case)
     tokens = drawn_tokens(1, 30)
     other = tokens.clone()
@@ -233,7 +232,7 @@ def test_no_token_sees_what_follows(case: str) -> None:
     assert (after[:, 20:] - before[:, 20:]).abs().max() > 0.01
 
 
-def test_a_window_reaches_as_far_as_its_layers_together() -> None:
+def test_windows_of_layers_add_up() -> None:
     """Two layers with a window of 8: token 30 sees back to token 30 - 2 x 7, and no further."""
     _, config, weights = tiny("mistral: window of 8 in 48")
     tokens = drawn_tokens(1, 31)
@@ -247,7 +246,7 @@ def test_a_window_reaches_as_far_as_its_layers_together() -> None:
 # Pieces
 
 
-def test_rotation_turns_pairs_and_keeps_lengths() -> None:
+def test_rope_preserves_norms() -> None:
     """Scores depend on the distance of two positions alone (Su et al. 2021), to 1e-5 in fp32."""
     q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
     frequencies = rotary_frequencies(16, 10000.0, None)
@@ -263,7 +262,7 @@ def test_rotation_turns_pairs_and_keeps_lengths() -> None:
     torch.testing.assert_close(turned.norm(), q.norm(), rtol=1e-6, atol=0)
 
 
-def test_published_stretching_of_llama_3_1() -> None:
+def test_published_rope_scaling_of_llama_3_1() -> None:
     """High frequencies stay, low ones are divided by 8, and in between they keep falling."""
     plain = rotary_frequencies(128, 500000.0, None)
     stretched = rotary_frequencies(128, 500000.0, RopeScaling("llama3", 8.0))
@@ -279,7 +278,7 @@ def test_published_stretching_of_llama_3_1() -> None:
     assert len(between) > 3 and torch.all(between.diff() > 0)
 
 
-def test_linear_takes_what_stands_in_for_a_weight() -> None:
+def test_linear_accepts_an_applied_weight() -> None:
     class Doubled:
         def __init__(self, weight: Tensor) -> None:
             self.weight = weight
@@ -296,7 +295,7 @@ def test_linear_takes_what_stands_in_for_a_weight() -> None:
 
 @pytest.mark.parametrize("case", ["llama 3.1: stretched", "qwen3: q/k norm, tied", "gpt2"])
 def test_bf16_stays_near_fp32(case: str) -> None:
-    """8 bits in every product: within 5 % of the largest logit, and in bf16 throughout."""
+    """Logits in bf16 are within 5 % of the largest one."""
     _, config, weights = tiny(case)
     tokens = drawn_tokens(2, 48)
     narrow = logits_of(
@@ -319,8 +318,7 @@ def smollm2() -> tuple[ModelConfig, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def theirs(smollm2: tuple[ModelConfig, dict[str, Tensor]]) -> Iterator[LlamaForCausalLM]:
-    """The same weights in transformers' model, put there by hand, from the parts of our fused
-    ones."""
+    """The same weights in transformers' model, copied from the parts of our fused ones."""
     config, weights = smollm2
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -371,8 +369,7 @@ def test_the_real_model_computes_what_transformers_does(smollm2, theirs) -> None
 
 
 def test_the_real_model_expects_real_text(smollm2) -> None:
-    """Less than 3 nats a token where a uniform guess costs 10.8: the weights are in their
-    places."""
+    """The loss is less than 3 nats per token, where a uniform guess has 10.8."""
     config, weights = smollm2
     tokens = torch.tensor([load_tokenizer(smollm2_gguf()).encode(TEXT)])
     decoder = Transformer(config, REFERENCE)

@@ -1,5 +1,4 @@
-"""The quantized matrix against its definition, worked out number by number; its bytes and slices;
-what is refused."""
+"""Quantized matrices against their definition, weight by weight; their bytes and slices; errors."""
 
 import math
 
@@ -67,7 +66,7 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, Scheme]:
 
 
 def code_at(quantized: QuantizedMatrix, row: int, column: int) -> float:
-    """By the definition: bits b i to b i + b - 1 of the row's bytes, lowest first."""
+    """A code by the definition: bits b i to b i + b - 1 of the row's bytes, lowest first."""
     if quantized.codes.dtype != torch.uint8 or quantized.scheme.bits == 8:
         return float(quantized.codes[row, column])
     word = int.from_bytes(bytes(quantized.codes[row].tolist()), "little")
@@ -77,7 +76,7 @@ def code_at(quantized: QuantizedMatrix, row: int, column: int) -> float:
 
 
 def weight_at(quantized: QuantizedMatrix, row: int, column: int) -> float:
-    """By the definition, in Python's doubles."""
+    """A weight by the definition, in Python floats."""
     group = column // quantized.scheme.group if quantized.scheme.group else 0
     code = code_at(quantized, row, column)
     scale = float(quantized.scales[row, group])
@@ -91,7 +90,7 @@ def weight_at(quantized: QuantizedMatrix, row: int, column: int) -> float:
 
 @given(matrices())
 @settings(deadline=None)
-def test_it_is_what_its_definition_says(drawn: tuple[Tensor, Scheme]) -> None:
+def test_quantized_weights_equal_their_definition(drawn: tuple[Tensor, Scheme]) -> None:
     weight, scheme = drawn
     quantized = quantize(weight, scheme)
     plain = dequantize(quantized, torch.float32)
@@ -108,7 +107,7 @@ def test_it_is_what_its_definition_says(drawn: tuple[Tensor, Scheme]) -> None:
 
 @given(matrices())
 @settings(deadline=None)
-def test_nothing_is_off_by_more_than_half_a_step(drawn: tuple[Tensor, Scheme]) -> None:
+def test_no_weight_is_off_by_more_than_half_a_step(drawn: tuple[Tensor, Scheme]) -> None:
     weight, scheme = drawn
     quantized = quantize(weight, scheme)
     error = (dequantize(quantized, torch.float32) - weight).abs()
@@ -126,8 +125,8 @@ def test_nothing_is_off_by_more_than_half_a_step(drawn: tuple[Tensor, Scheme]) -
 
 @given(matrices())
 @settings(deadline=None)
-def test_each_row_is_quantized_by_itself(drawn: tuple[Tensor, Scheme]) -> None:
-    """So rows can be quantized a few at a time, or by the ranks that hold them."""
+def test_each_row_is_quantized_separately(drawn: tuple[Tensor, Scheme]) -> None:
+    """Rows can thus be quantized a few at a time, or by the ranks that hold them."""
     weight, scheme = drawn
     whole = quantize(weight, scheme)
     stacked = stack_rows([quantize(row[None], scheme) for row in weight])
@@ -171,9 +170,8 @@ def test_slices_are_exact(drawn: tuple[Tensor, Scheme], data: st.DataObject) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tp", [1, 3])
-def test_ranks_hold_slices_of_one_matrix(name: str, tp: int) -> None:
-    """Of a fused qkv by rows and parts, of out and down by columns; with the bytes that the scheme
-    says."""
+def test_shards_are_slices_of_one_matrix(name: str, tp: int) -> None:
+    """A fused qkv is sharded by rows and parts, out and down by columns; bytes are those of the scheme."""
     scheme = Scheme.parse(name)
     layout = Layout(tp=tp)
     if scheme.group == 40:
@@ -213,7 +211,7 @@ def test_bytes(name: str, num_bytes: int) -> None:
 
 
 def test_known_values() -> None:
-    """Two rows of 8, worked out by hand: 7.5 steps to either side."""
+    """Two rows of 8, computed by hand: 7.5 steps to either side."""
     row = [7.5, -7.5, 7.0, 3.0, -1.0, 0.5, 0.0, 1.5]
     quantized = quantize(torch.tensor([row, [0.0] * 8]), Scheme.parse("int4-g8"))
     assert quantized.scales.tolist() == [[1.0], [1.0]]
@@ -234,8 +232,8 @@ def test_known_values() -> None:
 
 
 def test_zero_points_and_minima_are_exact() -> None:
-    """With fp16 scales: s (q - z) and s q + m, m = -s z, are the same fp32 numbers; and a minimum
-    that is no multiple of the scale is kept as it is."""
+    """With fp16 scales, s (q - z) and s q + m with m = -s z are the same fp32 numbers; a minimum that is not
+    a multiple of the scale is exact."""
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(16, (7, 64), generator=random)
     scales = torch.rand(7, 2, generator=random).half()
@@ -257,7 +255,7 @@ def test_zero_points_and_minima_are_exact() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-g32", "int4z-g32", "int3-g64"])
-def test_quantizing_twice_changes_nothing_more(name: str) -> None:
+def test_quantizing_twice_changes_nothing(name: str) -> None:
     scheme = Scheme.parse(name)
     once = quantize(drawn(6, 128), scheme)
     again = encode(dequantize(once, torch.float32), scheme, once.scales, once.zeros)
@@ -265,9 +263,9 @@ def test_quantizing_twice_changes_nothing_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_product_is_that_of_the_plain_matrix(name: str) -> None:
-    """In more than one strip. fp32: 1e-5 of the largest; bf16: 1e-2, as strips may be added up in
-    another order."""
+def test_matmul_equals_that_of_the_dequantized_matrix(name: str) -> None:
+    """Weights are in more than one strip. The tolerance is 1e-5 of the largest in fp32; 1e-2 in bf16, since
+    strips may be summed in another order."""
     scheme = Scheme.parse(name)
     num_columns = 320 if scheme.group != 64 else 384
     weight = drawn(5000, num_columns, 3)
@@ -301,7 +299,7 @@ def test_error_falls_with_bits_and_grows_with_groups() -> None:
     assert (zero - skewed).norm() < (none - skewed).norm()
 
 
-def test_scales_of_nothing_are_one() -> None:
+def test_scales_of_zeros_are_one() -> None:
     scales, zeros = choose_scales(torch.zeros(3, 64), Scheme.parse("int4z-g32"))
     assert zeros is not None
     assert scales.eq(1).all() and zeros.eq(0).all()
@@ -358,7 +356,7 @@ def test_groups_that_do_not_divide() -> None:
         check_groups(model_specs(odd), None, Layout(tp=2))
 
 
-def test_what_cannot_be_quantized() -> None:
+def test_weights_that_cannot_be_quantized() -> None:
     with pytest.raises(ValueError, match="groups must divide the columns"):
         quantize(torch.ones(2, 576), Scheme.parse("int4-g128"))
     for bad in (math.nan, math.inf):

@@ -38,7 +38,7 @@ def random_of(seed: int) -> torch.Generator:
 
 
 def drawn_weight(num_columns: int = 256) -> QuantizedWeight:
-    """Rows in five formats."""
+    """A weight whose rows are in five formats."""
     weight = torch.randn(24, num_columns, generator=random_of(1))
     pieces: list[MatrixPart] = [
         quantize(weight, Scheme.parse(name)) for name in ("int4-g32", "int3z-g64", "fp8")
@@ -51,8 +51,8 @@ def drawn_weight(num_columns: int = 256) -> QuantizedWeight:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_kept_without_loss(kind: str) -> None:
-    """Every bit of what a GGUF block means, in as many bytes; rows and columns too."""
+def test_gguf_blocks_convert_without_loss(kind: str) -> None:
+    """Conversion preserves every weight and the number of bytes, also of rows and columns."""
     raw = drawn_blocks(kind, 9, 512)
     shape = (9, 512)
     wanted = decode_blocks(raw, kind, shape)
@@ -73,8 +73,8 @@ def test_blocks_are_kept_without_loss(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_and_gradient_are_those_of_the_plain_matrix(dtype: torch.dtype) -> None:
-    """fp32: 1e-5 of the largest; bf16: 1e-2. The weight itself gets no gradient."""
+def test_matmul_and_gradient_equal_those_of_the_dequantized_matrix(dtype: torch.dtype) -> None:
+    """The tolerance is 1e-5 of the largest in fp32, 1e-2 in bf16. The weight itself has no gradient."""
     weight = drawn_weight()
     plain = weight.dequantized(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -99,9 +99,8 @@ def test_gradcheck() -> None:
     )
 
 
-def test_what_is_light_is_made_again() -> None:
-    """Selective recompute: the same gradients as without, and x is made twice instead of being
-    kept."""
+def test_recomputed_inputs_are_recomputed() -> None:
+    """Gradients are the same as without selective recompute; x is computed twice instead of being saved."""
     weight = drawn_weight()
     scale = torch.rand(256).requires_grad_()
     x = torch.randn(4, 256, generator=random_of(2), requires_grad=True)
@@ -136,7 +135,7 @@ Weights = dict[str, Tensor | QuantizedWeight]
 
 
 def frozen_model() -> tuple[ModelConfig, Weights]:
-    """With the matrices of its blocks in int4."""
+    """A model with the matrices of its blocks in int4."""
     theirs = tiny_model("qwen3")
     weights: Weights = dict(our_weights(theirs))
     for name, weight in weights.items():
@@ -146,7 +145,7 @@ def frozen_model() -> tuple[ModelConfig, Weights]:
 
 
 def drawn_thin(weights: Weights, up: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of rank 4, for each quantized weight; those of `up` are drawn so large."""
+    """Random low-rank factors of rank 4 for each quantized weight; `up` scales the second factor."""
     random = random_of(5)
     return {
         name: (
@@ -169,8 +168,8 @@ def logits_of(
 
 
 @pytest.mark.parametrize("selective", [False, True])
-def test_adapters_have_the_gradients_of_plain_weights(selective: bool) -> None:
-    """Through a whole model, beside the same weights made plain: 1e-4 of each."""
+def test_adapters_have_the_gradients_of_float_weights(selective: bool) -> None:
+    """Gradients through a whole model equal those with the dequantized weights, to 1e-4."""
     config, weights = frozen_model()
     plain = {
         n: w.dequantized(torch.float32) if isinstance(w, QuantizedWeight) else w
@@ -188,8 +187,8 @@ def test_adapters_have_the_gradients_of_plain_weights(selective: bool) -> None:
 
 
 @pytest.mark.parametrize("selective", [False, True])
-def test_adapters_learn_and_what_is_quantized_stays(selective: bool) -> None:
-    """They begin as nothing, as LoRA's do, and twelve steps take a third off the loss."""
+def test_adapters_learn_and_quantized_weights_do_not_change(selective: bool) -> None:
+    """Adapters start at zero, as in LoRA, and twelve steps reduce the loss by a third."""
     config, weights = frozen_model()
     before = {
         n: w.dequantized(torch.float32)
@@ -220,10 +219,10 @@ def test_adapters_learn_and_what_is_quantized_stays(selective: bool) -> None:
             assert weight.grad is None, name
 
 
-def test_gradients_of_adapters_may_wait() -> None:
-    """As in a zero-bubble schedule: dx comes at once, the thin matrices' from the tape, 1e-4 of the
-    largest of those beside the plain weight; also of what is light. The quantized weight owes
-    nothing."""
+def test_gradients_of_adapters_can_be_deferred() -> None:
+    """As in a zero-bubble schedule, dx is computed at once and the gradients of the factors from the tape,
+    also with a recomputed input; they equal those with the dequantized weight to 1e-4 of the largest. The
+    quantized weight defers nothing."""
     weight = drawn_weight()
     scale = torch.rand(256, generator=random_of(1))
     x = torch.randn(3, 4, 256, generator=random_of(2), requires_grad=True)
@@ -249,8 +248,8 @@ def test_gradients_of_adapters_may_wait() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_columns", [256, 1536])
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_columns: int) -> None:
-    """In more strips than one: 1536 columns and 2,000 rows are three."""
+def test_rows_are_batch_invariant(dtype: torch.dtype, num_columns: int) -> None:
+    """Weights are in more than one strip: 1536 columns and 2,000 rows are three."""
     many = quantize(torch.randn(2000, num_columns, generator=random_of(7)), Scheme.parse("int8"))
     weight = QuantizedWeight((*drawn_weight(num_columns).parts, many))
     ready = row_weights({"norm": torch.ones(2, dtype=dtype), "blocks.0.out": weight})[
@@ -269,7 +268,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_columns:
     agrees()
 
 
-def test_as_many_bytes_as_its_pieces() -> None:
+def test_num_bytes_is_the_sum_of_the_parts() -> None:
     weight = drawn_weight()
     assert weight.num_bytes == sum(piece.num_bytes for piece in weight.parts)
     assert weight.shape == (84, 256) and torch.equal(

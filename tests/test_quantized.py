@@ -1,5 +1,4 @@
-"""Models that are loaded quantized: rounded on the way, or a GGUF file as it is. Their bytes,
-slices and answers."""
+"""Models loaded quantized: rounded while loading, or as stored in a GGUF file. Bytes, slices and results."""
 
 import asyncio
 import json
@@ -78,8 +77,7 @@ def planned_bytes(path: Path, layout: Layout, quant: str, precision: Precision =
 
 
 def write_gguf(path: Path, kinds: dict[str, str], tied: bool = False) -> Path:
-    """A llama of width 512 whose matrices are drawn blocks of a kind each, by the first that its
-    name holds."""
+    """Write a llama of width 512 with random blocks; `kinds` maps parts of tensor names to types."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(64)
@@ -129,9 +127,9 @@ def stored_specs(path: Path) -> list[ParamSpec]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
-def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str, tp: int) -> None:
-    """Each weight exactly as it is when it is made plain on the way, on every rank, q and k in our
-    order; in the bytes of the file and of the plan."""
+def test_a_gguf_file_is_loaded_as_stored(tmp_path: Path, kind: str, tp: int) -> None:
+    """Every weight on every rank equals the dequantized one, with q and k in our order; its bytes are those
+    of the file and of the plan."""
     kinds = MIXED if kind == "mixed" else dict.fromkeys(MIXED, kind)
     path = write_gguf(tmp_path / "model.gguf", kinds)
     layout = Layout(tp=tp)
@@ -154,9 +152,8 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str, tp: int) -> Non
         assert total == sum(int(each.n_bytes) for each in stored if len(each.shape) == 2)
 
 
-def test_logits_are_those_of_the_plain_file(tmp_path: Path) -> None:
-    """In fp32: 1e-5 of the largest, since products are cut in other places; the weights are the
-    same numbers."""
+def test_logits_equal_those_of_dequantized_weights(tmp_path: Path) -> None:
+    """The tolerance in fp32 is 1e-5 of the largest, since matmuls are split elsewhere."""
     path = write_gguf(tmp_path / "model.gguf", MIXED)
     config = read_config(path)
     specs = stored_specs(path)
@@ -177,11 +174,11 @@ def test_logits_are_those_of_the_plain_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("embedding", ["Q8_0", "Q6_K"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_kept_embedding_is_looked_up_where_a_batch_runs(
+def test_a_quantized_embedding_serves_lookups_and_logits(
     tmp_path: Path, dtype: torch.dtype, embedding: str, tied: bool
 ) -> None:
-    """With a native product or without one, and where it makes the logits too: within 1e-5 of the
-    largest logit in fp32, and 0.05 in bf16, of a model made plain."""
+    """Logits with and without a native product, and with a tied head, are within 1e-5 of the largest in fp32
+    and 0.05 in bf16 of those of a dequantized model."""
     kinds = MIXED | {"token_embd": embedding}
     path = write_gguf(tmp_path / "model.gguf", kinds, tied)
     one = Layout()
@@ -206,8 +203,8 @@ def test_a_kept_embedding_is_looked_up_where_a_batch_runs(
 
 
 def test_smollm2_as_stored() -> None:
-    """The real model, Q4_1: the weights are those of the plain one to the last bit, in a third of
-    the bytes."""
+    """The weights of the real model in Q4_1 are bit-identical to the dequantized ones, in a third of the
+    bytes."""
     path = smollm2_gguf()
     one = Layout()
     config = read_config(path)
@@ -226,10 +223,9 @@ def test_smollm2_as_stored() -> None:
     assert nbytes(kept) == nbytes(plain) - saved == planned_bytes(path, one, "as-stored")
 
 
-def test_smollm2_answers_as_the_plain_model_does() -> None:
-    """Its log-probabilities are 0.05 from those of the plain model on average: activations in int8,
-    where products are native, cost about as much as bf16 itself does, whose products are 0.025 from
-    fp32."""
+def test_smollm2_log_probabilities_are_near_those_of_dequantized_weights() -> None:
+    """The mean difference of log-probabilities is below 0.05. Activations in int8, where products are native,
+    cost about as much as bf16, whose products differ by 0.025 from fp32."""
     params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0)
     text = (
         "The capital of France is Paris. " * 3
@@ -253,9 +249,8 @@ def test_smollm2_answers_as_the_plain_model_does() -> None:
     assert (plain - kept).abs().mean() < 0.05
 
 
-def test_answers_have_the_same_bits_in_any_company() -> None:
-    """Of quantized weights too (docs/decisions/0004-invariance.md): alone, and among five others in
-    one batch."""
+def test_quantized_weights_are_batch_invariant() -> None:
+    """A request alone and in a batch with five others (docs/decisions/0004-invariance.md)."""
     model = load_model(smollm2_gguf(), torch.bfloat16, torch.device("cpu"), "as-stored")
     texts = (
         "The capital of France is",
@@ -289,10 +284,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gpt2"])
 @pytest.mark.parametrize("quant", ["int8", "int4-g16", "int4z-g16", "int3-g16", "fp8"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_ranks_hold_slices_of_what_one_rounds_to(
+def test_shards_are_slices_of_what_one_rank_rounds_to(
     tmp_path: Path, name: str, quant: str, tp: int
 ) -> None:
-    """With one scale a row too, of which a rank has a part; in the bytes of the plan."""
+    """One scale per row, of which a rank holds a part, is a case too; bytes are those of the plan."""
     theirs = tiny_model(name)
     layout = Layout(tp=tp)
     scheme = Scheme.parse(quant)
@@ -316,7 +311,7 @@ def assert_slices(
     layout: Layout,
     coord: Coord,
 ) -> None:
-    """What a rank holds are slices of the weights, those of blocks quantized whole."""
+    """Assert that shards are slices of the weights, with matrices of blocks quantized unsharded."""
     for spec in specs:
         whole = weights[spec.name]
         mine = held[spec.name]
@@ -331,8 +326,7 @@ def assert_slices(
 
 @pytest.mark.parametrize("quant", ["int8", "int4-g16"])
 def test_a_stage_holds_its_blocks_and_a_rank_its_slices(tmp_path: Path, quant: str) -> None:
-    """Of dp1.tp2.pp2, against slices of the whole; each parameter is on some stage, and a tied
-    embedding on both."""
+    """Under tp2.pp2 each parameter is on some stage, and a tied embedding on both."""
     theirs = tiny_model("qwen3")
     layout = Layout(tp=2, pp=2, schedule="1f1b")
     scheme = Scheme.parse(quant)
@@ -352,8 +346,7 @@ def test_a_stage_holds_its_blocks_and_a_rank_its_slices(tmp_path: Path, quant: s
 
 
 def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> None:
-    """In bf16. What is allocated at most, beyond what stays: temporaries of a strip, a matrix that
-    is being joined."""
+    """Peak memory in bf16 beyond the weights: temporaries of a strip, and a matrix that is concatenated."""
     theirs = tiny_model("llama", torch.bfloat16, hidden_size=2048, intermediate_size=4096)
     theirs.save_pretrained(tmp_path / "model")
     path = tmp_path / "model"
@@ -373,9 +366,8 @@ def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> No
     assert nbytes(loaded[0]) <= peak - mapped <= nbytes(loaded[0]) + layer_bytes
 
 
-def test_two_ranks_say_what_one_says(folder: Path) -> None:
-    """In fp32, greedy; each with its slices of the quantized weights, and its heads of the
-    quantized cache."""
+def test_two_ranks_generate_what_one_generates(folder: Path) -> None:
+    """Greedy decoding in fp32; each rank has its slices of the weights and its heads of the KV cache."""
     model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g16")
     request = Request(tuple(range(5, 40)), greedy(8))
     ((wanted,),) = answers(engine_of(runner_of(model, "int8"), model.tokenizer), [request])
@@ -397,8 +389,8 @@ def test_two_ranks_say_what_one_says(folder: Path) -> None:
     assert any(f"{(1 << 20) // planned.rows['kv']:,} pages" in line for line in said)
 
 
-def test_an_engine_with_quantized_weights_answers(folder: Path) -> None:
-    """As a plain forward over the rounded weights has it: 1e-4 of log-probabilities in fp32."""
+def test_an_engine_generates_with_quantized_weights(folder: Path) -> None:
+    """Log-probabilities in fp32 equal those of a forward with the rounded weights to 1e-4."""
     model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g32")
     llm = LLM(str(folder), dtype="fp32", quant="int4-g32", kv_bytes=1 << 20)
     (output,) = llm.generate(
@@ -422,8 +414,7 @@ def test_an_engine_with_quantized_weights_answers(folder: Path) -> None:
 def test_perplexity_of_rounded_weights(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As with the same weights rounded here and made plain: 1e-5 of a nat. It is not that of the
-    plain model."""
+    """Perplexity equals that of the dequantized weights to 1e-5 nats, and differs from the float model's."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 3)
     model = load_model(folder, torch.float32, torch.device("cpu"))
@@ -491,15 +482,15 @@ def test_a_server_refuses_in_a_sentence(
     assert sentence in said and said.count("\n") == 1
 
 
-def test_twice_is_refused() -> None:
+def test_quantizing_a_quantized_model_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"is already quantized \(Q4_1, Q8_0\); use --quant as-stored"
     ):
         LLM(str(smollm2_gguf()), quant="int4-g64")
 
 
-def test_blocks_that_ranks_would_cut(tmp_path: Path) -> None:
-    """Q6_K has blocks of 256 columns: of 512 columns four ranks would have half of one each."""
+def test_blocks_that_shards_would_split(tmp_path: Path) -> None:
+    """Q6_K has blocks of 256 columns: four ranks would have half a block each of 512 columns."""
     path = write_gguf(tmp_path / "model.gguf", dict.fromkeys(MIXED, "Q6_K"))
     with pytest.raises(
         ValueError,
@@ -509,7 +500,7 @@ def test_blocks_that_ranks_would_cut(tmp_path: Path) -> None:
         quantized_formats(path, read_config(path), Layout(tp=4), "as-stored")
 
 
-def test_the_trainer_knows_no_quantized_weights(
+def test_training_does_not_support_quantized_weights(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("text")
@@ -547,7 +538,7 @@ def test_plan_of_published_shapes() -> None:
     assert not plan("llama-3.1-70b", "h100-80gb", mode="serve").fits
 
 
-def test_plan_proposes_only_cuts_that_groups_allow() -> None:
+def test_plan_proposes_only_layouts_that_groups_allow() -> None:
     """T26: 29568 / 128 = 231 groups, an odd number of them; 29568 / 32 = 924 is 4 x 231."""
     layouts = (
         plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g128")
@@ -574,14 +565,12 @@ def test_plan_proposes_only_cuts_that_groups_allow() -> None:
         (["--quant", "int4-g7"], "groups have a multiple of 8 columns, not 7"),
     ],
 )
-def test_plans_that_are_refused(
-    capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str
-) -> None:
+def test_invalid_plans(capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str) -> None:
     assert main(["plan", "llama-3.1-8b", "--gpu", "h100-80gb", *flags]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_a_plan_says_what_is_quantized(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_reports_what_is_quantized(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", "llama-3.1-405b", "--gpu", "h100-80gb", "--mode", "serve", "--quant", "int8"])
         == 1

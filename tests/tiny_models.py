@@ -51,8 +51,7 @@ MODELS = {
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
-    """A model with every weight drawn, norms and biases too, so that none can be mistaken for
-    another."""
+    """Return a model with random weights, norms and biases included, so that no two are equal."""
     kind, config = MODELS[name]
     model = kind(kind.config_class.from_dict(config.to_dict() | changes)).eval()
     random = torch.Generator().manual_seed(sum(name.encode()))
@@ -64,7 +63,7 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: object)
 
 
 def our_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state of a transformers model under our names, put together by hand."""
+    """Return the weights of a transformers model in our names."""
     state = model.state_dict()
     return (
         gpt2_weights(state)
