@@ -51,7 +51,8 @@ def test_the_model_has_learned_something(task: Task, rows: Rows) -> None:
 
 
 def test_calibrated_methods_are_no_worse_than_rounding(rows: Rows) -> None:
-    """The tolerance is 5 % of KL and 0.5 % of perplexity; GPTQ is better by 20 % of KL for every scheme."""
+    """The tolerance is 5 % of KL and 0.5 % of perplexity; GPTQ is better by 20 % of KL for every
+    scheme."""
     for bits in (4, 3):
         for group in GROUPS:
             rounded = kl(rows, bits, group, "rtn")
@@ -83,7 +84,8 @@ def test_fewer_bits_are_worse(rows: Rows) -> None:
 
 
 def test_larger_groups_are_worse(rows: Rows) -> None:
-    """KL grows from each size to the next within 10 %, from the smallest to the largest by at least 5 %."""
+    """KL grows from each size to the next within 10 %, from the smallest to the largest by at least
+    5 %."""
     for method in ("rtn", "gptq", "awq"):
         for bits in (4, 3):
             found = [kl(rows, bits, group, method) for group in GROUPS]
@@ -92,8 +94,8 @@ def test_larger_groups_are_worse(rows: Rows) -> None:
 
 
 def test_a_cache_in_8_bits_costs_less_than_weights_in_4(task: Task, rows: Rows) -> None:
-    """An int8 KV cache costs a tenth of it, and less than fp8, whose steps are coarse for large values. All
-    cases use paged attention."""
+    """An int8 KV cache costs a tenth of it, and less than fp8, whose steps are coarse for large
+    values. All cases use paged attention."""
     integers, floats = (row.comparison for row in measure_cache(task))
     least = min(row.comparison.kl for row in rows.values() if row.scheme.startswith("int4"))
     assert 0 < 10 * integers.kl < least and integers.kl < floats.kl < least

@@ -237,8 +237,8 @@ def test_clipping_finds_the_best_range_of_each_group(name: str, seed: int) -> No
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_block_computes_the_same_with_folded_scales(name: str, dtype: torch.dtype) -> None:
-    """The tolerance is rounding in fp32, 1e-5 of the largest, although norms are stored in bf16; biases,
-    which are not exact in bf16, are stored in fp32 here."""
+    """The tolerance is rounding in fp32, 1e-5 of the largest, although norms are stored in bf16;
+    biases, which are not exact in bf16, are stored in fp32 here."""
     model = tiny_model(name, dtype)
     config = from_hugging_face(model.config.to_dict())
     weights = our_weights(model)

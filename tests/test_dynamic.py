@@ -1,4 +1,5 @@
-"""Matmuls with dynamically quantized activations against the formula in Python integers, and bounds."""
+"""Matmuls with dynamically quantized activations against the formula in Python integers, and
+bounds."""
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def test_matmul_equals_its_formula() -> None:
 def test_matmul_is_near_the_float_one(
     dtype: torch.dtype, scheme: Scheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each activation is off by at most half a step: |error| <= sum of sx / 2 |w|, plus rounding. Weights are
-    in several strips."""
+    """Each activation is off by at most half a step: |error| <= sum of sx / 2 |w|, plus rounding.
+    Weights are in several strips."""
     monkeypatch.setattr(format, "STRIP_ELEMENTS", 1 << 12)
     x = drawn(6, 256, 1).to(dtype).view(2, 3, 256)
     quantized = quantize(drawn(100, 256, 2), scheme)

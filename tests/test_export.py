@@ -101,7 +101,8 @@ def test_transformers_loads_every_family_by_every_method(
 
 @pytest.mark.parametrize("quant", WITH_ZEROS)
 def test_zero_points_equal_those_of_compressed_tensors(tmp_path: Path, quant: str) -> None:
-    """transformers cannot load them in this version (llm-compressor 1618); compressed-tensors can."""
+    """transformers cannot load them in this version (llm-compressor 1618); compressed-tensors
+    can."""
     new = exported(tmp_path, saved(tmp_path / "old", "qwen2"), quant)
     scheme = QuantizationConfig(
         **json.loads((new / "config.json").read_text())["quantization_config"]
@@ -209,7 +210,8 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path, name: str, kind: str) -> 
     "name", ["llama-tied", "llama-biases", "qwen2", "qwen3", "mistral", "gpt2"]
 )
 def test_tensors_have_the_names_and_order_of_llama_cpp(tmp_path: Path, name: str) -> None:
-    """Names follow the table of the gguf package, and rows of llama's heads the order of its converter."""
+    """Names follow the table of the gguf package, and rows of llama's heads the order of its
+    converter."""
     new = exported(tmp_path, saved(tmp_path / "old", name), "gguf:q8_0")
     theirs = tiny_model(name).state_dict()
     config = read_config(new)

@@ -158,7 +158,8 @@ def test_seed_and_name_are_separated() -> None:
 
 
 def test_distribution_follows_the_spec() -> None:
-    """2^20 elements: mean and std within 5 standard errors, and the 4th moment of a normal distribution."""
+    """2^20 elements: mean and std within 5 standard errors, and the 4th moment of a normal
+    distribution."""
     for std in (0.02, 0.02 / math.sqrt(60)):
         spec = ParamSpec(
             "blocks.3.out", (1024, 1024), ("embed", "q_heads"), Init("normal", std), unit="blocks.3"
@@ -172,8 +173,8 @@ def test_distribution_follows_the_spec() -> None:
 
 
 def test_kinds_of_a_whole_model() -> None:
-    """Matrices are normal, those that write into the residual smaller by sqrt(2 layers); norms are 1, biases
-    0."""
+    """Matrices are normal, those that write into the residual smaller by sqrt(2 layers); norms are
+    1, biases 0."""
     for spec in model_specs(SMALL):
         weights = whole(spec)
         assert weights.shape == spec.shape
@@ -194,8 +195,8 @@ def test_dtype_is_the_rounded_fp32() -> None:
 
 
 def test_pinned_values() -> None:
-    """A change of these values would change the model of every seed. The tolerance is 1e-6 of a standard
-    deviation, since processors differ in the last bit of a logarithm."""
+    """A change of these values would change the model of every seed. The tolerance is 1e-6 of a
+    standard deviation, since processors differ in the last bit of a logarithm."""
     spec = ParamSpec(
         "blocks.0.down", (576, 1536), ("embed", "ffn"), Init("normal", 1.0), unit="blocks.0"
     )
@@ -222,8 +223,8 @@ def count_drawn(spec: ParamSpec, layout: Layout, patch: pytest.MonkeyPatch) -> t
 
 
 def test_no_rank_draws_a_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank draws its shard of a matrix that is sharded by rows, rounded up to blocks at both ends of each
-    part, and every row, one block at a time, of a matrix that is sharded by columns."""
+    """A rank draws its shard of a matrix that is sharded by rows, rounded up to blocks at both ends
+    of each part, and every row, one block at a time, of a matrix that is sharded by columns."""
     layout = Layout(tp=3)
     for spec in model_specs(CATALOGUE["smollm2-135m"])[:12]:
         in_all, at_once = count_drawn(spec, layout, monkeypatch)

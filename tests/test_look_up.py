@@ -1,4 +1,5 @@
-"""The gradient of an embedding lookup against its definition in fp64, for rare and frequent rows."""
+"""The gradient of an embedding lookup against its definition in fp64, for rare and frequent
+rows."""
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from tiny_training import FAMILIES, OPTIMIZER, fill_store, seeded, tiny_weights
 def test_rows_and_gradient_are_those_of_torch(
     sparse_grad: bool, num_rows: int, num_ids: int, seed: int
 ) -> None:
-    """Gradients in fp32 are within 1e-5 of torch's in fp64; rows that are not looked up have none."""
+    """Gradients in fp32 are within 1e-5 of torch's in fp64; rows that are not looked up have
+    none."""
     ids = torch.randint(num_rows, (2, num_ids), generator=seeded(seed))
     weight = torch.randn(num_rows, 3, generator=seeded(seed)).requires_grad_()
     dy = torch.randn(2, num_ids, 3, generator=seeded(seed + 1))
@@ -48,8 +50,8 @@ def test_gradients_of_a_frequent_row_are_summed_in_fp32(count: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
 def test_bf16_gradients_of_an_embedding_are_near_fp32(family: str) -> None:
-    """2048 tokens with only three ids: gradients are within 3 % of fp32; a sum in bf16 would be about 30 %
-    off."""
+    """2048 tokens with only three ids: gradients are within 3 % of fp32; a sum in bf16 would be
+    about 30 % off."""
     config = FAMILIES[family]
     grads = []
     tokens = torch.randint(3, (64, 33), generator=seeded(1))

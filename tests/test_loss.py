@@ -161,7 +161,8 @@ def test_bf16_is_the_definition_to_its_own_rounding(rows: int) -> None:
 
 
 def test_bf16_keeps_the_gradient_of_an_almost_certain_token() -> None:
-    """1 - p is about 1e-4, which a subtraction from 1 in bf16 loses; the gradient is within 1 % of fp64."""
+    """1 - p is about 1e-4, which a subtraction from 1 in bf16 loses; the gradient is within 1 % of
+    fp64."""
     x = torch.eye(2).bfloat16()
     weight = torch.tensor([[9.25, 0], [0, 9.25]]).bfloat16()
     targets = torch.tensor([0, 1])
@@ -251,8 +252,8 @@ def test_gradients_do_not_depend_on_uninitialized_memory(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_all_logits_never_exist_at_once(dtype: torch.dtype, tmp_path: Path) -> None:
-    """1000 rows of 8000 logits take 32 MB in fp32; 1 MB in fp32, 2 MB of logits, and the gradients are
-    allowed."""
+    """1000 rows of 8000 logits take 32 MB in fp32; 1 MB in fp32, 2 MB of logits, and the gradients
+    are allowed."""
     x, weight, targets = drawn(1000, 32, 8000)
     x = x.to(dtype).requires_grad_()
     weight = weight.to(dtype).requires_grad_()

@@ -143,8 +143,8 @@ def test_rope_scaling_changes_the_logits(case: str) -> None:
     ],
 )
 def test_gradients_are_those_of_transformers(case: str) -> None:
-    """Compare the gradient of every parameter for the summed loss of the next token, with q/k norms, which
-    change the loss little."""
+    """Compare the gradient of every parameter for the summed loss of the next token, with q/k
+    norms, which change the loss little."""
     model, config, weights = tiny(case)
     tokens = drawn_tokens(2, 40)
     targets = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), 1)

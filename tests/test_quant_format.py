@@ -171,7 +171,8 @@ def test_slices_are_exact(drawn: tuple[Tensor, Scheme], data: st.DataObject) -> 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tp", [1, 3])
 def test_shards_are_slices_of_one_matrix(name: str, tp: int) -> None:
-    """A fused qkv is sharded by rows and parts, out and down by columns; bytes are those of the scheme."""
+    """A fused qkv is sharded by rows and parts, out and down by columns; bytes are those of the
+    scheme."""
     scheme = Scheme.parse(name)
     layout = Layout(tp=tp)
     if scheme.group == 40:
@@ -232,8 +233,8 @@ def test_known_values() -> None:
 
 
 def test_zero_points_and_minima_are_exact() -> None:
-    """With fp16 scales, s (q - z) and s q + m with m = -s z are the same fp32 numbers; a minimum that is not
-    a multiple of the scale is exact."""
+    """With fp16 scales, s (q - z) and s q + m with m = -s z are the same fp32 numbers; a minimum
+    that is not a multiple of the scale is exact."""
     random = torch.Generator().manual_seed(0)
     codes = torch.randint(16, (7, 64), generator=random)
     scales = torch.rand(7, 2, generator=random).half()
@@ -264,8 +265,8 @@ def test_quantizing_twice_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_matmul_equals_that_of_the_dequantized_matrix(name: str) -> None:
-    """Weights are in more than one strip. The tolerance is 1e-5 of the largest in fp32; 1e-2 in bf16, since
-    strips may be summed in another order."""
+    """Weights are in more than one strip. The tolerance is 1e-5 of the largest in fp32; 1e-2 in
+    bf16, since strips may be summed in another order."""
     scheme = Scheme.parse(name)
     num_columns = 320 if scheme.group != 64 else 384
     weight = drawn(5000, num_columns, 3)

@@ -74,7 +74,8 @@ def test_gguf_blocks_convert_without_loss(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matmul_and_gradient_equal_those_of_the_dequantized_matrix(dtype: torch.dtype) -> None:
-    """The tolerance is 1e-5 of the largest in fp32, 1e-2 in bf16. The weight itself has no gradient."""
+    """The tolerance is 1e-5 of the largest in fp32, 1e-2 in bf16. The weight itself has no
+    gradient."""
     weight = drawn_weight()
     plain = weight.dequantized(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -100,7 +101,8 @@ def test_gradcheck() -> None:
 
 
 def test_recomputed_inputs_are_recomputed() -> None:
-    """Gradients are the same as without selective recompute; x is computed twice instead of being saved."""
+    """Gradients are the same as without selective recompute; x is computed twice instead of being
+    saved."""
     weight = drawn_weight()
     scale = torch.rand(256).requires_grad_()
     x = torch.randn(4, 256, generator=random_of(2), requires_grad=True)
@@ -145,7 +147,8 @@ def frozen_model() -> tuple[ModelConfig, Weights]:
 
 
 def drawn_thin(weights: Weights, up: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Random low-rank factors of rank 4 for each quantized weight; `up` scales the second factor."""
+    """Random low-rank factors of rank 4 for each quantized weight; `up` scales the second
+    factor."""
     random = random_of(5)
     return {
         name: (
@@ -220,9 +223,9 @@ def test_adapters_learn_and_quantized_weights_do_not_change(selective: bool) -> 
 
 
 def test_gradients_of_adapters_can_be_deferred() -> None:
-    """As in a zero-bubble schedule, dx is computed at once and the gradients of the factors from the tape,
-    also with a recomputed input; they equal those with the dequantized weight to 1e-4 of the largest. The
-    quantized weight defers nothing."""
+    """As in a zero-bubble schedule, dx is computed at once and the gradients of the factors from
+    the tape, also with a recomputed input; they equal those with the dequantized weight to 1e-4 of
+    the largest. The quantized weight defers nothing."""
     weight = drawn_weight()
     scale = torch.rand(256, generator=random_of(1))
     x = torch.randn(3, 4, 256, generator=random_of(2), requires_grad=True)

@@ -1,4 +1,5 @@
-"""Models loaded quantized: rounded while loading, or as stored in a GGUF file. Bytes, slices and results."""
+"""Models loaded quantized: rounded while loading, or as stored in a GGUF file. Bytes, slices and
+results."""
 
 import asyncio
 import json
@@ -77,7 +78,8 @@ def planned_bytes(path: Path, layout: Layout, quant: str, precision: Precision =
 
 
 def write_gguf(path: Path, kinds: dict[str, str], tied: bool = False) -> Path:
-    """Write a llama of width 512 with random blocks; `kinds` maps parts of tensor names to types."""
+    """Write a llama of width 512 with random blocks; `kinds` maps parts of tensor names to
+    types."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(64)
@@ -128,8 +130,8 @@ def stored_specs(path: Path) -> list[ParamSpec]:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
 def test_a_gguf_file_is_loaded_as_stored(tmp_path: Path, kind: str, tp: int) -> None:
-    """Every weight on every rank equals the dequantized one, with q and k in our order; its bytes are those
-    of the file and of the plan."""
+    """Every weight on every rank equals the dequantized one, with q and k in our order; its bytes
+    are those of the file and of the plan."""
     kinds = MIXED if kind == "mixed" else dict.fromkeys(MIXED, kind)
     path = write_gguf(tmp_path / "model.gguf", kinds)
     layout = Layout(tp=tp)
@@ -177,8 +179,8 @@ def test_logits_equal_those_of_dequantized_weights(tmp_path: Path) -> None:
 def test_a_quantized_embedding_serves_lookups_and_logits(
     tmp_path: Path, dtype: torch.dtype, embedding: str, tied: bool
 ) -> None:
-    """Logits with and without a native product, and with a tied head, are within 1e-5 of the largest in fp32
-    and 0.05 in bf16 of those of a dequantized model."""
+    """Logits with and without a native product, and with a tied head, are within 1e-5 of the
+    largest in fp32 and 0.05 in bf16 of those of a dequantized model."""
     kinds = MIXED | {"token_embd": embedding}
     path = write_gguf(tmp_path / "model.gguf", kinds, tied)
     one = Layout()
@@ -203,8 +205,8 @@ def test_a_quantized_embedding_serves_lookups_and_logits(
 
 
 def test_smollm2_as_stored() -> None:
-    """The weights of the real model in Q4_1 are bit-identical to the dequantized ones, in a third of the
-    bytes."""
+    """The weights of the real model in Q4_1 are bit-identical to the dequantized ones, in a third
+    of the bytes."""
     path = smollm2_gguf()
     one = Layout()
     config = read_config(path)
@@ -224,8 +226,8 @@ def test_smollm2_as_stored() -> None:
 
 
 def test_smollm2_log_probabilities_are_near_those_of_dequantized_weights() -> None:
-    """The mean difference of log-probabilities is below 0.05. Activations in int8, where products are native,
-    cost about as much as bf16, whose products differ by 0.025 from fp32."""
+    """The mean difference of log-probabilities is below 0.05. Activations in int8, where products
+    are native, cost about as much as bf16, whose products differ by 0.025 from fp32."""
     params = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0)
     text = (
         "The capital of France is Paris. " * 3
@@ -287,7 +289,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shards_are_slices_of_what_one_rank_rounds_to(
     tmp_path: Path, name: str, quant: str, tp: int
 ) -> None:
-    """One scale per row, of which a rank holds a part, is a case too; bytes are those of the plan."""
+    """One scale per row, of which a rank holds a part, is a case too; bytes are those of the
+    plan."""
     theirs = tiny_model(name)
     layout = Layout(tp=tp)
     scheme = Scheme.parse(quant)
@@ -346,7 +349,8 @@ def test_a_stage_holds_its_blocks_and_a_rank_its_slices(tmp_path: Path, quant: s
 
 
 def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> None:
-    """Peak memory in bf16 beyond the weights: temporaries of a strip, and a matrix that is concatenated."""
+    """Peak memory in bf16 beyond the weights: temporaries of a strip, and a matrix that is
+    concatenated."""
     theirs = tiny_model("llama", torch.bfloat16, hidden_size=2048, intermediate_size=4096)
     theirs.save_pretrained(tmp_path / "model")
     path = tmp_path / "model"
@@ -367,7 +371,8 @@ def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> No
 
 
 def test_two_ranks_generate_what_one_generates(folder: Path) -> None:
-    """Greedy decoding in fp32; each rank has its slices of the weights and its heads of the KV cache."""
+    """Greedy decoding in fp32; each rank has its slices of the weights and its heads of the KV
+    cache."""
     model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g16")
     request = Request(tuple(range(5, 40)), greedy(8))
     ((wanted,),) = answers(engine_of(runner_of(model, "int8"), model.tokenizer), [request])
@@ -414,7 +419,8 @@ def test_an_engine_generates_with_quantized_weights(folder: Path) -> None:
 def test_perplexity_of_rounded_weights(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Perplexity equals that of the dequantized weights to 1e-5 nats, and differs from the float model's."""
+    """Perplexity equals that of the dequantized weights to 1e-5 nats, and differs from the float
+    model's."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 3)
     model = load_model(folder, torch.float32, torch.device("cpu"))
