@@ -22,8 +22,8 @@ HEAD = """\
 Generated from `shardwise --help` by `python docs/generate_commands.py`; do not edit by hand.
 
 `MODEL` is a catalogue name (`llama-3.1-70b`), a parameter count (`70B`), a Hugging Face folder, a
-`.gguf` file, a run folder, or a hub id (`org/name`); [supported.md](supported.md) lists the families
-and file formats. A layout such as `dp2.tp4.z1` is explained in [layout.md](layout.md).
+`.gguf` file, a run folder, or a hub id (`org/name`); [supported.md](supported.md) lists the
+families and file formats. A layout such as `dp2.tp4.z1` is explained in [layout.md](layout.md).
 
 Every command takes `--help`, `--json` and `--debug`. With `--json`, one JSON object goes to stdout
 and nothing else (`serve` prints none); progress and logs go to stderr.

@@ -130,7 +130,6 @@ def toy_specs(num_experts: int) -> tuple[ParamSpec, ...]:
 
 
 # -- boxes
-# --------------------------------------------------------------------------------------------------
 
 DIMS = (
     ("experts", FUSED, "embed"),
@@ -251,7 +250,6 @@ def test_shards_of_experts_may_be_uneven_and_empty() -> None:
 
 
 # -- store, checkpoint, planner, parity
-# ---------------------------------------------------------------------------------------------------
 
 NUM_SHARES = 4
 """Parts of a global batch that contribute to gradients, however many ranks compute them."""

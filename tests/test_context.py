@@ -916,7 +916,8 @@ def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: 
     [
         (
             {"layout": "cp2.a2a"},
-            r"a2a shards heads over tp x cp = 2, which 1 kv heads do not allow; the ring \(no a2a\)",
+            r"a2a shards heads over tp x cp = 2, which 1 kv heads do not allow; the ring \(no "
+            r"a2a\)",
         ),
         (
             {"layout": "tp2.cp2.a2a", "num_kv_heads": 2},

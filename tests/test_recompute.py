@@ -322,8 +322,8 @@ def block_bytes(config: ModelConfig, layout: Layout) -> int:
 
     - its input, and the sum of that and attention, which the norms need: S D each; with full
       recompute only the input
-    - q, k, v and the output of attention; for a ring the log-sum-exp of every row, for an all-to-all
-      what it exchanged
+    - q, k, v and the output of attention; for a ring the log-sum-exp of every row, for an
+      all-to-all what it exchanged
     - where q and k are normed, what they were before, and a number a head
     - what goes into the activation
     - without recompute also the outputs of the norms and of the activation, and one or two numbers

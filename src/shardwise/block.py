@@ -48,7 +48,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class FoldTarget:
-    """What produces the inputs of a matrix, linearly: a norm, or one part of another matrix. AWQ
+    """The producer of a matrix's inputs: a norm, or one part of another matrix. AWQ
     divides it by the scales that multiply the columns of the matrix."""
 
     param: str

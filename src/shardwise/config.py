@@ -101,7 +101,7 @@ class ModelConfig:
 
     @property
     def norm_bias(self) -> bool:
-        """Whether norms have a bias, as in a LayerNorm."""
+        """True if norms have a bias, as LayerNorm does."""
         return self.norm == "layer"
 
     @property

@@ -26,7 +26,7 @@ PartialAxis = Literal["tp", "tp if sp", "kv_replica"]
 
 @dataclass(frozen=True)
 class Rule:
-    """How a dim of a parameter is sharded.
+    """The sharding of one dim of a parameter.
 
     Attributes:
         cut: the axis that shards the dim; None if every rank holds all of it.
@@ -148,7 +148,7 @@ class ParamSpec:
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay shrinks it: matrices, not norms and biases."""
+        """True if weight decay applies: to matrices, not to norms and biases."""
         return len(self.shape) > 1
 
 

@@ -1,5 +1,5 @@
-"""Where a parameter lies: the arithmetic from a spec, a layout and a coordinate to boxes of the
-global tensor, local shapes and places in flat buffers.
+"""Arithmetic of shards: from a spec, a layout and a coordinate to boxes of the global tensor, local
+shapes and places in flat buffers.
 
 A part of a parameter is sharded along each of its dims by that dim's rule. What a rank holds is one
 box per part; boxes have as many dims as the parameter.

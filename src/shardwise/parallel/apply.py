@@ -1,5 +1,7 @@
-"""From a model and a layout to the program of one rank: the only place that fixes the order in
-which sharding is applied."""
+"""Assembly of the program of one rank from a model and a layout.
+
+Only this file fixes the order in which the kinds of sharding are applied.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,7 @@ from shardwise.params import ParamSpec, model_specs, stage_units, units
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs.
+    """The program of one rank.
 
     Attributes:
         config: the model.

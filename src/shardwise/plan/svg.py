@@ -75,7 +75,7 @@ def draw_timelines(title: str, panels: Sequence[tuple[str, Timeline]], unit: str
         f"<style>{STYLE}{''.join(fills(max(chunk) + 1))}</style>",
         f'<rect class="paper" {size} rx="6"/>',
         svg_text(LEFT, 28, title, kind="title"),
-        *legend([kind for kind in COLOURS if kind in kinds], max(chunk) + 1),
+        *svg_legend([kind for kind in COLOURS if kind in kinds], max(chunk) + 1),
     ]
     for (label, timeline), top in zip(panels, tops, strict=True):
         parts += [
@@ -106,7 +106,7 @@ def fills(chunks: int) -> Iterator[str]:
             yield f".{kind}{chunk} {{ fill: #{colour}; }}\n"
 
 
-def legend(kinds: list[str], chunks: int) -> Iterator[str]:
+def svg_legend(kinds: list[str], chunks: int) -> Iterator[str]:
     x = LEFT
     meanings = [(kind, f"{kind} {MEANINGS[kind]}") for kind in kinds]
     for kind, meaning in [*meanings, ("idle", "idle")]:

@@ -237,15 +237,15 @@ def softmax_bytes(share: Share, size: int, element_bytes: int) -> int:
     """Return the bytes that the vocabulary-parallel softmax sends: per chunk of rows, one maximum
     and two sums per row, in fp32."""
     sent = 0
-    for rows, num in chunks(share.tokens, PRODUCT_BYTES // (share.vocab * element_bytes)):
-        for inner, num_inner in chunks(rows, SOFTMAX_BYTES // (share.vocab * FP32_BYTES)):
+    for rows, num in chunk_counts(share.tokens, PRODUCT_BYTES // (share.vocab * element_bytes)):
+        for inner, num_inner in chunk_counts(rows, SOFTMAX_BYTES // (share.vocab * FP32_BYTES)):
             maximum = ring_bytes(2 * inner * FP32_BYTES, size)
             sums = ring_bytes(4 * inner * FP32_BYTES, size)
             sent += num * num_inner * (maximum + sums)
     return sent
 
 
-def chunks(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
+def chunk_counts(num_rows: int, most: int) -> Iterator[tuple[int, int]]:
     """Yield (rows, number of chunks) for even chunks of at most `most` rows: the equal ones, then
     the remainder."""
     size = longest_chunk(num_rows, most)

@@ -1,7 +1,6 @@
 """Explanation in sentences: why a model does not fit on one GPU, and the smallest change that makes
 it fit."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.layout import Layout
@@ -11,13 +10,9 @@ from shardwise.plan.search import Candidate, Job
 from shardwise.plan.traffic import MODEL_AXES
 from shardwise.quant.kv_dtype import vector_bytes
 from shardwise.quant.scheme import AS_STORED
+from shardwise.suggest import listed
 
 DOING = {"train": "In training", "serve": "In inference"}
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as text: a, b and c."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def gb(num_bytes: float) -> str:

@@ -12,7 +12,7 @@ from shardwise.layout import Coord, Layout
 from shardwise.params import ParamSpec
 from shardwise.quant.ggml import BLOCKS
 from shardwise.shards import block_of, boxes, local_shape
-from shardwise.suggest import nearest
+from shardwise.suggest import listed, nearest
 
 NAME = re.compile(r"(?:int(?P<bits>[348])(?P<zero>z?)|fp8)(?:-g(?P<group>[1-9]\d*))?")
 COMMON = (
@@ -246,9 +246,3 @@ def can_shard(spec: ParamSpec, unit: int, tp: int) -> bool:
     num_heads = spec.shape[1] // block_of(spec, spec.dims[1])
     whole_heads = spec.dims[1] != "q_heads" or num_heads % tp == 0
     return whole_heads and is_aligned(spec, unit, Layout(tp=tp))
-
-
-def listed(numbers: list[int]) -> str:
-    """Return "1, 2 and 4"."""
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}" if most else last
