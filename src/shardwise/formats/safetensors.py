@@ -1,7 +1,6 @@
-"""Writing safetensors files as a stream: what is written passes through memory a few megabytes at a
-time.
+"""Writing safetensors files as a stream, a few megabytes in memory at a time.
 
-The file is the length of its header in 8 bytes, the header in JSON (dtype, shape and place of every
+A file is the length of its header in 8 bytes, the header in JSON (dtype, shape and offsets of every
 tensor), then the bytes of the tensors one after the other. Format:
 https://huggingface.co/docs/safetensors
 """
@@ -24,28 +23,28 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SLICE_BYTES = 4 << 20
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of every tensor, by name, in the order of the file."""
 
 
 def write_safetensors(path: Path, shapes: Shapes, tensors: Iterable[Tensor]) -> str:
-    """Write `tensors`, which come in the order of `shapes`, and return the SHA-256 of
-    the file.
+    """Write `tensors`, in the order of `shapes`, and return the SHA-256 of the file.
 
-    The next tensor is asked for when the one before is written, and all is on the disk at the end.
-    Raises OSError, and then leaves a part of the file.
+    Each tensor is requested when the one before is written, and the file is on disk at the end.
+    Raises OSError, which leaves an incomplete file.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for piece in pieces(shapes, tensors):
-            digest.update(piece)
-            file.write(piece)
+        for buffer in _file_buffers(shapes, tensors):
+            digest.update(buffer)
+            file.write(buffer)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def pieces(shapes: Shapes, tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """The file's bytes, in buffers."""
-    yield header(shapes)
+def _file_buffers(shapes: Shapes, tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the bytes of the file in buffers."""
+    yield _encode_header(shapes)
     for (name, expected), tensor in zip(shapes.items(), tensors, strict=True):
         assert expected == (tensor.dtype, tuple(tensor.shape)), name
         for block in [tensor] if tensor.is_contiguous() else tensor.unbind():
@@ -55,8 +54,8 @@ def pieces(shapes: Shapes, tensors: Iterable[Tensor]) -> Iterator[Any]:
                 yield flat[start : start + step].cpu().view(torch.uint8).numpy()
 
 
-def header(shapes: Shapes) -> bytes:
-    """The length and the header, which spaces fill so that the first tensor begins at a multiple of
+def _encode_header(shapes: Shapes) -> bytes:
+    """Return the length and the header, padded so that the first tensor begins at a multiple of
     8."""
     entries = {}
     start = 0
