@@ -120,21 +120,21 @@ def show_plan(console: "Console") -> bool:
         "1. Why shard a model? Training memory of a 70B model on one GPU",
         command_line("plan", BIG_MODEL, "--gpu", BIG_GPU, "--gpus", 1, "--mode", "train"),
     )
-    planned = plan(BIG_MODEL, BIG_GPU, 1, mode="train").to_json()
-    (stage,) = planned["one_gpu"]["ledger"]
+    planned = plan(BIG_MODEL, BIG_GPU, 1, mode="train")
+    as_json = planned.to_json()
+    (stage,) = as_json["one_gpu"]["ledger"]
     rows = {name: size for name, size in stage["rows"].items() if size}
     for name, size in rows.items():
         console.print(f"  {name:<12} {size / 1e9:>7,.0f} GB")
     total = sum(rows.values())
-    limit = planned["gpu"]["memory_bytes"]
+    limit = as_json["gpu"]["memory_bytes"]
     states = sum(rows[name] for name in ("parameters", "gradients", "optimizer"))
     console.print(
         f"  {'total':<12} {total / 1e9:>7,.0f} GB, {total / limit:.0f} times the "
         f"{limit / 1e9:.0f} GB of the GPU; the first three alone are {states / 1e9:,.0f} GB."
     )
     console.print("The command above prints the whole plan, and the smallest change that fits.")
-    fits: bool = planned["fits"]
-    return fits
+    return planned.fits
 
 
 def demo_settings(folder: Path) -> "Settings":
