@@ -6,7 +6,7 @@ Each call runs one function on the first `world_size` processes, inside a proces
 bytes, never as shared memory.
 
 A rank stays in its group until every rank has answered, since leaving early breaks a peer's last
-collective. Once one has failed the others are told to leave as they answer, which wakes those that
+collective. Once one has failed the others are reports to leave as they answer, which wakes those that
 wait for it.
 """
 
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank answers: a value, or why there is none and when that happened."""
+    """The outcome of a call on a rank: a value, or why there is none and when that happened."""
 
     value: Any = None
     failure: str = ""
@@ -157,7 +157,7 @@ def converse(members: dict[int, Rank], left: set[int], timeout_s: float) -> dict
     """Collect an outcome of every rank; `left` gathers those that are out of their group, fit for
     another call."""
     outcomes: dict[int, Outcome] = {}
-    told_to_leave: set[int] = set()
+    asked_to_leave: set[int] = set()
     rank_at = {member.pipe: rank for rank, member in members.items()}
     deadline_s = time.monotonic() + timeout_s + GRACE_S
     while rank_at and (ready := wait(list(rank_at), max(0.0, deadline_s - time.monotonic()))):
@@ -176,9 +176,9 @@ def converse(members: dict[int, Rank], left: set[int], timeout_s: float) -> dict
                 del rank_at[pipe]
         if len(outcomes) == len(members) or any(outcome.failure for outcome in outcomes.values()):
             deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
-            for rank in outcomes.keys() - told_to_leave:
+            for rank in outcomes.keys() - asked_to_leave:
                 send(members[rank], LEAVE)
-            told_to_leave |= outcomes.keys()
+            asked_to_leave |= outcomes.keys()
     for rank in members.keys() - outcomes.keys():
         outcomes[rank] = Outcome(failure="it never answered", failed_at_s=time.monotonic())
     return outcomes

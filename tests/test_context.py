@@ -104,8 +104,8 @@ class Attention:
         )
 
     def documents(self) -> Tensor | None:
-        """Of three sequences, each with its own; they begin and end anywhere, and some may have no
-        token."""
+        """Draw the documents of three sequences, each with its own; they begin and end anywhere,
+        and some may have no token."""
         if self.num_documents is None:
             return None
         return (
@@ -116,14 +116,15 @@ class Attention:
 
 
 def own_tokens(num_tokens: int, layout: Layout, rank: int) -> Tensor:
-    """Which tokens of a sequence lie on a rank, in their order there; padding is negative."""
+    """Return the tokens of a sequence that lie on a rank, in their order there; padding is
+    negative."""
     at = torch.arange(num_tokens)[None]
     return local_part(MicroBatch(at, at, at, None), layout, rank).targets[0]
 
 
 def errors_of(case: Attention, axis: Axis) -> list[float]:
-    """How far this rank's y, dq, dk and dv are from the definition in fp64, relative to those of
-    whole sequences, or to 1 where a gradient vanishes."""
+    """Return how far this rank's y, dq, dk and dv are from the definition in fp64, relative to
+    those of whole sequences, or to 1 where a gradient vanishes."""
     random = seeded(case.seed)
     heads = case.config.num_heads
     layout = Layout(cp=axis.size, all_to_all=case.all_to_all)
@@ -139,8 +140,8 @@ def errors_of(case: Attention, axis: Axis) -> list[float]:
     wanted = [y.detach(), *torch.autograd.grad(y, (q, k, v), whole[3].double())]
     at = own_tokens(case.tokens, layout, axis.rank)
     padding = (at < 0)[:, None, None]
-    *mine, dy = (x[:, at.clamp(min=0)].masked_fill(padding, HUGE) for x in whole)
-    held = [x.requires_grad_() for x in mine]
+    *local, dy = (x[:, at.clamp(min=0)].masked_fill(padding, HUGE) for x in whole)
+    held = [x.requires_grad_() for x in local]
     y = make_attend(case.config, layout, axis, documents)(0, *held)
     found = [y.detach(), *torch.autograd.grad(y, held, dy.masked_fill(padding, 0))]
     assert not any(grad[:, at < 0].any() for grad in found[1:]), "no gradient of padding"
@@ -168,7 +169,7 @@ def attend_on(
 
 def largest(by_rank: list[list[list[float]]], number: int) -> float:
     """The largest error of a case on any rank; of what is no number, infinite."""
-    errors = [error for mine in by_rank for error in mine[number]]
+    errors = [error for local in by_rank for error in local[number]]
     return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
@@ -234,8 +235,8 @@ def test_any_length_window_and_documents(ranks: Ranks, data: st.DataObject, worl
 
 
 def order_on(rank: int, world: int) -> list[str]:
-    """What forward and backward do, in order; several products in a row are one."""
-    told: list[str] = []
+    """Return what forward and backward do, in order; several matmuls in a row are one."""
+    reports: list[str] = []
     pass_on = Axis.pass_on
     arrived = Passing.arrived
 
@@ -243,15 +244,15 @@ def order_on(rank: int, world: int) -> list[str]:
         return "kv" if x.dtype == torch.bfloat16 else "gradients"
 
     def sends(axis: Axis, x: Tensor, out: Tensor) -> Pending:
-        told.append(f"sends {name(x)}")
+        reports.append(f"sends {name(x)}")
         return pass_on(axis, x, out)
 
     def waits(passing: Passing) -> Tensor:
-        told.append(f"waits for {name(passing.received)}")
+        reports.append(f"waits for {name(passing.received)}")
         return arrived(passing)
 
     def multiplies(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-        return lambda *given: (told.append("multiplies"), function(*given))[1]  # type: ignore[func-returns-value]
+        return lambda *given: (reports.append("multiplies"), function(*given))[1]  # type: ignore[func-returns-value]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Axis, "pass_on", sends)
@@ -259,7 +260,7 @@ def order_on(rank: int, world: int) -> list[str]:
         patch.setattr(context, "attend_rectangle", multiplies(attend_rectangle))
         patch.setattr(context, "attend_rectangle_backward", multiplies(attend_rectangle_backward))
         errors_of(Attention(24, dtype=torch.bfloat16), make_mesh(Layout(cp=world), rank, CPU).cp)
-    return [what for what, _ in itertools.groupby(told)]
+    return [what for what, _ in itertools.groupby(reports)]
 
 
 def test_a_hop_is_under_way_while_the_one_before_is_worked_on(ranks: Ranks) -> None:
@@ -306,19 +307,19 @@ def test_every_token_is_on_one_rank_and_padding_is_nobodys(
         "no more padding than it takes"
     )
     seen = []
-    for rank, mine in enumerate(parts):
-        assert mine.tokens.shape == mine.targets.shape == mine.positions.shape == (2, size)
+    for rank, local in enumerate(parts):
+        assert local.tokens.shape == local.targets.shape == local.positions.shape == (2, size)
         at = own_tokens(num_tokens, layout, rank)
-        real = mine.targets[0] != IGNORE_INDEX
-        assert torch.equal(at >= 0, real) and bool((mine.targets[:, ~real] == IGNORE_INDEX).all())
-        assert bool((mine.positions >= 0).all()) and bool((mine.positions < num_tokens).all())
+        real = local.targets[0] != IGNORE_INDEX
+        assert torch.equal(at >= 0, real) and bool((local.targets[:, ~real] == IGNORE_INDEX).all())
+        assert bool((local.positions >= 0).all()) and bool((local.positions < num_tokens).all())
         seen += at[real].tolist()
         for name in ("tokens", "targets", "positions", "documents"):
-            found = getattr(mine, name)
+            found = getattr(local, name)
             expected = getattr(whole, name)
             assert (found is None) == (expected is None)
             assert expected is None or torch.equal(found[:, real], expected[:, at[real]]), name
-        assert mine.documents is None or bool((mine.documents[:, ~real] == -1).all()), (
+        assert local.documents is None or bool((local.documents[:, ~real] == -1).all()), (
             "no document has this number"
         )
         chunks = torch.arange(size * layout.cp).chunk(layout.sequence_chunks)
@@ -332,7 +333,7 @@ def test_every_token_is_on_one_rank_and_padding_is_nobodys(
 
 
 def pairs_seen(pairs: Pairs, source: int, num_tokens: int) -> int:
-    """How many (query, key) there are in the rectangles of a hop."""
+    """Return the number of (query, key) pairs in the rectangles of a hop."""
     return sum(
         int((~build_mask(spec, slice(0, num_tokens // 2), slice(0, num_tokens // 2), CPU)).sum())
         for _, _, spec in pairs.of(source, num_tokens)
@@ -348,8 +349,8 @@ def pairs_seen(pairs: Pairs, source: int, num_tokens: int) -> int:
 def test_every_pair_is_seen_once_and_all_ranks_have_as_much_work(
     cp: int, size: int, window: int | None, num_documents: int | None
 ) -> None:
-    """At every hop, which ends when the slowest rank is done. Windows and documents hide what they
-    hide."""
+    """Ranks have equal work at every hop, which ends when the slowest rank is done. Windows and
+    documents mask what they mask."""
     num_tokens = 2 * cp * size
     whole = Attention(num_tokens, window, num_documents).documents()
     every = slice(0, num_tokens)
@@ -418,8 +419,9 @@ State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank tells; whole tensors the first alone. `grads` are those of the first step."""
+class RankReport:
+    """The result of one rank; whole tensors on the first alone. `grads` are those of the first
+    step."""
 
     losses: list[float]
     norms: list[float]
@@ -444,7 +446,7 @@ def step_once(program: Program, mesh: Mesh, case: Case, step: int) -> tuple[floa
     return mesh.data.sum(loss)[0], norm
 
 
-def run_case(case: Case, rank: int, num_steps: int) -> Told:
+def run_case(case: Case, rank: int, num_steps: int) -> RankReport:
     program, mesh = make(case, rank)
     losses = []
     norms = []
@@ -458,12 +460,12 @@ def run_case(case: Case, rank: int, num_steps: int) -> Told:
     summed = sum(program.pipeline.evaluate(program.evaluation, each) for each in batch.microbatches)
     evaluation = mesh.data.sum(summed)[0] / mesh.dp.sum(batch.num_targets)[0]
     states = states_of(program, mesh)
-    return Told(losses, norms, evaluation, {} if rank else grads, {} if rank else states)
+    return RankReport(losses, norms, evaluation, {} if rank else grads, {} if rank else states)
 
 
 def cases_on(
     rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = ""
-) -> list[Told]:
+) -> list[RankReport]:
     return each_case(
         cases, lambda case: run_case(case, rank, num_steps), SPOILS[spoil] if spoil else None
     )
@@ -475,7 +477,7 @@ def expected_of(model: str, num_steps: int, seq_len: int, text: str) -> Expected
     return plain_steps(MODELS[model], num_steps, MAX_NORM, batches=batches)
 
 
-def check_first_step(case: Case, first: Told) -> None:
+def check_first_step(case: Case, first: RankReport) -> None:
     """Loss and norm within 1e-6 of plain torch on one process, the gradient of every part of every
     parameter 1e-5."""
     expected = expected_of(case.model, 1, case.seq_len, case.text)
@@ -484,12 +486,12 @@ def check_first_step(case: Case, first: Told) -> None:
     assert worst_part(MODELS[case.model], first.grads, expected.grads) < 1e-5, case
 
 
-def check_case(case: Case, told: Sequence[Told]) -> None:
+def check_case(case: Case, reports: Sequence[RankReport]) -> None:
     """The first step; and after three clipped ones losses, norms and an evaluation within 1e-5,
     weights and moments 1e-4: steps divide by roots of tiny squares."""
     config = MODELS[case.model]
     expected = expected_of(case.model, NUM_STEPS, case.seq_len, case.text)
-    first = told[0]
+    first = reports[0]
     evaluated = plain_loss(config, expected.weights, case.batch(0))
     check_first_step(case, first)
     assert min(expected.norms) > MAX_NORM, "every step is to be clipped"
@@ -500,7 +502,7 @@ def check_case(case: Case, told: Sequence[Told]) -> None:
         STATES, (expected.weights, expected.exp_avg, expected.exp_avg_sq), strict=True
     ):
         assert worst(first.states[kind], wanted) < 1e-4, (case, kind)
-    for other in told:
+    for other in reports:
         assert (other.losses, other.norms, other.evaluation) == (
             first.losses,
             first.norms,
@@ -547,7 +549,7 @@ def test_every_family_computes_what_one_process_computes(ranks: Ranks, cases: li
         Layout.parse(cases[0].layout).world_size, cases_on, cases, NUM_STEPS, timeout_s=120
     )
     for number, case in enumerate(cases):
-        check_case(case, [mine[number] for mine in by_rank])
+        check_case(case, [local[number] for local in by_rank])
 
 
 def same(one: dict[str, State], other: dict[str, State]) -> bool:
@@ -564,8 +566,8 @@ def test_in_bf16_replicas_are_equal_too(ranks: Ranks) -> None:
         Case(short, "mistral", 13, "packed", "bf16") for short in ("cp2.m2", "cp2.z3", "cp2.a2a")
     ]
     expected = expected_of("mistral", NUM_STEPS, 13, "packed")
-    for told in ranks.run(2, cases_on, cases, NUM_STEPS)[0]:
-        assert told.losses == pytest.approx(expected.losses, rel=1e-2)
+    for reports in ranks.run(2, cases_on, cases, NUM_STEPS)[0]:
+        assert reports.losses == pytest.approx(expected.losses, rel=1e-2)
 
 
 def test_a_step_is_the_same_bit_for_bit_when_it_is_repeated(ranks: Ranks) -> None:
@@ -589,7 +591,7 @@ def data_as_dp(patch: pytest.MonkeyPatch) -> None:
 
 
 def mask_specs(change: Callable[[MaskSpec], MaskSpec]) -> Spoil:
-    """What rectangles of the ring see is another thing."""
+    """Change the mask of the rectangles of the ring."""
     return put(context, "MaskSpec", lambda *given: change(MaskSpec(*given)))
 
 
@@ -604,7 +606,7 @@ def zero_where_nothing_is_seen(scores: Tensor, softmax: Tensor) -> Tensor:
 
 
 def stops_early(dtype: torch.dtype) -> Spoil:
-    """What is of `dtype`, keys or gradients of bf16, is not sent on its last hop."""
+    """Do not send what is of `dtype`, keys or gradients of bf16, on its last hop."""
 
     def spoil(patch: pytest.MonkeyPatch) -> None:
         def pass_on(x: Tensor, axis: Axis) -> Passing:
@@ -629,7 +631,7 @@ def gradients_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def narrow(patch: pytest.MonkeyPatch) -> None:
-    """Of what a window reaches into only in part nothing is seen."""
+    """Drop the rectangles that a window masks only in part."""
     of = Pairs.of
 
     def fewer(pairs: Pairs, source: int, num_tokens: int) -> list[tuple[slice, slice, MaskSpec]]:
@@ -701,8 +703,8 @@ of_attention: dict[str, tuple[Attention, Spoil]] = {
 
 
 def local_positions(whole: MicroBatch, layout: Layout, rank: int) -> MicroBatch:
-    mine = local_part(whole, layout, rank)
-    return replace(mine, positions=torch.arange(mine.tokens.shape[1]).expand_as(mine.tokens))
+    local = local_part(whole, layout, rank)
+    return replace(local, positions=torch.arange(local.tokens.shape[1]).expand_as(local.tokens))
 
 
 def alone(
@@ -715,7 +717,7 @@ of_steps: dict[str, tuple[Case, Spoil]] = {
     "targets counted by every rank": (Case("cp2", "llama"), data_as_dp),
     "positions start anew": (Case("cp2", "llama"), put(applied, "local_part", local_positions)),
     "padding has targets": (Case("cp2", "llama", 13), put(context, "IGNORE_INDEX", 0)),
-    "documents are not told": (
+    "documents are not passed": (
         Case("cp2", "llama", text="packed"),
         put(applied, "make_attend", alone),
     ),
@@ -749,9 +751,9 @@ def test_a_step_that_is_broken_on_purpose_is_found(ranks: Ranks, spoil: str) -> 
 
 
 def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]]:
-    """What one rank sends in a step, by axis, and in the evaluation of a micro-batch on that of
-    context parallel."""
-    told = []
+    """Return the bytes that one rank sends in a step, by axis, and in the evaluation of a micro-
+    batch on the context axis."""
+    reports = []
     for case in cases:
         program, mesh = make(case, rank)
         batch = share_of(case.batch(0), mesh.layout, mesh.coord.dp)
@@ -760,8 +762,8 @@ def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]
         sent = {str(name): axis.bytes_sent for name, axis in mesh.axes.items()}
         mesh.bytes_sent()
         program.pipeline.evaluate(program.evaluation, batch.microbatches[0])
-        told.append({**sent, "evaluation": mesh.cp.bytes_sent})
-    return told
+        reports.append({**sent, "evaluation": mesh.cp.bytes_sent})
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -774,9 +776,9 @@ def sent_on(rank: int, world: int, cases: Sequence[Case]) -> list[dict[str, int]
     ids=["2", "3", "4"],
 )
 def test_a_layer_sends_keys_and_values_around_the_ring(ranks: Ranks, shorts: list[str]) -> None:
-    """With S bytes of keys and values on each of c ranks: (c - 1) S forward; backward they go round
-    again, and their gradients in fp32. All-to-all: (c - 1) / c of q, k and v one way and of the
-    output the other, and again backward."""
+    """Bytes for S bytes of keys and values on each of c ranks: the ring sends (c - 1) S in the
+    forward; in the backward they pass around again, and their gradients in fp32. All-to-all sends
+    (c - 1) / c of q, k and v one way and of the output the other, and again in the backward."""
     cases = [
         Case(short, "four", 13, precision=precision)
         for short in shorts
@@ -798,8 +800,8 @@ def test_a_layer_sends_keys_and_values_around_the_ring(ranks: Ranks, shorts: lis
         if layout.all_to_all:
             forward = backward = 4 * one * element * (c - 1) // c
         times = 2 if layout.recompute == "full" else 1
-        for mine in by_rank:
-            sent = mine[number]
+        for local in by_rank:
+            sent = local[number]
             assert sent["cp"] == config.num_layers * m * (times * forward + backward), case
             assert sent["evaluation"] == config.num_layers * forward, case
 
@@ -871,9 +873,9 @@ def train_on(rank: int, world: int, runs: Sequence[Settings]) -> None:
 
 
 def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    """In training and of held-out text, within 1e-6 until weights have been stepped and 1e-5 from
-    then on: sequences of 15 tokens with documents apart, held out more of them than all data ranks
-    take equal parts of."""
+    """Losses of training and of held-out text are within 1e-6 until weights have been stepped and
+    1e-5 from then on: sequences of 15 tokens with separate documents, and more held-out sequences
+    than divide evenly among data ranks."""
 
     def runs(*layouts: str) -> list[Settings]:
         return [
@@ -891,7 +893,7 @@ def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: 
             for layout in layouts
         ]
 
-    def told(layout: str) -> list[dict[str, float]]:
+    def reports(layout: str) -> list[dict[str, float]]:
         rows = [
             json.loads(line)
             for line in (tmp_path / layout / "metrics.jsonl").read_text().splitlines()
@@ -904,10 +906,10 @@ def test_a_run_tells_the_losses_of_one_rank(ranks: Ranks, data: Path, tmp_path: 
     by_world = {1: ["dp1"], 2: ["cp2", "cp2.a2a.z3.m2"], 4: ["dp2.cp2.z2"]}
     for world, layouts in by_world.items():
         ranks.run(world, train_on, runs(*layouts))
-    expected = told("dp1")
+    expected = reports("dp1")
     assert [row["step"] for row in expected] == [0, 1, 2, 3, 3, 4, 4]
     for layout in (*by_world[2], *by_world[4]):
-        for row, wanted in zip(told(layout), expected, strict=True):
+        for row, wanted in zip(reports(layout), expected, strict=True):
             assert row == pytest.approx(wanted, rel=1e-6 if row["step"] <= 1 else 1e-5), layout
 
 

@@ -66,8 +66,8 @@ Rectangle = tuple[str, Box, Tensor]
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank tells after its steps, of the last one where there were several."""
+class RankReport:
+    """The result of one rank: that of the last step where there were several."""
 
     losses: list[float]
     norms: list[float]
@@ -132,28 +132,30 @@ def steps_on(
     precision: str = "fp32",
     gradients: str = "fp32",
     evaluated: bool = False,
-) -> Told:
+) -> RankReport:
     program, mesh = ready(rank, short, model, precision, gradients)
-    told = []
+    reports = []
     for step in range(num_steps):
         if evaluated:
             evaluate_once(program, mesh)
         mesh.bytes_sent()
-        told.append(step_once(program, mesh, step, max_norm))
+        reports.append(step_once(program, mesh, step, max_norm))
     assert program.store.num_steps == num_steps
-    losses, norms = zip(*told, strict=True)
+    losses, norms = zip(*reports, strict=True)
     sent = mesh.bytes_sent()
     held = program.store.held_bytes()
-    return Told(list(losses), list(norms), read(program), sent, held)
+    return RankReport(list(losses), list(norms), read(program), sent, held)
 
 
-def joined(told: list[Told], kind: Owned, layout: Layout, config: ModelConfig) -> dict[str, Tensor]:
+def joined(
+    reports: list[RankReport], kind: Owned, layout: Layout, config: ModelConfig
+) -> dict[str, Tensor]:
     """Return whole parameters from the boxes of all ranks. Every element has one first owner, and
     the other owners have the same bits."""
     specs = {spec.name: spec for spec in model_specs(config) if spec.tied_to is None}
     whole = {name: torch.full(spec.shape, math.nan) for name, spec in specs.items()}
     owners = {name: torch.zeros(spec.shape, dtype=torch.int64) for name, spec in specs.items()}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(reports):
         for name, box, values in each.states[kind]:
             assert values.shape == box.shape
             there = whole[name][box.slices]
@@ -187,11 +189,11 @@ def test_one_step_has_the_gradient_of_one_process(ranks: Ranks, short: str, fami
     matrix of these models evenly."""
     expected = plain_steps(FAMILIES[family], 1)
     layout = Layout.parse(short)
-    told = ranks.run(layout.world_size, steps_on, short, family, 1)
-    for each in told:
+    reports = ranks.run(layout.world_size, steps_on, short, family, 1)
+    for each in reports:
         assert each.losses == pytest.approx(expected.losses, rel=1e-6)
         assert each.norms == pytest.approx(expected.norms, rel=1e-6)
-    assert worst(joined(told, "gradient", layout, FAMILIES[family]), expected.grads) < 1e-5
+    assert worst(joined(reports, "gradient", layout, FAMILIES[family]), expected.grads) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -210,12 +212,12 @@ def test_three_steps_end_where_torch_ends(ranks: Ranks, short: str, family: str)
     expected = plain_steps(FAMILIES[family], 3, MAX_NORM)
     layout = Layout.parse(short)
     assert min(expected.norms) > 2 * MAX_NORM, "every step is to be clipped"
-    told = ranks.run(layout.world_size, steps_on, short, family, 3, MAX_NORM)
-    for each in told:
+    reports = ranks.run(layout.world_size, steps_on, short, family, 3, MAX_NORM)
+    for each in reports:
         assert each.losses == pytest.approx(expected.losses, rel=1e-5)
         assert each.norms == pytest.approx(expected.norms, rel=1e-4)
     for kind, whole in zip(KINDS, states_of(expected), strict=True):
-        assert worst(joined(told, kind, layout, FAMILIES[family]), whole) < 1e-4, kind
+        assert worst(joined(reports, kind, layout, FAMILIES[family]), whole) < 1e-4, kind
 
 
 def states_of(expected: Expected) -> tuple[dict[str, Tensor], ...]:
@@ -227,14 +229,14 @@ def test_more_ranks_than_rows(ranks: Ranks) -> None:
     same bounds."""
     expected = plain_steps(FAMILIES["qwen3"], 2, MAX_NORM)
     layout = Layout.parse("dp6.fsdp")
-    told = ranks.run(6, steps_on, "dp6.fsdp", "qwen3", 2, MAX_NORM)
+    reports = ranks.run(6, steps_on, "dp6.fsdp", "qwen3", 2, MAX_NORM)
     assert not any(
-        name.endswith("q_norm") for rank in (4, 5) for name, _, _ in told[rank].states["master"]
+        name.endswith("q_norm") for rank in (4, 5) for name, _, _ in reports[rank].states["master"]
     )
-    assert told[0].losses == pytest.approx(expected.losses, rel=1e-5)
-    assert told[0].norms == pytest.approx(expected.norms, rel=1e-5)
+    assert reports[0].losses == pytest.approx(expected.losses, rel=1e-5)
+    assert reports[0].norms == pytest.approx(expected.norms, rel=1e-5)
     for kind, whole in zip(KINDS, states_of(expected), strict=True):
-        assert worst(joined(told, kind, layout, FAMILIES["qwen3"]), whole) < 1e-4, kind
+        assert worst(joined(reports, kind, layout, FAMILIES["qwen3"]), whole) < 1e-4, kind
 
 
 @pytest.mark.parametrize("short", ["dp2.fsdp.m2", "dp2.fsdp.keep", "dp2.tp2.sp.fsdp.m2"])
@@ -244,13 +246,13 @@ def test_evaluation_between_steps_changes_nothing(ranks: Ranks, short: str) -> N
     world = Layout.parse(short).world_size
     plain = ranks.run(world, steps_on, short, "llama-tied", 3)
     mixed = ranks.run(world, steps_on, short, "llama-tied", 3, 0.0, "fp32", "fp32", True)
-    for told, other in zip(mixed, plain, strict=True):
-        assert told.losses == other.losses and told.norms == other.norms
-        assert told.bytes_sent == other.bytes_sent and told.bytes_held == other.bytes_held
-        for (_, _, mine), (_, _, same) in zip(
-            told.states["master"], other.states["master"], strict=True
+    for reports, other in zip(mixed, plain, strict=True):
+        assert reports.losses == other.losses and reports.norms == other.norms
+        assert reports.bytes_sent == other.bytes_sent and reports.bytes_held == other.bytes_held
+        for (_, _, local), (_, _, same) in zip(
+            reports.states["master"], other.states["master"], strict=True
         ):
-            assert torch.equal(mine, same)
+            assert torch.equal(local, same)
     for loss in ranks.run(world, evaluated_on, short):
         assert loss == pytest.approx(plain[0].losses[0], rel=1e-6)
 
@@ -267,20 +269,20 @@ def test_bf16_keeps_fp32_masters(ranks: Ranks, short: str, gradients: str) -> No
     and are no bf16 numbers."""
     exact = plain_steps(FAMILIES["llama-tied"], 1)
     layout = Layout.parse(short)
-    told = ranks.run(layout.world_size, steps_on, short, "llama-tied", 1, 0.0, "bf16", gradients)
-    for each in told:
+    reports = ranks.run(layout.world_size, steps_on, short, "llama-tied", 1, 0.0, "bf16", gradients)
+    for each in reports:
         assert {grad.dtype for _, _, grad in each.states["gradient"]} == {DTYPES[gradients]}
         assert {master.dtype for _, _, master in each.states["master"]} == {torch.float32}
         assert each.losses == pytest.approx(exact.losses, rel=5e-3)
         assert each.norms == pytest.approx(exact.norms, rel=2e-2)
-    assert worst(joined(told, "gradient", layout, FAMILIES["llama-tied"]), exact.grads) < 3e-2
-    masters = joined(told, "master", layout, FAMILIES["llama-tied"])
+    assert worst(joined(reports, "gradient", layout, FAMILIES["llama-tied"]), exact.grads) < 3e-2
+    masters = joined(reports, "master", layout, FAMILIES["llama-tied"])
     assert worst(masters, exact.weights) < 3e-2
     assert not any(torch.equal(master, master.bfloat16().float()) for master in masters.values())
 
 
 def weights_on(rank: int, world: int) -> dict[str, tuple[torch.dtype, bool]]:
-    """Of every parameter the dtype in which it is held, and whether it is its master rounded."""
+    """Return the dtype in which each parameter is held, and whether it is its master rounded."""
     program, mesh = ready(rank, "dp2.fsdp", "gpt2", "bf16", "bf16")
     step_once(program, mesh, 0, MAX_NORM)
     assert isinstance(program.store, FsdpStore)
@@ -298,7 +300,7 @@ def test_bf16_weights_are_their_masters_rounded(ranks: Ranks) -> None:
 # -- what must not break a step
 
 
-def broken_weight_on(rank: int, world: int) -> tuple[Told, Told]:
+def broken_weight_on(rank: int, world: int) -> tuple[RankReport, RankReport]:
     """A step on a weight that is broken on the last rank alone, then one on what was there
     before."""
     program, mesh = ready(rank, "dp2.fsdp.m2", "llama")
@@ -310,7 +312,7 @@ def broken_weight_on(rank: int, world: int) -> tuple[Told, Told]:
     assert math.isnan(norm) and program.store.num_steps == 0
     shard.master.copy_(good)
     loss, norm = step_once(program, mesh, 0, MAX_NORM)
-    mended = Told([loss], [norm], read(program), {}, {})
+    mended = RankReport([loss], [norm], read(program), {}, {})
     return mended, steps_on(rank, world, "dp2.fsdp.m2", "llama", 1, MAX_NORM)
 
 
@@ -318,10 +320,10 @@ def test_a_gradient_that_is_not_finite_is_neither_stepped_on_nor_kept(ranks: Ran
     for mended, straight in ranks.run(2, broken_weight_on):
         assert mended.losses == straight.losses and mended.norms == straight.norms
         for kind in KINDS:
-            for (name, _, mine), (_, _, other) in zip(
+            for (name, _, local), (_, _, other) in zip(
                 mended.states[kind], straight.states[kind], strict=True
             ):
-                assert torch.equal(mine, other), f"{kind} of {name}"
+                assert torch.equal(local, other), f"{kind} of {name}"
 
 
 def test_a_layout_with_nothing_to_cut_is_refused() -> None:
@@ -362,25 +364,25 @@ ON_EIGHT = [("dp4.tp2.fsdp.s2", "biased"), ("dp2.tp4.fsdp", "few"), ("dp2.tp4.sp
 
 def cases_on(
     rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = ""
-) -> list[Told]:
+) -> list[RankReport]:
     with pytest.MonkeyPatch.context() as patch:
         if spoil:
             SPOILS[spoil](patch)
         return [steps_on(rank, world, *case, num_steps, MAX_NORM) for case in cases]
 
 
-def check_case(case: Case, told: list[Told], num_steps: int) -> None:
+def check_case(case: Case, reports: list[RankReport], num_steps: int) -> None:
     """Losses within 1e-6 of plain torch on one process, norms 1e-5, gradients, weights and moments
     1e-4."""
     short, model = case
     expected = plain_steps(MODELS[model], num_steps, MAX_NORM)
     assert min(expected.norms) > MAX_NORM, "every step is to be clipped"
-    for each in told:
+    for each in reports:
         assert each.losses == pytest.approx(expected.losses, rel=1e-6), case
         assert each.norms == pytest.approx(expected.norms, rel=1e-5), case
-        assert (each.losses, each.norms) == (told[0].losses, told[0].norms), case
+        assert (each.losses, each.norms) == (reports[0].losses, reports[0].norms), case
     for kind, whole in zip(KINDS, states_of(expected), strict=True):
-        assert worst(joined(told, kind, Layout.parse(short), MODELS[model]), whole) < 1e-4, (
+        assert worst(joined(reports, kind, Layout.parse(short), MODELS[model]), whole) < 1e-4, (
             case,
             kind,
         )
@@ -393,18 +395,18 @@ def test_what_tensor_ranks_share_is_whole_and_equal(ranks: Ranks, cases: list[Ca
     nobody sees it."""
     by_rank = ranks.run(Layout.parse(cases[0][0]).world_size, cases_on, cases, 3, timeout_s=120)
     for number, case in enumerate(cases):
-        check_case(case, [told[number] for told in by_rank], 3)
+        check_case(case, [reports[number] for reports in by_rank], 3)
 
 
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 def test_in_bf16_replicas_are_equal_too(ranks: Ranks, gradients: str) -> None:
     """Bit for bit after three clipped steps; losses are within 1 % of those in fp32."""
     expected = plain_steps(MODELS["biased"], 3, MAX_NORM)
-    told = ranks.run(4, steps_on, "dp2.tp2.sp.fsdp.m2", "biased", 3, MAX_NORM, "bf16", gradients)
-    for each in told:
+    reports = ranks.run(4, steps_on, "dp2.tp2.sp.fsdp.m2", "biased", 3, MAX_NORM, "bf16", gradients)
+    for each in reports:
         assert each.losses == pytest.approx(expected.losses, rel=1e-2)
     for kind in KINDS:
-        joined(told, kind, Layout.parse("dp2.tp2.sp.fsdp.m2"), MODELS["biased"])
+        joined(reports, kind, Layout.parse("dp2.tp2.sp.fsdp.m2"), MODELS["biased"])
 
 
 def without_partial(axis: str, ending: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -448,9 +450,9 @@ SPOILS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_what_is_broken_on_purpose_is_found(
     ranks: Ranks, spoil: str, short: str, model: str
 ) -> None:
-    told = [each for (each,) in ranks.run(4, cases_on, [(short, model)], 1, spoil)]
+    reports = [each for (each,) in ranks.run(4, cases_on, [(short, model)], 1, spoil)]
     with pytest.raises(AssertionError):
-        check_case((short, model), told, 1)
+        check_case((short, model), reports, 1)
 
 
 @given(
@@ -477,9 +479,9 @@ def test_what_tensor_ranks_share_lies_at_one_place(
                 for rank in range(tp):
                     for other in layout.ranks(axis, layout.coord(rank), config.num_kv_heads):
                         assert shapes[rank] == shapes[other]
-                        mine = held[rank][at]
+                        local = held[rank][at]
                         theirs = held[other][at]
-                        assert (mine.start, mine.local, mine.shape) == (
+                        assert (local.start, local.local, local.shape) == (
                             theirs.start,
                             theirs.local,
                             theirs.shape,
@@ -487,17 +489,17 @@ def test_what_tensor_ranks_share_lies_at_one_place(
 
 
 def padding_on(rank: int, world: int, short: str) -> list[tuple[int, float]]:
-    """Of the embedding the rows of padding and what there is in them, before and after two steps,
-    of every state."""
+    """Return the padding rows of the embedding and their contents, before and after two steps, for
+    every state."""
     torch.use_deterministic_algorithms(True)  # fills new memory with what is not a number
     try:
         program, mesh = ready(rank, short, "odd")
     finally:
         torch.use_deterministic_algorithms(False)
-    told = [padding_of(program, mesh, KINDS[1:])]
+    reports = [padding_of(program, mesh, KINDS[1:])]
     for step in range(2):
         step_once(program, mesh, step, MAX_NORM)
-    return [*told, padding_of(program, mesh, KINDS)]
+    return [*reports, padding_of(program, mesh, KINDS)]
 
 
 def padding_of(program: Program, mesh: Mesh, kinds: Sequence[Owned]) -> tuple[int, float]:
@@ -513,8 +515,8 @@ def padding_of(program: Program, mesh: Mesh, kinds: Sequence[Owned]) -> tuple[in
 def test_padding_of_the_vocabulary_is_and_stays_zero(ranks: Ranks) -> None:
     """97 rows in three blocks of 33, of which the last has two of padding, on the last of its two
     ranks."""
-    told = ranks.run(6, padding_on, "dp2.tp3.fsdp")
-    assert told == [[(0, 0.0)] * 2] * 5 + [[(2, 0.0)] * 2]
+    reports = ranks.run(6, padding_on, "dp2.tp3.fsdp")
+    assert reports == [[(0, 0.0)] * 2] * 5 + [[(2, 0.0)] * 2]
 
 
 @pytest.mark.parametrize(
@@ -546,7 +548,7 @@ def test_checkpoints_go_to_other_layouts_and_back(ranks: Ranks, tmp_path: Path) 
     """Bit for bit, each element saved once; the next step is the same but for the order of sums."""
     chain = ["dp2.tp2.sp.fsdp", "tp2", "dp2.tp2.fsdp.keep", "dp2.tp2.z3", "dp4.tp2.fsdp.s2"]
     paths = [tmp_path / str(number) for number in range(len(chain))]
-    told = [
+    reports = [
         ranks.run(Layout.parse(short).world_size, saved_on, short, start, target)[0]
         for short, start, target in zip(chain, [None, *paths[:-1]], paths, strict=True)
     ]
@@ -562,8 +564,8 @@ def test_checkpoints_go_to_other_layouts_and_back(ranks: Ranks, tmp_path: Path) 
                 other.path,
                 spec.name,
             )
-    for loss, norm in told[1:]:
-        assert (loss, norm) == pytest.approx(told[0], rel=1e-5)
+    for loss, norm in reports[1:]:
+        assert (loss, norm) == pytest.approx(reports[0], rel=1e-5)
 
 
 # -- what a rank holds
@@ -572,8 +574,8 @@ def test_checkpoints_go_to_other_layouts_and_back(ranks: Ranks, tmp_path: Path) 
 @given(st.integers(1, 70), st.integers(1, 12))
 def test_rows_are_cut_as_torch_chunks_them(num_rows: int, num_ranks: int) -> None:
     chunks = [list(chunk) for chunk in torch.arange(num_rows).chunk(num_ranks)]
-    mine = [list(range(*chunk_rows(num_rows, rank, num_ranks))) for rank in range(num_ranks)]
-    assert mine == chunks + [[]] * (num_ranks - len(chunks))
+    local = [list(range(*chunk_rows(num_rows, rank, num_ranks))) for rank in range(num_ranks)]
+    assert local == chunks + [[]] * (num_ranks - len(chunks))
 
 
 def built_on(rank: int, world: int, trace: Path) -> tuple[int, int, int]:

@@ -1,5 +1,5 @@
 """Any model in any layout computes what one rank computes: both are drawn, run side by side and
-compared. And what is refused is told what works."""
+compared. And every refusal names what works."""
 
 import math
 import re
@@ -138,7 +138,7 @@ def batch_of(case: Case, step: int) -> MicroBatch:
 
 
 def part_of(batch: MicroBatch, layout: Layout, data_rank: int) -> Batch:
-    """What one data rank takes: ranks side by side, one micro-batch after another."""
+    """Return the sequences of one data rank: ranks side by side, one micro-batch after another."""
     rows = len(batch.tokens) // (layout.dp * layout.microbatches)
     parts = [slice((m * layout.dp + data_rank) * rows, None) for m in range(layout.microbatches)]
     documents = batch.documents
@@ -162,8 +162,8 @@ Shares = dict[str, list[tuple[Box, Tensor]]]
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank tells: of every step the loss, the norm and the gradient, after the first step
-    the loss of an evaluation, and what it ends with: its masters, and the weights as it would
+    """The result of one rank: for every step the loss, the norm and the gradient, after the first
+    step the loss of an evaluation, and at the end its master weights and the weights as it would
     compute with them."""
 
     losses: list[float]
@@ -234,34 +234,34 @@ def parts(
             yield name, whole[rows], one[rows]
 
 
-def compare(case: Case, told: Sequence[RankResult], alone: RankResult) -> Parity:
-    """By the measures of `shardwise parity`."""
+def compare(case: Case, reports: Sequence[RankResult], alone: RankResult) -> Parity:
+    """Compare by the measures of `shardwise parity`."""
     config = case.trial.config
     layout = case.trial.layout
     found = Parity()
     for step, (loss1, norm1) in enumerate(zip(alone.losses, alone.norms, strict=True)):
-        for name, mine, one in parts(
-            config, [each.gradients[step] for each in told], alone.gradients[step]
+        for name, local, one in parts(
+            config, [each.gradients[step] for each in reports], alone.gradients[step]
         ):
             floor = norm1 if vanishes(config, name) else SMALL * norm1
-            found.record(step, "grad", ratio(size(mine - one), max(size(one), floor)), name)
-        for each in told:
+            found.record(step, "grad", ratio(size(local - one), max(size(one), floor)), name)
+        for each in reports:
             found.record(step, "loss", ratio(abs(each.losses[step] - loss1), loss1))
             found.record(step, "grad_norm", ratio(abs(each.norms[step] - norm1), norm1))
-    for each in told:
+    for each in reports:
         found.record(
             1,
             "loss",
             ratio(abs(each.evaluation - alone.evaluation), alone.evaluation),
             "of an evaluation",
         )
-    masters = [each.masters for each in told]
-    for name, mine, one in parts(config, masters, alone.masters):
+    masters = [each.masters for each in reports]
+    for name, local, one in parts(config, masters, alone.masters):
         found.record(
-            NUM_STEPS, "param", ratio(size(mine - one), max(size(one), drawn_size(one))), name
+            NUM_STEPS, "param", ratio(size(local - one), max(size(one), drawn_size(one))), name
         )
     for spec, master in wholes(config, masters):
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(reports):
             if spec.unit in stage_units(config, layout, layout.coord(rank).pp):
                 held = boxes(spec, layout, layout.coord(rank))
                 equal = [
@@ -388,7 +388,7 @@ def heeded(layout: Layout, config: ModelConfig) -> Layout:
 
 
 def drawn_layout(random: Random, sizes: Layout) -> Layout:
-    """Of these sizes, whether or not its parts go together."""
+    """Draw a layout of these sizes, valid or not."""
     if sizes.pp > 1 or random.random() < 0.1:
         sizes = drawn_schedule(random, sizes)
     return replace(
@@ -503,7 +503,7 @@ def drawn_case(random: Random, sizes: Layout) -> Case:
 
 
 def features(case: Case) -> Iterator[str]:
-    """What a case tries, for the tally."""
+    """Return the features that a case tries, for the tally."""
     layout = case.trial.layout
     config = case.trial.config
     stages = {
@@ -596,8 +596,8 @@ EVERY = {
 
 @pytest.fixture(scope="module")
 def tally() -> Iterator[Counter[str]]:
-    """How many cases had what; once all sizes have run, none may be missing. Another version of
-    hypothesis draws other cases, of which one set in six is not enough."""
+    """Print how many cases had each feature; once all sizes have run, none may be missing. Another
+    version of hypothesis draws other cases, of which one set in six is not enough."""
     found = Counter[str]()
     yield found
     if all(found[str(size)] for size in SIZES):
@@ -669,7 +669,8 @@ def test_a_refusal_names_layouts_that_work(random: Random) -> None:
 
 
 def leads_on(layout: Layout, config: ModelConfig, passed: Sequence[Layout]) -> bool:
-    """Whether the layout works, or one that its refusal names leads on, without a circle."""
+    """Return whether the layout works, or one that its refusal names leads on to one that does,
+    without a cycle."""
     sentence = refusal(layout, config)
     if sentence is None:
         return works(layout, config)
@@ -682,8 +683,8 @@ def leads_on(layout: Layout, config: ModelConfig, passed: Sequence[Layout]) -> b
 
 
 def works(layout: Layout, config: ModelConfig) -> bool:
-    """Whether every rank has whole heads, as many as the others, every group of states as many
-    ranks, every stage a layer."""
+    """Return whether every rank has whole heads, as many as the others, every group of states as
+    many ranks, and every stage a layer."""
     heads = config.num_heads
     kv_heads = config.num_kv_heads
     traded = layout.tp * layout.cp if layout.all_to_all else 1
@@ -693,5 +694,5 @@ def works(layout: Layout, config: ModelConfig) -> bool:
 
 
 def ending(sentence: str | None) -> str:
-    """The part that tells what would work, without numbers."""
+    """Return the part that names what would work, without numbers."""
     return re.sub(r"\d", "", (sentence or "").split(";")[-1])

@@ -68,7 +68,7 @@ def steps_on(
 ) -> list[object]:
     """Losses, norms, and the digest of states and gradients after three steps, for each place of
     the state."""
-    told: list[object] = []
+    reports: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             units_of_state, "STEP_ELEMENTS", 500
@@ -78,8 +78,8 @@ def steps_on(
                 FAMILIES[family], layout, rank, DTYPES[precision], make_offload(where, folder)
             )
             draw_weights(program, 3)
-            told.append(([step(program, number) for number in range(3)], digest(program.store)))
-    return told
+            reports.append(([step(program, number) for number in range(3)], digest(program.store)))
+    return reports
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -127,18 +127,18 @@ def test_a_run_goes_on_wherever_its_state_was(
     ]
     for program in programs:
         draw_weights(program, 3)
-    told = [[step(program, number) for number in range(2)] for program in programs]
-    assert told[0] == told[1]
+    reports = [[step(program, number) for number in range(2)] for program in programs]
+    assert reports[0] == reports[1]
     target = tmp_path / "step-00000002"
     straight = programs[0]
     save_checkpoint(target, programs[1].store, programs[1].store.mesh, programs[1].specs, 2)
     resumed = make(LLAMA, "dp1", 0, DTYPES[precision], make_offload(then, tmp_path))
     load_state(Checkpoint(target), resumed.store, resumed.specs)
     assert step(resumed, 2) == step(straight, 2)
-    mine = states(resumed.store)
+    local = states(resumed.store)
     other = states(straight.store)
-    assert mine.keys() == other.keys()
-    assert all(torch.equal(values, other[key]) for key, values in mine.items())
+    assert local.keys() == other.keys()
+    assert all(torch.equal(values, other[key]) for key, values in local.items())
 
 
 @pytest.mark.parametrize(("precision", "without"), [("bf16", 12), ("fp32", 8)])
@@ -275,18 +275,18 @@ def test_a_model_larger_than_memory_takes_a_step(tmp_path: Path) -> None:
         start(where, limited, tmp_path / f"{where}-{limited}")
         for where, limited in (("none", False), ("none", True), ("file", True))
     ]
-    (whole, _), (_, refused), (told, trace) = (run.communicate(timeout=120) for run in runs)
+    (whole, _), (_, refused), (reports, trace) = (run.communicate(timeout=120) for run in runs)
     assert [run.returncode for run in runs] == [0, 1, 0], trace
     assert "can't allocate memory" in refused
     expected = json.loads(whole)
-    found = json.loads(told)
+    found = json.loads(reports)
     assert found["digests"] == expected["digests"]
     assert 4 * SIZE < found["grown_bytes"] < 4 * SIZE + STATE_BYTES * LAYER + SLACK_BYTES
     assert expected["grown_bytes"] > 16 * SIZE
 
 
 def train_and_tell(where: Where, limited: bool, folder: Path) -> None:
-    """In a process of its own: print digests of the weights, and by how much the resident peak
+    """Print, in a process of its own, digests of the weights, and by how much the resident peak
     grew."""
     torch.set_num_threads(1)
     step(make(LLAMA, "dp1", 0, torch.bfloat16, None), 0)  # what torch loads on first use is there

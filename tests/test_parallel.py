@@ -69,7 +69,7 @@ def test_all_reduce_and_its_bytes(ranks: Ranks, world: int, operation: str) -> N
     for x, sent, after in ranks.run(world, reduce_on, values, operation, None):
         torch.testing.assert_close(x, expected, rtol=0, atol=0)
         assert sent == no_bytes() | {"dp": 2 * 48 * (world - 1) // world}
-        assert after == no_bytes(), "bytes are told once"
+        assert after == no_bytes(), "bytes are reported once"
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -102,7 +102,7 @@ def test_what_cannot_be_halved_is_not_summed_wider(ranks: Ranks) -> None:
 
 
 def rows_of(case: "Case", rank: int) -> Tensor:
-    """What a rank brings to a reduce-scatter: a row [S] for each rank."""
+    """The input of a rank to a reduce-scatter: a row [S] per rank."""
     return torch.randn(case.world, case.size, generator=seeded(10 * case.size + rank)).to(
         case.dtype
     )
@@ -137,7 +137,7 @@ CASES = [
 
 def scatter_on(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, int]]:
     axis = make_mesh(Layout(dp=world), rank, CPU).data
-    told = []
+    reports = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meshes, "SUM_ELEMENTS", 8)  # so that short rows are added in several slices
         for case in cases:
@@ -145,8 +145,8 @@ def scatter_on(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, i
             out = x[rank] if case.in_place else torch.full((case.size,), 0.5, dtype=case.dtype)
             before = axis.bytes_sent
             axis.reduce_scatter(x, out, case.wider, case.accumulate).wait()
-            told.append((out.clone(), axis.bytes_sent - before))
-    return told
+            reports.append((out.clone(), axis.bytes_sent - before))
+    return reports
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -154,8 +154,8 @@ def test_reduce_scatter_is_the_sum_of_every_rank_s_row(ranks: Ranks, world: int)
     """Bit for bit: the sum in the order of the ranks in the wider dtype, what was there last, then
     rounded once."""
     cases = [replace(case, world=world) for case in CASES]
-    for rank, told in enumerate(ranks.run(world, scatter_on, cases)):
-        for case, (out, sent) in zip(cases, told, strict=True):
+    for rank, reports in enumerate(ranks.run(world, scatter_on, cases)):
+        for case, (out, sent) in zip(cases, reports, strict=True):
             total = rows_of(case, 0)[rank].to(case.wider or case.dtype)
             for other in range(1, world):
                 total = total + rows_of(case, other)[rank]
@@ -179,37 +179,37 @@ def test_rows_are_added_slice_by_slice(n: int, size: int, step: int, accumulate:
 
 def gather_on(rank: int, world: int, size: int) -> list[tuple[Tensor, int]]:
     axis = make_mesh(Layout(dp=world), rank, CPU).data
-    told = []
+    reports = []
     for in_place in (False, True):
         out = torch.full((world * size,), math.nan)
         part = out.view(world, size)[rank] if in_place else torch.empty(size)
         part.copy_(torch.arange(size) + 100.0 * rank)
         before = axis.bytes_sent
         axis.all_gather(part, out).wait()
-        told.append((out, axis.bytes_sent - before))
-    return told
+        reports.append((out, axis.bytes_sent - before))
+    return reports
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_all_gather_puts_parts_in_the_order_of_ranks(ranks: Ranks, world: int) -> None:
     expected = torch.cat([torch.arange(7) + 100.0 * rank for rank in range(world)])
-    for told in ranks.run(world, gather_on, 7):
-        for out, sent in told:
+    for reports in ranks.run(world, gather_on, 7):
+        for out, sent in reports:
             assert torch.equal(out, expected)
             assert sent == 7 * 4 * (world - 1)
 
 
 def numbers_on(rank: int, world: int) -> object:
     axis = make_mesh(Layout(dp=world), rank, CPU).world
-    told = axis.sum(rank, 2**40 + rank, 0.1), axis.max(rank, -rank), axis.gather(10.0 * rank)
+    reports = axis.sum(rank, 2**40 + rank, 0.1), axis.max(rank, -rank), axis.gather(10.0 * rank)
     axis.barrier()
-    return told, axis.bytes_sent, axis.control_bytes_sent
+    return reports, axis.bytes_sent, axis.control_bytes_sent
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_numbers_for_reports(ranks: Ranks, world: int) -> None:
-    """In fp64, so that counts of tokens stay exact; their bytes are told apart from those of the
-    work."""
+    """Scalars are summed in fp64, so that counts of tokens stay exact; their bytes are counted
+    apart."""
     for (summed, highest, gathered), sent, control in ranks.run(world, numbers_on):
         assert summed[:2] == [sum(range(world)), world * 2**40 + sum(range(world))]
         assert summed[2] == pytest.approx(0.1 * world, rel=1e-15)
@@ -243,9 +243,9 @@ def test_axes_are_those_of_the_layout(ranks: Ranks, layout: str) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank tells after its steps: gradients and bytes of the last one, the state, and whole
-    weights."""
+class RankReport:
+    """The result of a rank after its steps: gradients and bytes of the last one, the state, and
+    whole weights."""
 
     losses: list[float]
     norms: list[float]
@@ -287,7 +287,7 @@ def steps_on(
     gradients: str = "fp32",
     max_norm: float = UNCLIPPED,
     spoil: str = "",
-) -> Told:
+) -> RankReport:
     program, mesh = ready(rank, Layout.parse(short), family, precision, gradients)
     store = program.store
     losses = []
@@ -310,7 +310,7 @@ def steps_on(
     dtypes = tuple(
         view.dtype for kind in ("gradient", "master") for _, _, view in store.owned(kind)
     )
-    return Told(
+    return RankReport(
         losses, norms, grads, weights, masters, sent, store.num_steps, digest(store), dtypes
     )
 
@@ -322,10 +322,10 @@ def test_one_step_has_the_gradient_of_one_process(ranks: Ranks, layout: str, fam
     fewer targets from rank to rank and micro-batch to micro-batch and none at all in some."""
     expected = plain_steps(FAMILIES[family], 1)
     world = Layout.parse(layout).world_size
-    for told in ranks.run(world, steps_on, layout, family, 1):
-        assert told.losses == pytest.approx(expected.losses, rel=1e-6)
-        assert told.norms == pytest.approx(expected.norms, rel=1e-6)
-        assert worst(told.grads, expected.grads) < 1e-5
+    for reports in ranks.run(world, steps_on, layout, family, 1):
+        assert reports.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert reports.norms == pytest.approx(expected.norms, rel=1e-6)
+        assert worst(reports.grads, expected.grads) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
@@ -357,13 +357,13 @@ def test_bf16_keeps_fp32_masters(ranks: Ranks, layout: str, gradients: str) -> N
     and gradients are all rounded to it), the loss within 0.5 %. Masters are fp32, and keep what
     bf16 weights would round away."""
     exact = plain_steps(FAMILIES["llama-tied"], 1)
-    for told in ranks.run(
+    for reports in ranks.run(
         Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 1, "bf16", gradients
     ):
-        assert set(told.dtypes) == {DTYPES[gradients], torch.float32}
-        assert told.losses == pytest.approx(exact.losses, rel=5e-3)
-        assert told.norms == pytest.approx(exact.norms, rel=2e-2)
-        assert worst(told.grads, exact.grads) < 3e-2
+        assert set(reports.dtypes) == {DTYPES[gradients], torch.float32}
+        assert reports.losses == pytest.approx(exact.losses, rel=5e-3)
+        assert reports.norms == pytest.approx(exact.norms, rel=2e-2)
+        assert worst(reports.grads, exact.grads) < 3e-2
     first, *_ = ranks.run(
         Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", gradients
     )
@@ -377,14 +377,14 @@ def test_bf16_keeps_fp32_masters(ranks: Ranks, layout: str, gradients: str) -> N
 
 @pytest.mark.parametrize("layout", ["dp1.m4", "dp2", "dp4"])
 def test_bf16_weights_are_the_masters_rounded(ranks: Ranks, layout: str) -> None:
-    """On every rank alike."""
+    """Every rank refuses alike."""
     first, *others = ranks.run(
         Layout.parse(layout).world_size, steps_on, layout, "llama-tied", 3, "bf16", "bf16"
     )
-    for told in (first, *others):
-        assert told.digest == first.digest
+    for reports in (first, *others):
+        assert reports.digest == first.digest
         for name, master in first.masters.items():
-            assert torch.equal(told.weights[name], master.bfloat16()), (
+            assert torch.equal(reports.weights[name], master.bfloat16()), (
                 f"{name} is not its master rounded"
             )
 
@@ -398,12 +398,12 @@ def test_bytes_sent_are_those_predicted(ranks: Ranks, layout: str, gradients: st
     specs = model_specs(FAMILIES["llama-tied"])
     padded = sum(plan.padded(sum(spec.numel for spec in owned)) for owned in units(specs).values())
     assert 0 <= padded - num_params(specs) < plan.dp * len(units(specs))
-    for told in ranks.run(plan.dp, steps_on, layout, "llama-tied", 1, "bf16", gradients):
+    for reports in ranks.run(plan.dp, steps_on, layout, "llama-tied", 1, "bf16", gradients):
         assert (
-            told.bytes_sent["dp"]
+            reports.bytes_sent["dp"]
             == 2 * padded * DTYPES[gradients].itemsize * (plan.dp - 1) // plan.dp
         )
-        assert [told.bytes_sent[axis] for axis in ("tp", "pp", "cp")] == [0, 0, 0]
+        assert [reports.bytes_sent[axis] for axis in ("tp", "pp", "cp")] == [0, 0, 0]
 
 
 # -- the simple class
@@ -483,19 +483,19 @@ def test_the_simple_class_is_one_process_and_the_store_is_the_simple_class(
 # -- what must not break a step
 
 
-def no_targets_on(rank: int, world: int, layout: str) -> Told:
+def no_targets_on(rank: int, world: int, layout: str) -> RankReport:
     return steps_on(rank, world, layout, "llama", 2, max_norm=MAX_NORM, spoil="no targets")
 
 
-def broken_weight_on(rank: int, world: int, layout: str) -> Told:
+def broken_weight_on(rank: int, world: int, layout: str) -> RankReport:
     return steps_on(rank, world, layout, "llama", 1, max_norm=MAX_NORM, spoil="nan")
 
 
 @pytest.mark.parametrize("layout", ["dp1", "dp2", "dp2.z2.m2"])
 def test_a_step_without_any_target_does_not_divide_by_zero(ranks: Ranks, layout: str) -> None:
-    for told in ranks.run(Layout.parse(layout).world_size, no_targets_on, layout):
-        assert told.losses == told.norms == [0.0, 0.0]
-        assert all(bool(weight.isfinite().all()) for weight in told.weights.values())
+    for reports in ranks.run(Layout.parse(layout).world_size, no_targets_on, layout):
+        assert reports.losses == reports.norms == [0.0, 0.0]
+        assert all(bool(weight.isfinite().all()) for weight in reports.weights.values())
 
 
 @pytest.mark.parametrize("layout", ["dp1", "dp2"])
@@ -504,9 +504,9 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks: Ranks, layout: s
     before."""
     start = tiny_weights(FAMILIES["llama"])
     world = Layout.parse(layout).world_size
-    for rank, told in enumerate(ranks.run(world, broken_weight_on, layout)):
-        assert math.isnan(told.norms[0]) and told.num_steps == 0
-        for name, weight in told.weights.items():
+    for rank, reports in enumerate(ranks.run(world, broken_weight_on, layout)):
+        assert math.isnan(reports.norms[0]) and reports.num_steps == 0
+        for name, weight in reports.weights.items():
             if rank < world - 1 or name != "norm":
                 assert torch.equal(weight, start[name]), name
 
@@ -525,8 +525,8 @@ def test_first_weights_do_not_depend_on_the_layout(ranks: Ranks) -> None:
     (expected,) = ranks.run(1, drawn_on, "dp1.m2", 7)
     (other,) = ranks.run(1, drawn_on, "dp1", 8)
     assert not torch.equal(expected["embed"], other["embed"])
-    for told in ranks.run(3, drawn_on, "dp3", 7):
-        assert all(torch.equal(told[name], expected[name]) for name in expected)
+    for reports in ranks.run(3, drawn_on, "dp3", 7):
+        assert all(torch.equal(reports[name], expected[name]) for name in expected)
 
 
 # -- what cannot be trained

@@ -134,8 +134,8 @@ def test_local_shape_is_what_the_boxes_fill(case: tuple[ModelConfig, int]) -> No
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 30))
 def test_rectangles_are_the_range_and_few(start: int, length: int, width: int) -> None:
-    """In order, without gap or overlap; the rest of a row, whole rows, the beginning of a row, and
-    no more."""
+    """Check that rectangles come in order, without gap or overlap: the rest of a row, whole rows,
+    the beginning of a row, and no more."""
     found = list(rectangles(start, start + length, (400, width)))
     places = [
         (row + r) * width + column + c

@@ -1,5 +1,5 @@
-"""What a rank reads of a folder is what it holds, byte for byte; and what many ranks have trained
-is written as one ordinary folder that transformers takes for its own."""
+"""A rank reads exactly the bytes of a folder that it holds, and what many ranks have trained is
+written as one ordinary folder, which transformers reads."""
 
 import json
 from collections import Counter
@@ -54,7 +54,7 @@ class Stored:
 
 
 class CountingReader(FolderReader):
-    """Of every stored tensor `taken` is the bytes that were read."""
+    """A reader that counts the bytes read of every stored tensor, in `taken`."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         super().__init__(path, config)
@@ -74,8 +74,8 @@ def mesh_of(layout: Layout, rank: int, config: ModelConfig) -> Mesh:
 
 
 def read_by(path: Path, layout: Layout, rank: int, wanted: dict[str, Tensor]) -> Counter[str]:
-    """What `rank` takes of every stored tensor; asserts that it then holds the slices of `wanted`
-    that it should."""
+    """Return the bytes that `rank` reads of every stored tensor. Asserts that it then holds its
+    slices of `wanted`."""
     config = read_config(path)
     program = apply(
         config, mesh_of(layout, rank, config), torch.float32, torch.float32, OPTIMIZER.update
@@ -110,8 +110,8 @@ def sizes_in(path: Path) -> dict[str, int]:
 
 
 def num_holders(name: str, config: ModelConfig, layout: Layout) -> int:
-    """How many tensor ranks hold an element of a stored tensor: all those of norms, of positions
-    and of what is added after a sum; of k and v those that share a head; of all else one."""
+    """Return how many tensor ranks hold an element of a stored tensor: all for norms, positions and
+    biases after a sum; for k and v those that share a head; otherwise one."""
     if "norm" in name or "ln_" in name or "wpe" in name:
         return layout.tp
     if name.endswith(("o_proj.bias", "down_proj.bias", "c_proj.bias")):
@@ -144,12 +144,12 @@ def test_tensor_ranks_read_one_model_together(
     taken = [read_by(tmp_path, layout, rank, weights) for rank in range(tp)]
     for stored, size in sizes.items():
         holders = num_holders(stored, config, layout)
-        assert sum(mine[stored] for mine in taken) == size * holders, stored
-        assert max(mine[stored] for mine in taken) <= 1.04 * size * holders / tp, stored
+        assert sum(local[stored] for local in taken) == size * holders, stored
+        assert max(local[stored] for local in taken) <= 1.04 * size * holders / tp, stored
     replicated = sum(
         size * (num_holders(stored, config, layout) - 1) for stored, size in sizes.items()
     )
-    assert sum(mine.total() for mine in taken) == sum(sizes.values()) + replicated
+    assert sum(local.total() for local in taken) == sum(sizes.values()) + replicated
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""How states are moved and kept, as a run's settings tell it: they reach the store, change no
-number, and what cannot be done is refused in a sentence."""
+"""Settings of how states are reduced and stored: they reach the store, change no number, and what
+is not possible is refused in one sentence."""
 
 import errno
 import os
@@ -97,7 +97,7 @@ def test_store_settings_change_no_number(
     for other_outcome, other_places, other_values in others:
         assert (other_outcome, other_places) == (outcome, places)
         assert all(
-            torch.equal(mine, theirs) for mine, theirs in zip(values, other_values, strict=True)
+            torch.equal(local, theirs) for local, theirs in zip(values, other_values, strict=True)
         )
 
 
@@ -156,7 +156,7 @@ def test_a_step_that_cannot_be_saved_ends_the_run(
 def test_a_full_disk_between_saves_does_not_end_the_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line that cannot be written is told of once; the run goes on and is saved."""
+    """The line that cannot be written is reported once; the run goes on and is saved."""
 
     class Full:
         name = "metrics.jsonl"
@@ -186,8 +186,8 @@ def test_a_full_disk_between_saves_does_not_end_the_run(
 def test_a_failed_save_leaves_nothing_behind(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was written of it would fill the disk that the next start needs; what a kill left goes
-    at the next start."""
+    """A partial checkpoint would fill the disk that the next start needs; what a kill left is
+    removed at the next start."""
 
     def full(path: Path, *_: Any) -> str:
         path.write_bytes(b"half")

@@ -85,12 +85,13 @@ def rows_of(whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 def own_part(x: Tensor, seams: TensorSeams) -> Tensor:
-    """Of [B, T, ...] what lies on this rank between the seams."""
+    """Return the part of [B, T, ...] that lies on this rank between the TP hooks."""
     return x.tensor_split(seams.axis.size, 1)[seams.axis.rank] if seams.sequence else x
 
 
 def summed_over(seams: TensorSeams, grad: Tensor) -> Tensor:
-    """With sequence parallel each rank has a term of the gradient of what is not cut."""
+    """Under sequence parallel each rank has a partial sum of the gradient of what is not
+    sharded."""
     total = grad.clone()
     if seams.sequence:
         seams.axis.all_reduce(total).wait()
@@ -112,12 +113,12 @@ def embed_on(rank: int, world: int, vocabs: Sequence[int]) -> list[int]:
                 expected = F.embedding(ids, whole)
                 expected.backward(dy)
                 block = block_of(whole.detach(), rank, world)
-                mine = seams.look_up(ids, block, sparse)
-                (grad,) = torch.autograd.grad(mine, block, own_part(dy, seams))
+                local = seams.look_up(ids, block, sparse)
+                (grad,) = torch.autograd.grad(local, block, own_part(dy, seams))
                 assert grad.is_sparse == sparse
                 grad = grad.to_dense()
                 real = rows_of(whole.grad, rank, world)
-                assert torch.equal(mine, own_part(expected, seams)), (
+                assert torch.equal(local, own_part(expected, seams)), (
                     "one rank looks a row up, the others add zero"
                 )
                 torch.testing.assert_close(grad[: len(real)], real, rtol=1e-6, atol=1e-6)
@@ -244,7 +245,7 @@ def pair_on(rank: int, world: int, widths: Sequence[int]) -> list[int]:
             expected = F.linear(inner, whole["down"], whole["bias"])
             expected.backward(dy)
 
-            def mine(name: str, of: Tensor, seams: TensorSeams = seams) -> Tensor:
+            def local(name: str, of: Tensor, seams: TensorSeams = seams) -> Tensor:
                 if name == "x":
                     return own_part(of, seams)
                 rank = seams.axis.rank
@@ -255,16 +256,16 @@ def pair_on(rank: int, world: int, widths: Sequence[int]) -> list[int]:
                     else of.tensor_split(world, 1 if name == "down" else 0)[rank]
                 )
 
-            local = {
-                name: mine(name, value.detach()).clone().requires_grad_()
+            shards = {
+                name: local(name, value.detach()).clone().requires_grad_()
                 for name, value in whole.items()
             }
-            inner = F.gelu(F.linear(seams.enter(local["x"]), local["up"], local["up_bias"]))
-            found = seams.leave(F.linear(inner, local["down"]), local["bias"])
+            inner = F.gelu(F.linear(seams.enter(shards["x"]), shards["up"], shards["up_bias"]))
+            found = seams.leave(F.linear(inner, shards["down"]), shards["bias"])
             grads = dict(
                 zip(
-                    local,
-                    torch.autograd.grad(found, [*local.values()], own_part(dy, seams)),
+                    shards,
+                    torch.autograd.grad(found, [*shards.values()], own_part(dy, seams)),
                     strict=True,
                 )
             )
@@ -274,7 +275,7 @@ def pair_on(rank: int, world: int, widths: Sequence[int]) -> list[int]:
                 wanted = whole[name].grad
                 assert wanted is not None
                 torch.testing.assert_close(
-                    grad, mine(name, wanted), rtol=1e-5, atol=1e-5, msg=f"{name} of {width}"
+                    grad, local(name, wanted), rtol=1e-5, atol=1e-5, msg=f"{name} of {width}"
                 )
             held.append(width)
     return held
@@ -289,26 +290,26 @@ def test_columns_then_rows(ranks: Ranks, world: int, widths: list[int]) -> None:
 
 
 def move_on(rank: int, world: int) -> tuple[bool, ...]:
-    """Whether gather, its gradient, scatter, its gradient and `part` are exact, on whole numbers,
-    so that every sum is; also of views that are not contiguous."""
+    """Return whether gather, its gradient, scatter, its gradient and `part` are exact, on whole
+    numbers, so that every sum is; also for views that are not contiguous."""
     seams = seams_on(rank, world, True)
     batch = 3
     length = 2 * world
     size = 4
     whole = torch.arange(float(batch * length * size)).view(batch, size, length).transpose(1, 2)
-    mine = own_part(whole, seams).requires_grad_()
-    assert not mine.is_contiguous()
-    gathered = seams.enter(mine)
-    (of_gathered,) = torch.autograd.grad(gathered, mine, (rank + 1.0) * whole)
+    local = own_part(whole, seams).requires_grad_()
+    assert not local.is_contiguous()
+    gathered = seams.enter(local)
+    (of_gathered,) = torch.autograd.grad(gathered, local, (rank + 1.0) * whole)
     terms = world * (world + 1) / 2
     term = ((rank + 1.0) * whole).requires_grad_()
     scattered = seams.leave(term)
-    (of_scattered,) = torch.autograd.grad(scattered, term, mine)
+    (of_scattered,) = torch.autograd.grad(scattered, term, local)
     positions = torch.arange(length)[None]
     pairs = [
         (gathered, whole),
-        (of_gathered, terms * mine),
-        (scattered, terms * mine),
+        (of_gathered, terms * local),
+        (scattered, terms * local),
         (of_scattered, whole),
         (
             seams.local_tokens(positions.expand(batch, -1)),
@@ -320,7 +321,7 @@ def move_on(rank: int, world: int) -> tuple[bool, ...]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_sequence_is_gathered_and_scattered(ranks: Ranks, world: int) -> None:
-    """Of my part, the terms of every rank are summed."""
+    """The partial sums of every rank for this rank's part are summed."""
     assert ranks.run(world, move_on) == [(True,) * 5] * world
 
 
@@ -356,14 +357,15 @@ class Case:
 
     @property
     def sequences(self) -> int:
-        """As many as every data rank and micro-batch takes equal parts of."""
+        """The number of sequences that divides evenly among data ranks and micro-batches."""
         layout = Layout.parse(self.layout)
         return -(-SEQUENCES // (layout.dp * layout.microbatches)) * layout.dp * layout.microbatches
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank tells; whole tensors the first alone. `grads` are those of the first step."""
+class RankReport:
+    """The result of one rank; whole tensors on the first alone. `grads` are those of the first
+    step."""
 
     losses: list[float]
     norms: list[float]
@@ -388,7 +390,7 @@ def step_once(program: Program, mesh: Mesh, step: int, sequences: int) -> tuple[
     return mesh.data.sum(loss)[0], norm
 
 
-def run_case(case: Case, rank: int, num_steps: int) -> Told:
+def run_case(case: Case, rank: int, num_steps: int) -> RankReport:
     program, mesh = make(case, rank)
     losses = []
     norms = []
@@ -402,12 +404,12 @@ def run_case(case: Case, rank: int, num_steps: int) -> Told:
     batch = part_of(*global_batch(0, case.sequences), mesh.layout, mesh.data.rank)
     summed = sum(program.pipeline.evaluate(program.evaluation, each) for each in batch.microbatches)
     total, targets = mesh.data.sum(summed, batch.num_targets)
-    return Told(losses, norms, total / targets, {} if rank else grads, {} if rank else states)
+    return RankReport(losses, norms, total / targets, {} if rank else grads, {} if rank else states)
 
 
 def cases_on(
     rank: int, world: int, cases: Sequence[Case], num_steps: int, spoil: str = ""
-) -> list[Told]:
+) -> list[RankReport]:
     return each_case(
         cases, lambda case: run_case(case, rank, num_steps), SPOILS[spoil] if spoil else None
     )
@@ -427,7 +429,7 @@ def evaluated(model: str, sequences: int) -> float:
     return program.pipeline.evaluate(program.evaluation, batch.microbatches[0]) / batch.num_targets
 
 
-def check_first_step(case: Case, first: Told) -> None:
+def check_first_step(case: Case, first: RankReport) -> None:
     """Loss and norm within 1e-6 of plain torch on one process, the gradient of every part of every
     parameter 1e-5."""
     expected = expected_of(case.model, 1, case.sequences)
@@ -436,11 +438,11 @@ def check_first_step(case: Case, first: Told) -> None:
     assert worst_part(MODELS[case.model], first.grads, expected.grads) < 1e-5, case
 
 
-def check_case(case: Case, told: Sequence[Told]) -> None:
+def check_case(case: Case, reports: Sequence[RankReport]) -> None:
     """The first step; and after three clipped ones losses, norms and an evaluation within 1e-5,
     weights and moments 1e-4: steps divide by roots of tiny squares."""
     expected = expected_of(case.model, NUM_STEPS, case.sequences)
-    first = told[0]
+    first = reports[0]
     check_first_step(case, first)
     assert min(expected.norms) > MAX_NORM, "every step is to be clipped"
     assert first.losses == pytest.approx(expected.losses, rel=1e-5), case
@@ -450,7 +452,7 @@ def check_case(case: Case, told: Sequence[Told]) -> None:
         STATES, (expected.weights, expected.exp_avg, expected.exp_avg_sq), strict=True
     ):
         assert worst(first.states[kind], wanted) < 1e-4, (case, kind)
-    for other in told:
+    for other in reports:
         assert (other.losses, other.norms, other.evaluation) == (
             first.losses,
             first.norms,
@@ -485,7 +487,7 @@ def test_every_family_computes_what_one_process_computes(ranks: Ranks, cases: li
         Layout.parse(cases[0].layout).world_size, cases_on, cases, NUM_STEPS, timeout_s=120
     )
     for number, case in enumerate(cases):
-        check_case(case, [mine[number] for mine in by_rank])
+        check_case(case, [local[number] for local in by_rank])
 
 
 def test_replicas_are_equal_where_buffers_of_the_ranks_are_not_of_one_size(ranks: Ranks) -> None:
@@ -496,14 +498,14 @@ def test_replicas_are_equal_where_buffers_of_the_ranks_are_not_of_one_size(ranks
     cases = [Case("dp3.tp2", "one-kv"), Case("dp3.tp2.sp.z1.s1", "biased")]
     by_rank = ranks.run(6, cases_on, cases, NUM_STEPS, timeout_s=120)
     for number, case in enumerate(cases):
-        check_case(case, [mine[number] for mine in by_rank])
+        check_case(case, [local[number] for local in by_rank])
 
 
 def test_in_bf16_replicas_are_equal_too(ranks: Ranks) -> None:
     """And losses are within 1% of those in fp32, 8 bits being what they are."""
     cases = [Case("tp2", "one-kv", "bf16"), Case("tp2.sp.z2.m2", "biased", "bf16")]
-    for told, case in zip(ranks.run(2, cases_on, cases, NUM_STEPS)[0], cases, strict=True):
-        assert told.losses == pytest.approx(
+    for reports, case in zip(ranks.run(2, cases_on, cases, NUM_STEPS)[0], cases, strict=True):
+        assert reports.losses == pytest.approx(
             expected_of(case.model, NUM_STEPS, SEQUENCES).losses, rel=1e-2
         )
 
@@ -613,8 +615,9 @@ def test_a_sequence_in_three_parts_equals_one_rank(ranks: Ranks) -> None:
 def bytes_on(
     rank: int, world: int, cases: Sequence[tuple[str, ModelConfig]]
 ) -> list[dict[str, int]]:
-    """What one step, and then one evaluation, send on the axes of tensor parallel."""
-    told = []
+    """Return the bytes that one step, and then one evaluation, send on the axes of tensor
+    parallel."""
+    reports = []
     for short, config in cases:
         mesh = make_mesh(Layout.parse(short), rank, CPU, config.num_kv_heads)
         program = apply(config, mesh, torch.float32, torch.float32, OPTIMIZER.update)
@@ -624,8 +627,8 @@ def bytes_on(
         sent = {name: mesh.axes[name].bytes_sent for name in ("tp", "kv_replica")}
         mesh.bytes_sent()
         program.pipeline.evaluate(program.evaluation, batch.microbatches[0])
-        told.append({**sent, "evaluation": mesh.axes["tp"].bytes_sent})
-    return told
+        reports.append({**sent, "evaluation": mesh.axes["tp"].bytes_sent})
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -657,8 +660,8 @@ def test_a_layer_sends_what_was_published(ranks: Ranks, short: str) -> None:
     layer = m * ring(8 * tokens * h)
     embedding = m * ring(2 * tokens * h)
     loss = embedding + m * ring(6 * tokens)
-    for mine in found:
-        for num_layers, sent in zip((1, 2, 3), mine, strict=True):
+    for local in found:
+        for num_layers, sent in zip((1, 2, 3), local, strict=True):
             assert sent["tp"] == num_layers * (layer + 2 * norms) + norms + embedding + loss
             assert sent["kv_replica"] == 0, "every rank has kv heads of its own"
             gather = (
@@ -760,12 +763,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held_out_on(rank: int, world: int, runs: Sequence[Settings]) -> list[float]:
-    told = []
+    reports = []
     for run in runs:
         config = validated_run(run).config
         mesh = make_mesh(Layout.parse(run.run.layout), rank, CPU, config.num_kv_heads)
-        told.append(evaluate(run, make_program(Run(run, mesh.layout, config, None), mesh, 0), mesh))
-    return told
+        reports.append(
+            evaluate(run, make_program(Run(run, mesh.layout, config, None), mesh, 0), mesh)
+        )
+    return reports
 
 
 def test_evaluation_tells_the_loss_of_one_rank(ranks: Ranks, data: Path, tmp_path: Path) -> None:
@@ -779,8 +784,8 @@ def test_evaluation_tells_the_loss_of_one_rank(ranks: Ranks, data: Path, tmp_pat
 
     (expected,) = ranks.run(1, held_out_on, runs("dp1"))
     for world, layouts in ((2, ["tp2", "tp2.sp"]), (4, ["dp2.tp2.z3", "dp2.tp2.sp.z1.m2"])):
-        for told in ranks.run(world, held_out_on, runs(*layouts)):
-            assert told == pytest.approx(expected * 2, rel=1e-6)
+        for reports in ranks.run(world, held_out_on, runs(*layouts)):
+            assert reports == pytest.approx(expected * 2, rel=1e-6)
 
 
 def test_what_cannot_be_cut_is_refused_with_what_can(data: Path, tmp_path: Path) -> None:
@@ -790,5 +795,5 @@ def test_what_cannot_be_cut_is_refused_with_what_can(data: Path, tmp_path: Path)
 
 
 def make_mesh_of(short: str) -> Mesh:
-    """Of a layout alone, for what is refused before any rank talks."""
+    """Return a mesh without process groups, for what is refused before any rank communicates."""
     return Mesh(Layout.parse(short), 0, CPU, {})

@@ -36,7 +36,7 @@ class Breaking:
 
 
 def embed_thrice(rank: int, world: int, alone: int | None) -> list[str]:
-    """What the driver gets."""
+    """Run as the driver and return its results."""
     tensor_ranks.AGREE_S = 2.0 if alone is not None else 60.0
     runner: Any = Breaking(make_mesh(Layout(tp=world), rank, torch.device("cpu")), alone)
     if rank:

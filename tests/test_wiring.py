@@ -65,7 +65,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(data: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[dict[str, Any]]]]:
-    """Trains with changed settings; returns the run's folder and what it told."""
+    """Train with changed settings; return the run's folder and its output."""
 
     def train(**changes: Any) -> tuple[Path, list[dict[str, Any]]]:
         folder = tmp_path / f"run{len(list(tmp_path.glob('*.toml')))}"
@@ -207,7 +207,7 @@ def test_the_rate_follows_its_settings(
 ) -> None:
     """Shares of the peak; None where the cosine has no round value."""
     _, rows = run(lr=0.004, eval_every=0, **changes)
-    told = [row["lr"] for row in rows]
+    reports = [row["lr"] for row in rows]
     asked = LearningRate(
         0.004,
         6,
@@ -216,9 +216,9 @@ def test_the_rate_follows_its_settings(
         changes.get("final_lr", 0.1),
         changes.get("decay_steps", 0),
     )
-    assert told == [asked.at(step) for step in range(6)]
+    assert reports == [asked.at(step) for step in range(6)]
     assert [None if share is None else pytest.approx(0.004 * share) for share in by_hand] == [
-        None if share is None else rate for share, rate in zip(by_hand, told, strict=True)
+        None if share is None else rate for share, rate in zip(by_hand, reports, strict=True)
     ]
 
 
@@ -273,7 +273,8 @@ def test_fp32_gradients_of_bf16_weights_keep_what_bf16_would_round(
 def held_out_loss(
     settings: Settings, program: Program, num_sequences: int, separate: bool
 ) -> float:
-    """By hand from the token file: windows in order, documents told apart by where they start."""
+    """Build batches by hand from the token file: windows in order, documents separated by where
+    they start."""
     split = TokenFile(Path(settings.data.folder), "held_out")
     length = settings.data.seq_len
     documents = (
@@ -302,8 +303,8 @@ def held_out_loss(
 def test_evaluation_keeps_documents_apart_as_it_is_told(
     num_sequences: int, data: Path, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
-    """With the weights of the seed as the run tells it, and with larger ones, on which attention
-    weighs more."""
+    """A run starts with the weights of its seed; larger ones, on which attention weighs more, agree
+    as well."""
     losses = []
     for separate in (False, True):
         changes = {"separate_documents": separate, "eval_sequences": num_sequences}
@@ -327,15 +328,15 @@ def test_training_keeps_documents_apart_as_it_is_told(
     data: Path, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     """The loss of the first step, whose batch holds ends of documents."""
-    told = {}
+    reports = {}
     for separate in (False, True):
         _, rows = run(steps=1, eval_every=0, global_batch=12, separate_documents=separate)
-        told[separate] = rows[0]["loss"]
+        reports[separate] = rows[0]["loss"]
         program, _ = program_of(tiny_settings(data, tmp_path))
         (microbatch,) = Batches(TokenFile(data), 16, 12, 1, 0, 1, 0, separate).batch(0).microbatches
         by_hand = float(loss_of(program.config, weights_of(program), microbatch))
-        assert told[separate] == pytest.approx(by_hand, rel=LOSS)
-    assert abs(told[False] - told[True]) > 10 * LOSS * told[False]
+        assert reports[separate] == pytest.approx(by_hand, rel=LOSS)
+    assert abs(reports[False] - reports[True]) > 10 * LOSS * reports[False]
 
 
 @pytest.mark.parametrize(

@@ -81,16 +81,17 @@ class Case:
 
     @property
     def sequences(self) -> int:
-        """As many as every data rank and micro-batch takes equal parts of, 12 at least."""
+        """The number of sequences, at least 12, that divides evenly among data ranks and micro-
+        batches."""
         layout = Layout.parse(self.layout)
         each = layout.dp * layout.microbatches
         return -(-12 // each) * each
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank tells: whole tensors only the first, of the others a digest of what they
-    own."""
+class RankReport:
+    """The result of one rank: whole tensors on the first, a digest of what they own on the
+    others."""
 
     losses: list[float]
     norms: list[float]
@@ -147,7 +148,8 @@ def evaluate_once(program: Program, mesh: Mesh, sequences: int) -> float:
 
 
 def assert_holds_only_shards(program: Program, mesh: Mesh, case: Case) -> None:
-    """What is cut is there as a shard alone: of units padded to a multiple of the ranks."""
+    """Check that a sharded state exists as a shard alone, of units padded to a multiple of the
+    ranks."""
     layout = mesh.layout
     held = program.store.held_bytes()
     element = DTYPES[case.precision].itemsize
@@ -160,7 +162,7 @@ def assert_holds_only_shards(program: Program, mesh: Mesh, case: Case) -> None:
         assert held[row] == element * (shard if layout.shards(row) else padded), row
 
 
-def run_case(case: Case, rank: int) -> Told:
+def run_case(case: Case, rank: int) -> RankReport:
     program, mesh = make(case, rank)
     losses = []
     norms = []
@@ -182,20 +184,22 @@ def run_case(case: Case, rank: int) -> Told:
     if rank:
         grads = {}
         states = {}
-    return Told(losses, norms, grads, states, digest(program.store), mesh.shard.rank, evaluations)
+    return RankReport(
+        losses, norms, grads, states, digest(program.store), mesh.shard.rank, evaluations
+    )
 
 
-def cases_on(rank: int, world: int, cases: Sequence[Case]) -> list[Told]:
-    told = []
+def cases_on(rank: int, world: int, cases: Sequence[Case]) -> list[RankReport]:
+    reports = []
     for case in cases:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 if case.poisoned:
                     poison(patch)
-                told.append(run_case(case, rank))
+                reports.append(run_case(case, rank))
         except Exception as error:
             raise AssertionError(f"{case}") from error
-    return told
+    return reports
 
 
 @functools.lru_cache(maxsize=64)
@@ -203,12 +207,12 @@ def expected_of(family: str, sequences: int) -> Expected:
     return plain_steps(MODELS[family], NUM_STEPS, MAX_NORM, sequences)
 
 
-def check_case(case: Case, told: Sequence[Told]) -> None:
+def check_case(case: Case, reports: Sequence[RankReport]) -> None:
     """Three clipped steps. Losses and norms within 1e-5 of one process, gradients within 1e-4 of
     their size: those of the third step, after two that divide by roots of tiny squares; weights and
     moments within 1e-4."""
     expected = expected_of(case.family, case.sequences)
-    first = told[0]
+    first = reports[0]
     assert min(expected.norms) > 1.2 * MAX_NORM, "every step is to be clipped"
     assert first.losses == pytest.approx(expected.losses, rel=1e-5), case
     assert first.norms == pytest.approx(expected.norms, rel=1e-5), case
@@ -216,21 +220,21 @@ def check_case(case: Case, told: Sequence[Told]) -> None:
     assert worst(first.states["master"], expected.weights) < 1e-4, case
     assert worst(first.states["exp_avg"], expected.exp_avg) < 1e-4, case
     assert worst(first.states["exp_avg_sq"], expected.exp_avg_sq) < 1e-4, case
-    for other in told:
+    for other in reports:
         assert (other.losses, other.norms) == (first.losses, first.norms), case
         assert other.evaluations == first.evaluations
     replicas: dict[int, set[str]] = {}
-    for each in told:
+    for each in reports:
         replicas.setdefault(each.shard_rank, set()).add(each.digest)
     assert {len(digests) for digests in replicas.values()} == {1}, f"{case}: replicas differ"
 
 
-def run_cases(ranks: Ranks, world: int, cases: Sequence[Case]) -> dict[Case, list[Told]]:
+def run_cases(ranks: Ranks, world: int, cases: Sequence[Case]) -> dict[Case, list[RankReport]]:
     by_rank = ranks.run(world, cases_on, cases, timeout_s=120)
-    told = {case: [mine[number] for mine in by_rank] for number, case in enumerate(cases)}
-    for case, mine in told.items():
-        check_case(case, mine)
-    return told
+    reports = {case: [local[number] for local in by_rank] for number, case in enumerate(cases)}
+    for case, local in reports.items():
+        check_case(case, local)
+    return reports
 
 
 ON_ONE = [
@@ -268,8 +272,8 @@ def test_every_stage_computes_what_one_process_computes(ranks: Ranks, cases: lis
     """Loss, each gradient, norm, weights and moments; replicas equal bit for bit; nothing held
     between steps but what the stage promises. With odd sizes, more ranks than a unit has elements,
     and ranks that have no target at all."""
-    told = run_cases(ranks, Layout.parse(cases[0].layout).world_size, cases)
-    assert list(told) == cases
+    reports = run_cases(ranks, Layout.parse(cases[0].layout).world_size, cases)
+    assert list(reports) == cases
 
 
 def test_some_ranks_own_nothing_of_a_unit_and_some_have_no_target() -> None:
@@ -334,10 +338,10 @@ def test_what_only_changes_where_states_lie_changes_no_bit(
         *(Case(last, "odd", overlap, size) for overlap in (True, False) for size in smallest),
         *(Case(layout, "odd", poisoned=True, evaluated=True) for layout in stages),
     ]
-    told = run_cases(ranks, world, [*plain, *turned])
-    expected = told[plain[0]]
-    for case, mine in told.items():
-        for one, other in zip(mine, expected, strict=True):
+    reports = run_cases(ranks, world, [*plain, *turned])
+    expected = reports[plain[0]]
+    for case, local in reports.items():
+        for one, other in zip(local, expected, strict=True):
             assert (one.losses, one.norms, one.digest) == (
                 other.losses,
                 other.norms,
@@ -356,8 +360,8 @@ def test_in_bf16_the_stages_are_equal_too(ranks: Ranks) -> None:
     first, *others, uncut = ranks.run(3, cases_on, [*cases, Case("dp3", "odd", precision="bf16")])[
         0
     ]
-    for case, told in zip(cases[1:], others, strict=True):
-        assert (told.losses, told.norms, told.digest) == (
+    for case, reports in zip(cases[1:], others, strict=True):
+        assert (reports.losses, reports.norms, reports.digest) == (
             first.losses,
             first.norms,
             first.digest,
@@ -375,37 +379,37 @@ def test_evaluation_tells_the_loss_of_one_process_twice(ranks: Ranks) -> None:
         for stage in ("z1", "z2", "z3", "z3.keep", "m1")
     ]
     cases[-1] = Case("dp2", "qwen3", evaluated=True)
-    told = run_cases(ranks, 2, cases)
+    reports = run_cases(ranks, 2, cases)
     expected = []
     program, mesh = make(Case("dp1", "qwen3"), 0)
     for steps in range(1, NUM_STEPS + 1):
         fill_store(program.store, plain_steps(MODELS["qwen3"], steps, MAX_NORM).weights)
         expected += [evaluate_once(program, mesh, 12)] * 2
     assert len(set(expected)) == NUM_STEPS
-    for case, (first, _) in told.items():
+    for case, (first, _) in reports.items():
         assert first.evaluations == pytest.approx(expected, rel=1e-5), case
         assert first.evaluations[::2] == first.evaluations[1::2]
 
 
 def refilled_on(rank: int, world: int, shorts: list[str]) -> list[float]:
     """Losses before and after all weights are written anew from outside."""
-    told = []
+    reports = []
     for short in shorts:
         program, mesh = make(Case(short, "llama"), rank)
-        told.append(evaluate_once(program, mesh, 12))
+        reports.append(evaluate_once(program, mesh, 12))
         fill_store(
             program.store,
             {name: 2 * weight for name, weight in tiny_weights(MODELS["llama"]).items()},
         )
-        told.append(evaluate_once(program, mesh, 12))
-    return told
+        reports.append(evaluate_once(program, mesh, 12))
+    return reports
 
 
 def test_weights_that_are_written_from_outside_are_gathered_again(ranks: Ranks) -> None:
     before, after = ranks.run(1, refilled_on, ["dp1"])[0]
     assert abs(before - after) > 0.1
-    for told in ranks.run(2, refilled_on, ["dp2.z1", "dp2.z2", "dp2.z3"]):
-        assert told == pytest.approx([before, after] * 3, rel=1e-6)
+    for reports in ranks.run(2, refilled_on, ["dp2.z1", "dp2.z2", "dp2.z3"]):
+        assert reports == pytest.approx([before, after] * 3, rel=1e-6)
 
 
 # -- precision of the sums
@@ -417,12 +421,12 @@ def sum_on(
     rank: int, world: int, short: str, grad_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> list[Tensor]:
     """Sums of two micro-batches, where the first rank brings 256 and the others 1 each: whole, as
-    each is told."""
+    each is reported."""
     mesh = make_mesh(Layout.parse(short), rank, CPU)
     store = Store(
         mesh, {"final": (MATRIX,)}, torch.bfloat16, grad_dtype, OPTIMIZER.update, reduce_dtype
     )
-    told = []
+    reports = []
     for num_microbatches in (1, 2):
         for microbatch in range(num_microbatches):
             store.add(
@@ -433,8 +437,8 @@ def sum_on(
                 store.reduce("final")
         store.finish()
         (found,) = whole(store, mesh, [MATRIX], "gradient").values()
-        told.append(found)
-    return told
+        reports.append(found)
+    return reports
 
 
 @pytest.mark.parametrize("short", ["dp4", "dp4.z1", "dp4.z2", "dp4.z3", "dp4.z3.s2", "dp4.z1.s1"])
@@ -630,8 +634,8 @@ def larger_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_rank_ever_holds_the_whole_model(
     ranks: Ranks, larger_folder: Path, tmp_path: Path, source: str, precision: str
 ) -> None:
-    """Of four ranks each takes a quarter of the states, 16 bytes a parameter, and little beside:
-    not even a matrix. A file is mapped, not held, but the allocator counts it too."""
+    """Each of four ranks takes a quarter of the states, 16 bytes per parameter, and little more:
+    not even a matrix. A file is mapped, not resident, but the allocator counts it too."""
     size = num_params(model_specs(LARGER))
     folder = larger_folder if source == "folder" else None
     mapped = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder else 0
@@ -671,8 +675,8 @@ def test_first_weights_are_the_same_in_every_layout(
         folder = tmp_path / "folder"
         write_folder(folder, config, model_specs(config), weights.items(), torch.float32)
     ((one,),) = ranks.run(1, first_on, ["dp1"], family, folder)
-    for told in ranks.run(3, first_on, ["dp3", "dp3.z1", "dp3.z2.m2", "dp3.z3"], family, folder):
-        for found in told:
+    for reports in ranks.run(3, first_on, ["dp3", "dp3.z1", "dp3.z2.m2", "dp3.z3"], family, folder):
+        for found in reports:
             assert all(torch.equal(found[name], value) for name, value in one.items())
     assert folder is None or all(torch.equal(one[name], value) for name, value in weights.items())
     assert one.keys() == weights.keys()
@@ -682,12 +686,12 @@ def test_first_weights_are_the_same_in_every_layout(
 
 
 def held_out_on(rank: int, world: int, changes: list[Settings]) -> list[float]:
-    told = []
+    reports = []
     for changed in changes:
         mesh = make_mesh(Layout.parse(changed.run.layout), rank, CPU)
         program = make_program(validated_run(changed), mesh, 0)
-        told.append(evaluate(changed, program, mesh))
-    return told
+        reports.append(evaluate(changed, program, mesh))
+    return reports
 
 
 def test_ranks_that_run_out_of_held_out_sequences_still_gather(
@@ -705,8 +709,8 @@ def test_ranks_that_run_out_of_held_out_sequences_still_gather(
     limits = (1, 4, 5)
     (expected,) = ranks.run(1, held_out_on, [changed("dp1", limit) for limit in limits])
     for layout in ("dp3.z3", "dp3.z1.m2"):
-        for told in ranks.run(3, held_out_on, [changed(layout, limit) for limit in limits]):
-            assert told == pytest.approx(expected, rel=1e-6)
+        for reports in ranks.run(3, held_out_on, [changed(layout, limit) for limit in limits]):
+            assert reports == pytest.approx(expected, rel=1e-6)
 
 
 def fail_between_gathers(rank: int, world: int) -> None:

@@ -83,7 +83,7 @@ def global_batch(step: int, sequences: int = SEQUENCES) -> tuple[Tensor, Tensor]
 
 
 def part_of(tokens: Tensor, targets: Tensor, layout: Layout, data_rank: int) -> Batch:
-    """What one data rank takes of a global batch."""
+    """Return the part of a global batch that one data rank takes."""
     return share_of(in_one_piece(tokens, targets), layout, data_rank)
 
 
@@ -92,8 +92,8 @@ def in_one_piece(tokens: Tensor, targets: Tensor) -> MicroBatch:
 
 
 def share_of(batch: MicroBatch, layout: Layout, data_rank: int) -> Batch:
-    """What one data rank takes of all sequences: ranks side by side, one micro-batch after another;
-    what does not divide is left out."""
+    """Return the part of all sequences that one data rank takes: ranks side by side, one micro-
+    batch after another; the remainder is left out."""
     rows = len(batch.tokens) // (layout.microbatches * layout.dp)
     firsts = [(m * layout.dp + data_rank) * rows for m in range(layout.microbatches)]
     microbatches = tuple(rows_of(batch, slice(first, first + rows)) for first in firsts)
@@ -118,7 +118,7 @@ def fill_store(store: Store, weights: Mapping[str, Tensor]) -> None:
 def filled_program(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Program, Mesh]:
-    """What a rank of a layout runs, with `tiny_weights`."""
+    """Return the program of a rank of a layout, with `tiny_weights`."""
     mesh = make_mesh(layout, rank, torch.device("cpu"), config.num_kv_heads)
     program = apply(config, mesh, dtype, dtype, OPTIMIZER.update)
     fill_store(program.store, tiny_weights(config))  # type: ignore[arg-type]
@@ -130,18 +130,18 @@ def each_case(
     run: Callable[[Case], Found],
     spoil: Callable[[pytest.MonkeyPatch], None] | None,
 ) -> list[Found]:
-    """What `run` finds of each, one that fails by its name; all with something broken, if `spoil`
-    breaks it."""
-    told = []
+    """Return the results of `run` for each case; a failure names its case. With `spoil`, something
+    is broken in all."""
+    reports = []
     for case in cases:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 if spoil is not None:
                     spoil(patch)
-                told.append(run(case))
+                reports.append(run(case))
         except Exception as error:
             raise AssertionError(f"{case}") from error
-    return told
+    return reports
 
 
 def whole(store: Store, mesh: Mesh, specs: Iterable[ParamSpec], kind: Owned) -> dict[str, Tensor]:
@@ -187,7 +187,8 @@ def agreed(
 
 
 def digest(store: Store) -> str:
-    """Of all the states and gradients that this rank owns: replicas must agree bit for bit."""
+    """Return a digest of all the states and gradients that this rank owns: replicas must agree bit
+    for bit."""
     kinds: tuple[Owned, ...] = ("master", "exp_avg", "exp_avg_sq", "gradient")
     parts = [view.detach().float().flatten() for kind in kinds for _, _, view in store.owned(kind)]
     return hashlib.sha256(torch.cat([torch.empty(0), *parts]).numpy().tobytes()).hexdigest()
@@ -265,24 +266,24 @@ def plain_loss(config: ModelConfig, weights: Mapping[str, Tensor], batch: MicroB
     return summed / int((batch.targets != -100).sum())
 
 
-def relative(mine: Tensor, other: Tensor) -> float:
-    return float((mine.double() - other.double()).norm() / other.double().norm())
+def relative(local: Tensor, other: Tensor) -> float:
+    return float((local.double() - other.double()).norm() / other.double().norm())
 
 
-def worst(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def worst(local: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The largest relative difference of any parameter."""
-    assert mine.keys() == other.keys()
-    return max(relative(value, other[name]) for name, value in mine.items())
+    assert local.keys() == other.keys()
+    return max(relative(value, other[name]) for name, value in local.items())
 
 
 def worst_part(
-    config: ModelConfig, mine: Mapping[str, Tensor], other: Mapping[str, Tensor]
+    config: ModelConfig, local: Mapping[str, Tensor], other: Mapping[str, Tensor]
 ) -> float:
     """The same, parts of fused parameters apart, and without gradients that vanish, which are no
     size to compare with."""
-    assert mine.keys() == other.keys()
+    assert local.keys() == other.keys()
     return max(
-        relative(mine[spec.name][rows], other[spec.name][rows])
+        relative(local[spec.name][rows], other[spec.name][rows])
         for spec in model_specs(config)
         if spec.tied_to is None
         for name, rows in logical_parts(spec)
