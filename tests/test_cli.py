@@ -64,8 +64,11 @@ def test_no_torch_to_plan_what_a_folder_holds(tmp_path: Path) -> None:
 
 
 def test_no_torch_for_the_words() -> None:
-    words = "layout config params hardware catalogue plan plan.report cli gguf hub commands.plan"
-    imports = "; ".join(f"import shardwise.{word}" for word in words.split())
+    modules = (
+        "layout config params hardware formats.catalogue plan plan.report cli "
+        "formats.gguf.gguf_file formats.hub commands.plan"
+    )
+    imports = "; ".join(f"import shardwise.{name}" for name in modules.split())
     check = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
 
@@ -132,7 +135,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "nothing", "--gpu", "l4", "--debug"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err
-    assert err.splitlines()[-1].startswith("shardwise: model 'nothing'")
+    assert err.splitlines()[-1].startswith("shardwise: unknown model 'nothing'")
 
 
 def test_a_forbidden_or_missing_file_is_a_sentence(

@@ -135,7 +135,7 @@ def test_a_folder_may_hold_pictures(tmp_path: Path, capsys: pytest.CaptureFixtur
     (source / "a.txt").write_text("text")
     (source / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     assert main(["data", "build", str(source), str(tmp_path / "data"), "--tokenizer", "bytes"]) == 0
-    assert f"1 file of {source} left out as no text" in capsys.readouterr().err
+    assert f"skipped 1 file of {source}: not text" in capsys.readouterr().err
     assert read_corpus(tmp_path / "data").files == (str(source / "a.txt"),)
     with pytest.raises(ValueError, match=r"b\.png is not UTF-8"):
         build_corpus(source / "b.png", tmp_path / "other", Bytes())
@@ -308,7 +308,7 @@ def test_unfit_tokenizer_and_share(tmp_path: Path) -> None:
         build_corpus(tmp_path / "t.txt", tmp_path / "data", Bytes(), held_out=1.0)
     without_end = Bytes()
     without_end.eos_ids = frozenset()
-    with pytest.raises(ValueError, match="names no end-of-text token"):
+    with pytest.raises(ValueError, match="has no end-of-text token"):
         build_corpus(tmp_path / "t.txt", tmp_path / "data", without_end)
     assert os.listdir(tmp_path) == ["t.txt"]
 
@@ -384,7 +384,7 @@ def test_a_folder_that_is_not_a_data_set_is_refused(tmp_path: Path) -> None:
     for broken, sentence in [
         (
             json.dumps({**record, "format_version": 99}),
-            "format version 99, and this program reads version 1",
+            "has format version 99, but this program reads version 1",
         ),
         (json.dumps({**record, "dtype": "float32"}), "does not describe a data set"),
         (json.dumps({**record, "splits": {"train": 3}}), "does not describe a data set"),

@@ -169,7 +169,7 @@ def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
         "In inference",
         "141 GB",
         "8,192 tokens adds 2.68 GB",
-        "327,680 bytes a token",
+        "327,680 bytes per token",
         "Together: 144 GB",
     ):
         assert said in str(serve.why_not)
@@ -301,7 +301,7 @@ def test_training_options_on_the_command_line(capsys: pytest.CaptureFixture[str]
 
 def test_recompute_on_one_gpu_is_reported() -> None:
     said = {
-        "none": "keeps what it computes",
+        "none": "saves what it computes",
         "selective": "keeps most of it",
         "full": "keeps the input of each block",
     }
@@ -317,7 +317,7 @@ def test_a_shorter_request_is_a_change_too() -> None:
     (serve,) = plan("llama-2-7b", small, 1, mode="serve", seq=4096).modes
     assert not serve.fits
     assert (15 * GB - 2 * 6_738_415_616) // 524_288 == 2905
-    assert "--seq 2905 on dp1 as it is" in str(serve.smallest_change)
+    assert "--seq 2905 with dp1" in str(serve.smallest_change)
     assert plan("llama-2-7b", small, 1, mode="serve", seq=2905).fits
     assert not plan("llama-2-7b", small, 1, mode="serve", seq=2906).fits
 
@@ -327,7 +327,7 @@ def test_no_fit_is_reported() -> None:
     (serve,) = plan("smollm2-135m", tiny, 1, mode="serve").modes
     assert (
         serve.smallest_change
-        == "No tensor-parallel size that its 9 heads allow fits; a larger GPU is needed."
+        == "No tensor-parallel size that its 9 heads allow fits; use a larger GPU."
     )
     (train,) = plan("gpt2", Device("nano", 100, 1e12, 1e11), 1, mode="train").modes
     assert str(train.smallest_change).startswith("No number of such GPUs is enough for dp1")

@@ -237,17 +237,20 @@ def test_invalid_sizes_are_refused(name: Any, p: int, m: int, v: int, said: str)
     [
         (lambda: Costs(tf=-1), "tf must be 0, or from 1e-12 to 1e+12, not -1"),
         (lambda: Costs(tb=float("nan")), "tb must be 0, or from 1e-12 to 1e+12, not nan"),
-        (lambda: Costs(tc=float("inf")), "tc must be 0, or a time"),
-        (lambda: Costs(tw=1e-320), "tw must be 0, or a time"),
+        (lambda: Costs(tc=float("inf")), "tc must be 0, or from"),
+        (lambda: Costs(tw=1e-320), "tw must be 0, or from"),
         (lambda: Costs(0, 0, 0, 1), "tf, tb and tw are all 0"),
         (lambda: Memory(0), "a memory limit must be above 0, not 0"),
         (lambda: Memory(float("nan")), "a memory limit must be above 0, not nan"),
-        (lambda: Memory(1, 1.5), "between I and W must be 0 to 1 of a forward, not 1.5"),
+        (lambda: Memory(1, 1.5), "held from I to W, must be 0 to 1, not 1.5"),
         (
             lambda: pipeline_table("zb-auto", 4, 8, memory=Memory(0.2)),
-            "is 0.8 forwards; but every order needs at least 1; 0.25 works",
+            "is 0.8 forwards, but every order needs at least 1; 0.25 works",
         ),
-        (lambda: pipeline_table("zb-auto", 3, 8, memory=Memory(0.333)), "so 0.334 works"),
+        (
+            lambda: pipeline_table("zb-auto", 3, 8, memory=Memory(0.333)),
+            "needs at least 1; 0.334 works",
+        ),
     ],
 )
 def test_invalid_times_and_limits_are_refused(make: Any, said: str) -> None:
@@ -542,7 +545,7 @@ def test_stages_may_be_on_any_rank(tmp_path: Path) -> None:
         ("0UNSHARD,0F0", "cell 1: 0UNSHARD belongs to a schedule that PyTorch has lowered"),
         (
             "0F0,(0F1;1B0)OVERLAP_F_B",
-            "cell 2: (0F1;1B0)OVERLAP_F_B is two actions at a time; write them one after the",
+            "cell 2: (0F1;1B0)OVERLAP_F_B is two actions at a time; write one after the",
         ),
         (
             "0F0,hello",

@@ -148,9 +148,7 @@ def test_a_step_that_cannot_be_saved_ends_the_run(
     outcome = start_run(settings)
     assert outcome.step == 6 and outcome.unsaved is not None and "No space left" in outcome.unsaved
     text = summarize_outcome(outcome, str(tmp_path / "run"))
-    assert (
-        "step 6 was not saved" in text and "resume from step-00000003 with `shardwise train" in text
-    )
+    assert "step 6 was not saved" in text and "step-00000003 with `shardwise train" in text
 
 
 def test_a_full_disk_between_saves_does_not_end_the_run(

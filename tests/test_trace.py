@@ -254,7 +254,7 @@ def test_ranks_without_a_shared_disk_train(ranks: Ranks, data: Path, tmp_path: P
         ),
     )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-    with pytest.raises(ValueError, match="no actions of some stages"):
+    with pytest.raises(ValueError, match="lacks the actions of some stages"):
         read_trace(tmp_path / "trace" / "step-3.json")
     assert not (tmp_path / "trace" / "step-3.svg").exists()
 

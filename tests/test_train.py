@@ -613,10 +613,10 @@ def test_one_process_trains_in_a_folder_at_a_time(
     [
         (
             ["model.name=gpt2", "model.num_heads=4", "model.num_kv_heads=2"],
-            "no num_kv_heads of its own: 4 works",
+            "num_kv_heads of a gpt2 model cannot be 2; 4 works",
         ),
         (["optimizer.eps=0"], "optimizer.eps must be above 0"),
-        (["data.global_batch=1000000000000"], "sequences exceeds the memory"),
+        (["data.global_batch=1000000000000"], "sequences exceed the memory"),
     ],
 )
 def test_models_that_cannot_be_stored_or_run_are_refused(
