@@ -302,7 +302,7 @@ SERVER = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from shardwise.formats.huggingface.hf_config import read_folder_config
-from shardwise.formats.tokenizers.tokenizer import byte_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.serve.engine.remote import RemoteEngine
 from shardwise.serve.engine.scheduler import QueueFull
 from shardwise.serve.settings import EngineSettings
