@@ -43,7 +43,7 @@ from shardwise.plan.activations import (
     saved_tensors,
     share_of,
 )
-from shardwise.plan.traffic import chunks
+from shardwise.plan.traffic import chunk_counts
 from shardwise.shards import boxes
 from shardwise.train.loop import DTYPES, take_step
 from tiny_training import (
@@ -542,5 +542,5 @@ def test_the_logits_row_is_the_peak_of_the_loss(
 def test_chunks_are_those_of_the_loss(num_rows: int, most: int) -> None:
     sizes = [rows.stop - rows.start for rows in chunks_of_loss(num_rows, most)]
     assert longest_chunk(num_rows, most) == max(sizes, default=0)
-    found = [rows for rows, number in chunks(num_rows, most) for _ in range(number) if rows]
+    found = [rows for rows, number in chunk_counts(num_rows, most) for _ in range(number) if rows]
     assert found == sizes

@@ -53,7 +53,7 @@ def draw_bytes(kind: str, num_rows: int, num_columns: int, seed: int) -> np.ndar
 
 def expected(raw: np.ndarray, kind: str) -> torch.Tensor:
     stored = raw.view({"F32": np.float32, "F16": np.float16}.get(kind, np.uint8))
-    return torch.from_numpy(np.array(gguf.quants.decode_blocks(stored, GGMLQuantizationType[kind])))
+    return torch.from_numpy(np.array(gguf.quants.dequantize(stored, GGMLQuantizationType[kind])))
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -287,12 +287,12 @@ def test_real_weights_decode_bit_for_bit(real: Gguf, real_reference: GGUFReader)
     for theirs in real_reference.tensors:
         if theirs.name.startswith("blk.29."):
             weights = torch.from_numpy(
-                np.array(gguf.quants.decode_blocks(theirs.data, theirs.tensor_type))
+                np.array(gguf.quants.dequantize(theirs.data, theirs.tensor_type))
             )
             assert same_bits(read_tensor(real, theirs.name), weights)
     embedding = real_reference.tensors[0]
     rows = torch.from_numpy(
-        gguf.quants.decode_blocks(embedding.data[40_000:40_100], embedding.tensor_type)
+        gguf.quants.dequantize(embedding.data[40_000:40_100], embedding.tensor_type)
     )
     assert same_bits(read_tensor(real, "token_embd.weight", 40_000, 40_100), rows)
 

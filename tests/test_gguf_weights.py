@@ -109,7 +109,7 @@ def as_stored(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     stored = GGMLQuantizationType[kind]
     return {
         name: torch.from_numpy(
-            gguf.quants.decode_blocks(gguf.quants.quantize(weight.numpy(), stored), stored).copy()
+            gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), stored), stored).copy()
         )
         if weight.dim() == 2
         else weight
@@ -157,7 +157,7 @@ def test_real_model_equals_the_gguf_package() -> None:
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
 
     def read(name: str) -> Tensor:
-        rows = gguf.quants.decode_blocks(stored[name].data[:some_rows], stored[name].tensor_type)
+        rows = gguf.quants.dequantize(stored[name].data[:some_rows], stored[name].tensor_type)
         if "attn_q." in name or "attn_k." in name:
             rows = rows[np.argsort(sides_together(np.arange(len(rows)), num_heads=len(rows) // 64))]
         return torch.from_numpy(rows.copy())

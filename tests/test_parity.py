@@ -502,7 +502,7 @@ def put_together_on(rank: int, world: int, owned: list[list[range]]) -> tuple[Te
     boxes = [
         Box("out", (rows.start, 0), (0, 0), (len(rows), spec.shape[1])) for rows in owned[rank]
     ]
-    return parity_module.put_together(mesh, spec, [(box, mine[box.slices]) for box in boxes]), mine
+    return parity_module.assemble(mesh, spec, [(box, mine[box.slices]) for box in boxes]), mine
 
 
 def test_the_first_owner_of_an_element_counts(ranks: Ranks) -> None:

@@ -76,7 +76,7 @@ def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name
         assert torch.equal(loaded[each], wanted[each]), each
     formats = quantized_formats(path, config, one, "as-stored")
     assert {key.split(".")[-1] for key, _ in formats} == {"qkv", "out", "gate_up", "down"}
-    can_cut = all(format.group in (None, 16) for form in formats.values())
+    can_cut = all(each.group in (None, 16) for each in formats.values())
     for layout in (one, Layout(tp=2)) if can_cut else (one,):
         for rank in range(layout.tp):
             coord = layout.coord(rank)
@@ -103,7 +103,7 @@ def test_every_weight_is_what_the_format_means(plain: Path, tmp_path: Path, name
             )
             assert (
                 sum(map(nbytes, kept.values()))
-                == planned.answers[0].candidates[0].ledger[0].rows["parameters"]
+                == planned.modes[0].candidates[0].ledger[0].rows["parameters"]
             )
 
 
@@ -150,7 +150,7 @@ def test_layers_may_stay_plain(plain: Path, tmp_path: Path) -> None:
     planned = plan(str(path), "h100-80gb", mode="serve", precision="fp32", quant="as-stored")
     assert (
         sum(map(nbytes, kept.values()))
-        == planned.answers[0].candidates[0].ledger[0].rows["parameters"]
+        == planned.modes[0].candidates[0].ledger[0].rows["parameters"]
     )
 
 

@@ -63,8 +63,8 @@ def test_gguf_blocks_convert_without_loss(kind: str) -> None:
         return QuantizedWeight((held,)).dequantized(torch.float32)
 
     assert torch.equal(plain(piece), wanted)
-    form = ggml_format(kind)
-    assert form is not None and format.num_bytes(shape) == piece.num_bytes == raw.nbytes
+    storage = ggml_format(kind)
+    assert storage is not None and storage.num_bytes(shape) == piece.num_bytes == raw.nbytes
     assert torch.equal(plain(piece.rows(2, 7).columns(256, 512)), wanted[2:7, 256:])
     assert torch.equal(
         plain(stack_ggml([piece, piece])) if isinstance(piece, GgmlMatrix) else wanted.repeat(2, 1),
@@ -166,7 +166,7 @@ def logits_of(
     ids = torch.randint(config.vocab_size, (2, 12), generator=random_of(4))
     positions = torch.arange(12).expand(2, 12)
     adapted = weights | {name: LowRank(weights[name], *each) for name, each in thin.items()}
-    decoder = Transformer(config, REFERENCE, selective=selective)
+    decoder = Transformer(config, REFERENCE, recompute_inputs=selective)
     return decoder.forward(adapted, ids, positions, Causal(config, causal_attention))  # type: ignore[arg-type]
 
 

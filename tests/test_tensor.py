@@ -542,7 +542,7 @@ def add_bias_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def unmask_padding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loss_module.Block, "num_real", property(lambda block: block.size))
+    patch.setattr(loss_module.VocabShard, "num_real", property(lambda shard: shard.size))
 
 
 def copy_is_not_summed(patch: pytest.MonkeyPatch) -> None:
