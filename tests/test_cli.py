@@ -63,12 +63,12 @@ def test_no_torch_to_plan_what_a_folder_holds(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["quant"] == "as-stored"
 
 
-def test_no_torch_for_the_words() -> None:
+def test_no_torch_for_core_types_formats_and_settings() -> None:
     modules = (
-        "layout config params hardware formats.catalogue plan plan.report cli "
-        "formats.gguf.gguf_file formats.hub commands.plan"
+        "layout config params hardware precision setting plan plan.report cli commands.plan "
+        "formats.catalogue formats.gguf.gguf_file formats.hub serve.settings serve.request"
     )
-    imports = "; ".join(f"import shardwise.{name}" for name in modules.split())
+    imports = "; ".join(f"import shardwise.{module}" for module in modules.split())
     check = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
 
