@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -93,7 +92,9 @@ def unused_folder(folder: Path) -> Path:
 
 def command_line(*arguments: object) -> str:
     """Return a command that can be pasted into the shell that the demo was started from."""
-    if shutil.which("shardwise"):
+    from shutil import which
+
+    if which("shardwise"):
         program = ["shardwise"]
     elif Path(sys.argv[0]).name == "shardwise":
         program = [os.path.relpath(sys.argv[0])]
