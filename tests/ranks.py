@@ -6,7 +6,7 @@ Each call runs one function on the first `world_size` processes, inside a proces
 bytes, never as shared memory.
 
 A rank stays in its group until every rank has answered, since leaving early breaks a peer's last
-collective. Once one has failed the others are reports to leave as they answer, which wakes those
+collective. Once one has failed the others are asked to leave as they answer, which wakes those
 that wait for it."""
 
 import contextlib
