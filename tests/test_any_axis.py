@@ -331,11 +331,11 @@ def train_toy(
                 if layout.shards("gradients") or microbatch == MICROBATCHES - 1:
                     for unit in store.units:
                         store.reduce(unit)
+            for unit in store.units:
+                store.free(unit)
             store.finish()
             norms.append(store.clip(MAX_NORM))
             store.step(1e-2)
-            for unit in store.units:
-                store.free(unit)
         sent = mesh.bytes_sent()["dp"]
         if folder is not None:
             save_checkpoint(folder, store, mesh, specs, NUM_STEPS)
