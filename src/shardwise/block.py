@@ -1,4 +1,4 @@
-"""The parameters of a block: one table, from which everything that depends on them follows.
+"""The table of block parameters. The modules below derive from it:
 
 - `params.block_specs`: their shapes, shards and initialization
 - `model.transformer.BlockWeights`: its fields have these names
@@ -6,8 +6,9 @@
 - `quantize`: the matrices that are quantized, and where AWQ folds their scales
 - `kernels`: the matrices that are packed
 
-New math in a block is a row here, a field of `BlockWeights` and an operation in
-`model.transformer.Transformer.block`; a test holds the names equal. Imports no torch.
+To add an operation to a block, add a row here, a field of `BlockWeights` and an operation in
+`model.transformer.Transformer.block`; `tests/test_block.py` checks that the names match. Imports no
+torch.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ FUSED = "fused"
 
 @dataclass(frozen=True)
 class BlockPart:
-    """A part of a fused parameter: its name, the dim that shards it, and the flag of `ModelConfig`
-    of models that have it; None: all."""
+    """A part of a fused parameter: its name, the dim that shards it, and the `ModelConfig` flag
+    that enables it (None: always)."""
 
     name: str
     dim: str

@@ -18,8 +18,8 @@ from shardwise.layout import DATA_AXES, AxisName, Layout, StateAxes
 
 T = TypeVar("T")
 Kind = Literal["embedding", "matrix", "norm", "bias", "head"]
-"""What a parameter does. Rows of an `embedding` are looked up; a `matrix` multiplies activations
-within a block, the `head` those after the last."""
+"""Role of a parameter: `embedding` is a lookup table, `matrix` a linear layer within a block,
+`head` the output projection."""
 Fit = Literal["spread", "pad", "replicate"]
 PartialAxis = Literal["tp", "tp if sp", "kv_replica"]
 
@@ -30,7 +30,7 @@ class Rule:
 
     Attributes:
         cut: the axis that shards the dim; None if every rank holds all of it.
-        fit: what happens where the blocks of the dim do not divide among the ranks. `spread`: the
+        fit: how to distribute blocks that do not divide evenly over the ranks. `spread`: the
             first ranks hold one block more; `pad`: all ranks allocate equally many; `replicate`:
             with fewer blocks than ranks, neighbors hold the same block.
         whole_heads: whether a block is a head, which is never split; else it is one element.
@@ -175,8 +175,8 @@ def block_unit(layer: int) -> str:
 def stage_layers(config: ModelConfig, layout: Layout) -> tuple[range, ...]:
     """Return the blocks of each virtual stage, balanced by their work.
 
-    Work is the size of the matrices that multiply: those of a block, the head, and for the
-    embedding one row. Attention, which grows with the sequence, is left out.
+    Work is the number of weights used in matmuls: a block's matrices, the head, and one row for the
+    embedding lookup. Attention, which grows with the sequence, is left out.
     """
     multiplied = sum(spec.numel for spec in block_specs(config, 0) if spec.kind == "matrix")
     head = config.vocab_size * config.hidden_size
@@ -211,7 +211,7 @@ def stage_units(config: ModelConfig, layout: Layout, stage: int) -> frozenset[st
 
 @lru_cache(maxsize=16)
 def first_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-    """Return the first parameter of each unit of state, which says where the unit belongs."""
+    """Return the first parameter of each unit of state; it determines the unit's pipeline stage."""
     return {unit: specs[0] for unit, specs in units(model_specs(config)).items()}
 
 

@@ -1,8 +1,8 @@
 """Arithmetic of shards: from a spec, a layout and a coordinate to boxes of the global tensor, local
 shapes and places in flat buffers.
 
-A part of a parameter is sharded along each of its dims by that dim's rule. What a rank holds is one
-box per part; boxes have as many dims as the parameter.
+Each dim of a part is sharded by its rule. A rank holds one box per part; boxes have as many dims as
+the parameter.
 """
 
 import math
@@ -131,8 +131,8 @@ def rectangles(
     """Yield (first index, shape) of the rectangles that make up elements [start, stop) of a tensor
     of `shape`, in order.
 
-    They are as few as possible, at most 2 dims - 1: of a matrix the rest of a row, whole rows, and
-    the beginning of a row.
+    Yields as few as possible, at most 2 * ndim - 1. For a matrix: the end of a row, whole rows, the
+    start of a row.
     """
     strides = flat_strides(shape)
     stop = min(stop, math.prod(shape))
@@ -194,8 +194,8 @@ def partial_axes(spec: ParamSpec, part: Part, layout: Layout) -> tuple[AxisName,
 
 
 def is_first_holder(spec: ParamSpec, part: Part, layout: Layout, coord: Coord) -> bool:
-    """Return whether the rank at `coord` is the first of those that own the same elements of a
-    part: replicas are counted, and saved, once.
+    """Return whether the rank at `coord` is the primary owner of these elements of a part; replicas
+    are counted and saved only once.
 
     Replicas are the `replicate` ranks of its unit, tensor ranks that do not shard it or share a kv
     head, and for a tied embedding the last pipeline stage.
@@ -220,10 +220,9 @@ def num_replicas(dim: str, num_blocks: int, layout: Layout) -> int:
 
 def allocated_elements(spec: ParamSpec, layout: Layout) -> int:
     """Return the elements that every rank allocates for a parameter in the flat buffer of its unit:
-    as many as the fullest rank holds, which is the first.
+    the size on the first rank, which is the largest.
 
-    So a parameter lies at the same place on all ranks that hold it, and its elements go through the
-    same arithmetic.
+    A parameter therefore has the same offset, and the same arithmetic, on all ranks.
     """
     return math.prod(local_shape(spec, layout, layout.coord(0)))
 

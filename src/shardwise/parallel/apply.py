@@ -92,7 +92,7 @@ def apply(
     """
     check_trainable(mesh.layout, config)
     assert mesh.axes["kv_replica"].size == mesh.layout.kv_replicas(config.num_kv_heads), (
-        "a mesh of another model"
+        "the mesh was built for a different model"
     )
     specs = model_specs(config)
     layout = mesh.layout
@@ -187,7 +187,7 @@ def seams_of(mesh: Mesh) -> Seams:
 
 
 def draw_weights(program: Program, seed: int) -> None:
-    """Initialize the weights that this rank owns. No other part of the model is drawn."""
+    """Initialize the weights that this rank owns. Nothing else is initialized."""
     for spec, box, view in program.store.owned("master"):
         init_box(view, spec, box, seed)
     program.store.refresh()

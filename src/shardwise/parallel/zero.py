@@ -53,8 +53,9 @@ class Sum:
 class Store(StateStore):
     """Weights, gradients and optimizer states of one rank, sharded by ZeRO.
 
-    With bf16 the optimizer updates fp32 master weights, with fp32 the weights themselves. Gradients
-    are sums over micro-batches and ranks, never means: the loss is scaled before.
+    The optimizer updates fp32 master weights; with fp32 and without offload these are the weights
+    themselves. Gradients are sums over micro-batches and ranks, never means: the loss is scaled
+    before.
 
     Args:
         mesh: the axes of this rank.
@@ -63,8 +64,8 @@ class Store(StateStore):
         grad_dtype: the dtype in which gradients are accumulated and sent.
         update: the optimizer.
         reduce_dtype: the dtype in which ranks sum gradients.
-        bucket_bytes: the most bytes of a gradient that one collective sums.
-        overlap: whether sums run beside the computation; else each completes where it starts.
+        bucket_bytes: maximum bucket size in bytes.
+        overlap: overlap reductions with computation; otherwise wait for each one.
         offload: where optimizer states are stored, if not on the device.
         tied: the units that the first and the last stage both hold.
     """
@@ -227,8 +228,8 @@ class Store(StateStore):
                 sum_partial([part], self.mesh.tied)
 
     def _counted(self) -> Iterator[Tensor]:
-        """Yield the gradients that the norm counts on this rank: whole shards where no tensor rank
-        or stage holds the same."""
+        """Yield the gradients that this rank contributes to the norm; replicas are excluded. Yields
+        whole shards where no tensor rank or stage holds the same."""
         if self.mesh.tp.size == 1 and not self.tied:
             for unit in self.units.values():
                 if unit.replicate_axis.rank == 0:

@@ -1,4 +1,4 @@
-"""Requests of clients, and the outputs that they get. Imports no torch."""
+"""Requests and their outputs. Imports no torch."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -14,29 +14,30 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """Parameters of sampling, and of when a completion ends.
 
-    Names, ranges and defaults are those of OpenAI and vLLM.
+    Names, ranges and defaults are those of OpenAI and vLLM, except for the range of
+    repetition_penalty.
 
     Attributes:
         temperature: Divides the logits; 0 is greedy decoding.
         top_k: Sample among the k most probable tokens; 0 or -1 is all.
         top_p: Sample among the fewest most probable tokens whose probabilities sum to this.
-        min_p: Sample among tokens at least this times as probable as the most probable one.
+        min_p: Minimum probability of a token, relative to the most probable token.
         repetition_penalty: Divides positive logits of tokens in the prompt or the completion,
             multiplies negative ones.
         frequency_penalty: Subtracted from a token's logit for each occurrence in the completion.
         presence_penalty: Subtracted from the logit of each token in the completion.
         logit_bias: Added to the logits of these token ids.
-        seed: Makes sampling reproducible, whatever else is in the batch; None is random.
+        seed: Seed, reproducible regardless of batch composition. None: random.
         n: Completions of the prompt, each with a seed of its own.
-        max_tokens: Tokens to generate at most; None is what the context length leaves.
-        min_tokens: Tokens before which no end token is sampled and no stop string counts.
+        max_tokens: Maximum number of tokens to generate. None: up to the context length.
+        min_tokens: Minimum number of tokens; end tokens and stop strings are ignored until then.
         stop: Texts that end the completion and are not part of it.
         stop_token_ids: Token ids that end the completion.
         ignore_eos: Treat the model's end tokens like any other token.
         logprobs: Most probable tokens to return next to each sampled one, with their
             log-probabilities under the unmodified logits; None returns no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
-        structure: What the whole completion must follow: ("json_schema", schema),
+        structure: Constraint on the whole completion: ("json_schema", schema),
             ("regex", pattern), or ("json", "") for any JSON object.
 
     Raises ValueError for a value out of range, with the range.

@@ -28,7 +28,7 @@ from shardwise.train.signals import StopRequest
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run: how far it came, and why it ended.
+    """Result of a run: the last step and the reason it stopped.
 
     Attributes:
         step: the last step whose result is in the weights
@@ -73,14 +73,14 @@ def run_steps(
     stop: StopRequest,
     start: int,
 ) -> Outcome:
-    """Take the steps after `start`, with metrics, trace, evaluation and checkpoints where they are
-    due, until the last step, a signal, a result that is not finite or a failed write."""
+    """Run the steps after `start`, with metrics, tracing, evaluation and checkpoints on schedule.
+    Stops at the last step, on a signal, on a non-finite result, or on a failed write."""
     run = settings.run
     batches = make_batches(settings, mesh)
     lr = learning_rate(settings.optimizer, run.steps)
     meter = make_meter(settings, program, mesh)
     outcome = Outcome(start, None, None)
-    mesh.bytes_sent()  # discard what starting sent
+    mesh.bytes_sent()  # reset counters: ignore startup traffic
     if run.eval_every and start == 0:
         metrics.held_out(0, evaluate(settings, program, mesh), mesh.bytes_sent())
     for step in range(start + 1, run.steps + 1):
@@ -161,9 +161,9 @@ def take_step(
     """Take one optimizer step on a global batch. Returns this rank's term of the mean loss, and the
     norm of the gradient. The weights stay as they are if the norm is not finite."""
     batch = on_device(batch, mesh.device)
-    scale = 1 / max(1.0, *mesh.dp.sum(batch.num_targets))  # the only scaling of loss and gradients
+    scale = 1 / max(1.0, *mesh.dp.sum(batch.num_targets))  # gradients: scaled again by clipping
     span = mesh.trace.span
-    with torch.no_grad():  # F alone enables gradients
+    with torch.no_grad():  # the executor enables gradients where it records a forward
         for action in program.table:
             with span(action):
                 program.pipeline.execute(action, batch.microbatches, scale)
@@ -211,7 +211,7 @@ def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:
         remove_old(path, settings.run.keep_checkpoints)
 
 
-# -- what a run is made of
+# -- construction helpers
 
 
 def make_program(run: Run, mesh: Mesh, step: int) -> Program:

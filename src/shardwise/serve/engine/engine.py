@@ -1,6 +1,6 @@
-"""The engine: one step, repeated while requests come and go between steps.
+"""The engine: the step loop; requests are added and removed between steps.
 
-It has nothing to do with processes, clients or HTTP: requests go in, deltas come out.
+Independent of processes, clients and HTTP: it takes requests and returns deltas.
 """
 
 import logging
@@ -44,7 +44,7 @@ class BatchRunner(Protocol):
 
 
 class Engine:
-    """One model that serves many requests at once.
+    """Runs one model for many concurrent requests.
 
     Attributes:
         requests: The sequences that have not ended, by request id.
@@ -141,7 +141,7 @@ class Engine:
         self.num_prompt_tokens += len(request.tokens)
 
     def abort(self, request_id: int) -> None:
-        """End a request whose client has left. One that has ended is ignored."""
+        """Abort a request after its client disconnects. No-op if it has finished."""
         if request_id in self.compiling:
             _, grammar = self.compiling.pop(request_id)
             grammar.cancel()
@@ -213,7 +213,8 @@ class Engine:
     def sample(
         self, batch: Batch, logits: Logits
     ) -> tuple[dict[int, int | None], dict[int, Logprob]]:
-        """Sample the next token of each sequence that has logits: n tokens where n samples fork.
+        """Sample the next token of each sequence that has logits: n tokens when a request with n
+        samples forks.
 
         Returns tokens and requested log-probabilities, by sequence id.
         """

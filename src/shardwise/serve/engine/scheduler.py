@@ -6,15 +6,16 @@ Scheduling order is (priority, id), lowest first; ids increase with arrival. In 
 
 - every running sequence that decodes gets one token; sequences within their prompt share the rest
   of the token budget, in scheduling order;
-- then the head of the queue is admitted, repeatedly, while tokens and memory are left. There is no
-  overtaking: if the head does not fit, everything behind it waits too;
-- a sequence that needs a page when none is left preempts the last running sequence. That one
-  returns to its place in the queue; it keeps its tokens, and recomputes their keys and values
-  except for what is still in the prefix cache. The last running sequence itself just waits.
+- then the head of the queue is admitted, repeatedly, while tokens and memory are left. Requests do
+  not overtake: if the head of the queue does not fit, the rest wait;
+- a sequence that needs a page when none is left preempts the last running sequence. The preempted
+  sequence returns to its place in the queue; it keeps its tokens, and recomputes their keys and
+  values except for what is still in the prefix cache. If the sequence that needs the page is itself
+  last, it waits.
 
-So the first sequence in order makes progress in every step. It fits alone, or it would have been
-refused; so it ends, and then every later one does, unless requests of higher priority never stop
-coming. Pure and deterministic, without a clock. Imports no torch.
+The first sequence in order always makes progress (it fits alone, or it would have been refused), so
+every sequence eventually finishes unless higher-priority requests keep arriving. Deterministic,
+without a clock. Imports no torch.
 """
 
 import math
@@ -189,7 +190,8 @@ class Scheduler:
         """Return how many of the next `num_tokens` tokens of a running sequence have space,
         preempting those behind it if there is no other way.
 
-        Chunks of one token are not made: entries with prompt log-probabilities overlap by one.
+        A chunk has at least two tokens, because entries with prompt log-probabilities overlap by
+        one.
         """
         least = min(2, sequence.num_pending)
         if num_tokens < least:
@@ -257,7 +259,8 @@ class Scheduler:
         """Append the tokens that were sampled after a batch, and finish sequences that ended.
 
         tokens: by sequence id, for each sample of the entries that sample. Sequences that were
-        finished or aborted in the meantime are ignored. Returns what each sequence has got.
+        finished or aborted in the meantime are ignored. Returns the delta of each
+        sequence.
         """
         assert batch is self.in_flight
         self.in_flight = None
