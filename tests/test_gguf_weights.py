@@ -239,7 +239,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
         (lambda tensors: tensors.pop("blk.1.attn_v.weight"), "it lacks blk.1.attn_v.weight"),
         (
             lambda tensors: tensors.update(strange=np.ones(3, np.float32)),
-            "it has no place for strange",
+            "it has no parameter for strange",
         ),
         (
             lambda tensors: tensors.update({"output_norm.weight": np.ones(63, np.float32)}),
