@@ -682,7 +682,10 @@ def test_command_passes_its_flags(model: str, monkeypatch: pytest.MonkeyPatch) -
         (["--layout", "dp1", "--steps", "0"], "--steps must be at least 1, not 0"),
         (["--layout", "dp1", "--bucket-bytes", "0"], "--bucket-bytes must be at least 1"),
         (["--layout", "dp1", "--step", "2"], "did you mean --steps?"),
-        (["--layout", "dp2.fsdp", "--no-overlap"], "fsdp has buckets and an order of its own"),
+        (
+            ["--layout", "dp2.fsdp", "--no-overlap"],
+            "--no-overlap and --bucket-bytes do not apply to fsdp",
+        ),
         (["--layout", "dp1000000"], "fewer ranks"),
         (["--layout", "dp1.m1000000"], "fewer micro-batches"),
         ([], "required: --layout"),
