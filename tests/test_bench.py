@@ -211,7 +211,7 @@ def test_the_work_is_what_is_named(
         (["train", "--layout", "dp2.q"], "'q' is not a part of a layout"),
         (["train", "--layout", "tp2"], "tp2 does not divide 9 heads"),
         (["train", "--layout", "dp2", "--layout", "dp2.m1"], "dp2 is named twice"),
-        (["train", "--layout", "dp1", "--layout", "dp100000"], "tells what would fit"),
+        (["train", "--layout", "dp1", "--layout", "dp100000"], "shows what fits"),
         (["train", "--steps", "0"], "--steps must be at least 1, not 0"),
         (["train", "--length", "0"], "--length must be at least 1, not 0"),
         (["train", "--sequences", "-1"], "--sequences must be at least 1, not -1"),
