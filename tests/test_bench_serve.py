@@ -435,7 +435,7 @@ def test_requests_that_fail_are_told(model: Path, capsys: pytest.CaptureFixture[
         (["serve", "m", "--shared-prefix", "2"], "--shared-prefix must be from 0 to 1, not 2"),
         (
             ["serve", "m", "--url", "http://localhost:1/v1", "--quant", "int8"],
-            "--quant is how to load MODEL",
+            "--quant configures a local MODEL and cannot be combined with --url",
         ),
         (["train", "--quant", "int8"], "--quant is a flag of `bench serve`, not of `bench train`"),
     ],

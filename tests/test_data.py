@@ -251,7 +251,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"d\.parquet cannot be read as Parquet"):
         build_corpus(path, tmp_path / "other", Bytes())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"needs pyarrow: pip install"):
+    with pytest.raises(ValueError, match=r"needs an extra: in the clone, pip install"):
         build_corpus(path, tmp_path / "other", Bytes())
 
 

@@ -322,7 +322,7 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
         (["--prompt", "x" * 64], "64 prompt tokens and max_tokens="),
         (["--prompt", "\udc80"], "the text is not valid Unicode"),
         (["--chat"], "this model has no chat template"),
-        (["--system", "be brief"], "--system is a message of a chat; add --chat"),
+        (["--system", "be brief"], "--system requires --chat"),
         (["--temprature", "0"], "generate does not take --temprature; did you mean --temperature?"),
     ],
 )

@@ -1,10 +1,12 @@
 """What SamplingParams refuses, in which words."""
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from shardwise.serve.api.requests import SAMPLING_FIELDS, GenerationRequest
 from shardwise.serve.request import SamplingParams
 
 
@@ -33,8 +35,8 @@ from shardwise.serve.request import SamplingParams
         ({"n": 0}, "n is 0, but it must be at least 1"),
         ({"logprobs": 21}, "logprobs is 21, but it must be from 0 to 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
-        ({"stop": ("a", "")}, "stop must be texts that are not empty"),
-        ({"stop": [3]}, "stop must be texts that are not empty"),
+        ({"stop": ("a", "")}, "stop must contain non-empty strings"),
+        ({"stop": [3]}, "stop must contain non-empty strings"),
     ],
 )
 def test_params_out_of_range_are_refused(fields: dict[str, Any], sentence: str) -> None:
@@ -46,3 +48,11 @@ def test_stop_takes_one_text_or_several() -> None:
     assert SamplingParams(stop="\n").stop == ("\n",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
     assert SamplingParams().stop == ()
+
+
+def test_every_sampling_parameter_has_an_api_field_that_sets_it() -> None:
+    """A field that is missing from SAMPLING_FIELDS would be accepted and ignored."""
+    set_by_name = {"max_tokens", "logprobs", "logit_bias", "structure"}
+    names = {each.name for each in fields(SamplingParams)}
+    assert names - set(SAMPLING_FIELDS) == set_by_name
+    assert set(SAMPLING_FIELDS) <= names & GenerationRequest.model_fields.keys()

@@ -530,7 +530,7 @@ def test_tokens_outside_the_vocabulary_are_refused(fields: dict[str, Any]) -> No
     name = next(iter(fields))
     id = -1 if -1 in next(iter(fields.values())) else 50
     with pytest.raises(
-        ValueError, match=f"^{name} must have ids of the vocabulary, from 0 to 49, and {id} is not$"
+        ValueError, match=f"^{name} must contain token ids from 0 to 49, but has {id}$"
     ):
         check_ids(name, fields[name], 50)
     with pytest.raises(ValueError, match=f"^{name} "):

@@ -475,7 +475,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/completions", {"prompt": ["a", 1]}, "prompt", "a list of texts"),
     ("/v1/completions", {"prompt": [True]}, "prompt", "a list of texts"),
     ("/v1/completions", {"prompt": [-1]}, "prompt", "-1 is not"),
-    ("/v1/completions", {"prompt": [264]}, "prompt", "from 0 to 263, and 264 is not"),
+    ("/v1/completions", {"prompt": [264]}, "prompt", "from 0 to 263, but has 264"),
     ("/v1/completions", {"prompt": [10**4000]}, "prompt", "from 0 to 263"),
     ("/v1/completions", {"prompt": ["a"] * 1025}, "prompt", "1025 prompts"),
     ("/v1/completions", {"prompt": "a" * 256}, None, "exceed the 256 tokens that a request may "

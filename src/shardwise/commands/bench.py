@@ -25,9 +25,9 @@ def add_bench(subparsers: Any) -> None:
         "bench",
         help="measure speed and memory on this machine",
         description="Measure training steps (`bench train`) or a server under load (`bench "
-        "serve`). Figures of different machines or hours are not comparable: name all layouts or "
-        "loads in one run. `make bench-train` and `make bench-serve`, in the source, measure other "
-        "software on the same work.",
+        "serve`). Results from different machines or times are not comparable; compare layouts or "
+        "loads within one run. `make bench-train` and `make bench-serve`, in the source, measure "
+        "other software on the same work.",
     )
     kinds = parser.add_subparsers(metavar="WHAT", dest="what", required=True)
     add_bench_train(kinds)

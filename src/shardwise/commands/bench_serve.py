@@ -26,8 +26,8 @@ def add_bench_serve(kinds: Any) -> None:
         "serve",
         help="measure a model, or any OpenAI-compatible server, under load",
         description="Load MODEL and send it random prompts without HTTP; or, with --url, send them "
-        "to a server. Without any flag of a load or --url: the speed of prefill, of decode and of "
-        "whole requests in this process.",
+        "to a server. Without --url or any load flag, measure prefill, decode and end-to-end "
+        "throughput in this process.",
     )
     parser.add_argument(
         "model",
@@ -177,8 +177,7 @@ async def open_backend(args: argparse.Namespace) -> "AsyncGenerator[Backend, Non
         for entry in documented_fields(EngineSettings, LOADED_WITH):
             if hasattr(args, entry.name):
                 raise ValueError(
-                    f"{flag_of(entry)} is how to load MODEL; the server at {args.url} has already "
-                    "loaded its own"
+                    f"{flag_of(entry)} configures a local MODEL and cannot be combined with --url"
                 )
         model = args.model or await first_model(args.url, args.api_key)
         yield HttpBackend(args.url, model, args.api_key)

@@ -20,7 +20,7 @@ STORED_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def add_convert(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "convert",
-        help="write a model as a Hugging Face folder, or quantized",
+        help="convert a model to a Hugging Face folder, optionally quantized, or to GGUF",
         description="Write a Hugging Face folder, GGUF file or training run as a Hugging Face "
         "folder, or quantized as a folder or GGUF file that other engines read. Then reload the "
         "result and compare its logits.",

@@ -32,8 +32,8 @@ def add_demo(subparsers: Any) -> None:
         "demo",
         help="plan, train on four local ranks, reload and generate, in a few minutes",
         description="Show why a 70B model does not fit on one GPU, train a small model on 4 ranks "
-        "of this machine on the source of Python's standard library, reload it and let it write "
-        "code; then chat with a real model, if one is installed.",
+        "of this machine on the source of Python's standard library, reload it and generate code "
+        "with it; then chat with a real model, if one is installed.",
     )
     parser.add_argument(
         "--folder",
@@ -216,7 +216,7 @@ def build_data(console: "Console", folder: Path) -> None:
 def continue_code(console: "Console", run: Path) -> str:
     print_title(
         console,
-        "4. Reload the run and let it write Python",
+        "4. Reload the run and generate Python with it",
         command_line(
             "generate", run, "--prompt", START_OF_CODE, "--temperature", 0.3, "--seed", 1,
             "--max-tokens", 100,

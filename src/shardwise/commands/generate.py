@@ -54,7 +54,7 @@ def add_generate(subparsers: Any) -> None:
             metavar=metavar,
             help=f"{text} (default: %(default)s)",
         )
-    parser.add_argument("--seed", type=int, metavar="S", help="random seed (default: a new one)")
+    parser.add_argument("--seed", type=int, metavar="S", help="random seed (default: random)")
     parser.add_argument(
         "--stop",
         action="append",
@@ -83,7 +83,7 @@ def run_generate(args: argparse.Namespace) -> int:
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.system and not args.chat:
-        raise ValueError("--system is a message of a chat; add --chat")
+        raise ValueError("--system requires --chat")
     path = model_path(find_model(args.model))
     settings = EngineSettings(path, **given_values(args, EngineSettings))
     model = load_model(path, DTYPES[settings.dtype], device_of(0, 1), settings.quant)

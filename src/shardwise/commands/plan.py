@@ -52,8 +52,8 @@ def add_plan(subparsers: Any) -> None:
     parser.add_argument(
         "--recompute",
         choices=("none", "selective", "full"),
-        help="training: activation recompute of all layouts, as rc-selective and rc-full of one "
-        "layout (default: none)",
+        help="training: activation recomputation for all layouts, same as adding rc-selective or "
+        "rc-full to each (default: none)",
     )
     parser.add_argument(
         "--precision",

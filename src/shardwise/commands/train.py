@@ -24,7 +24,9 @@ def add_train(subparsers: Any) -> None:
         "torchrun started.",
     )
     parser.add_argument(
-        "config", metavar="CONFIG.toml", help="settings of the run; with --resume, or its folder"
+        "config",
+        metavar="CONFIG.toml",
+        help="TOML settings file; with --resume, the file or the run folder",
     )
     parser.add_argument(
         "--layout", metavar="L", help="override run.layout, for example with dp4.m2"

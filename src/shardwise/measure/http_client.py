@@ -33,7 +33,7 @@ class EngineBackend:
             async with aclosing(self.engine.generate(Request(tuple(prompt), params))) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "error":
-                        raise RequestFailed("the request failed inside the model")
+                        raise RequestFailed("the request failed in the forward pass")
                     num_tokens += len(delta.tokens)
                     on_tokens()
         except (ValueError, QueueFull, EngineDied) as error:

@@ -40,7 +40,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"in {TITLES[each.job.mode].lower()} {', '.join(each.uncounted)}" for each in plan.modes
     )
     console.print(
-        f"GB are 1e9 bytes, on the GPU that holds most. Not counted yet: {uncounted}.",
+        f"GB are 1e9 bytes, on the most heavily loaded GPU. Not counted yet: {uncounted}.",
         style="dim",
         highlight=False,
     )

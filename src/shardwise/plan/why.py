@@ -44,14 +44,14 @@ def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
         dtype = f"with the matrices of its blocks {quantized_to(job.quant)} and the rest {dtype}"
     alone = "these alone exceed it" if weights > limit else "these alone would fit"
     uncounted = NOT_COUNTED[job.mode]
-    comes, are = ("come", "are") if len(uncounted) > 1 else ("comes", "is")
+    are = "are" if len(uncounted) > 1 else "is"
     return (
         f"{DOING[job.mode]}, {job.name} does not fit on one {job.device.name}, which can hold "
         f"{gb(limit)}.",
         f"Its {number} parameters are {gb(weights)} {dtype}: {alone}.",
         *(training_rows(job) if job.mode == "train" else serving_rows(job)),
         f"Together: {gb(candidate.peak_bytes)}, {candidate.peak_bytes / limit:.3g} times what the "
-        f"GPU can hold; {listed(uncounted)} {comes} on top and {are} not counted here.",
+        f"GPU can hold; {listed(uncounted)} {are} extra and not included.",
     )
 
 
@@ -113,13 +113,14 @@ def smallest_change(job: Job, candidate: Candidate) -> str | None:
     if nearest is None:
         return f"{shortened}." if shortened else nothing_fits(job, layout)
     gpus = nearest.layout.world_size
-    uses = f"{gb(nearest.peak_bytes)} of {gb(nearest.limit_bytes)} on the GPU that holds most"
+    uses = f"peak of {gb(nearest.peak_bytes)} of {gb(nearest.limit_bytes)} per GPU"
     if gpus == layout.world_size:
         change = f"{nearest.layout} on the same {gpus} GPU{'s' * (gpus > 1)}: {uses}"
     else:
         # In training, tp or cp shard activations, so fewer GPUs may do.
         least = "at least " if job.mode == "serve" else ""
-        change = f"{least}{gpus} such GPUs with {nearest.layout} ({fewest(job, layout)}): {uses}"
+        reason = fewest(job, layout)
+        change = f"{least}{gpus} GPUs of this type with {nearest.layout} ({reason}): {uses}"
     free = gb(nearest.limit_bytes - nearest.peak_bytes)
     left = f", which leaves {free} for {listed(NOT_COUNTED[job.mode])}"
     return f"{change}{left}{'; or ' + shortened if shortened else ''}."
@@ -128,9 +129,9 @@ def smallest_change(job: Job, candidate: Candidate) -> str | None:
 def fewest(job: Job, layout: Layout) -> str:
     """Return in which family of layouts a number of GPUs is the smallest that fits."""
     if job.mode == "serve":
-        return "the fewest that its heads divide over"
+        return "the smallest tensor-parallel size that the head count allows"
     sizes = ".".join(f"{axis}{size}" for axis in MODEL_AXES if (size := getattr(layout, axis)) > 1)
-    return f"the fewest{f' for {sizes}' * bool(sizes)} with ZeRO-3 over data ranks"
+    return f"the minimum{f' for {sizes}' * bool(sizes)} with ZeRO-3 over data ranks"
 
 
 def nothing_fits(job: Job, layout: Layout) -> str:
@@ -142,7 +143,7 @@ def nothing_fits(job: Job, layout: Layout) -> str:
     ledger = job.candidate(replace(layout, recompute="full")).ledger
     saved = gb(max(stage.rows["activations"] + stage.rows["logits"] for stage in ledger))
     return (
-        f"No number of such GPUs is enough for {layout} with ZeRO-3 over data ranks: even with "
-        f"rc-full its activations and logits are {saved}. Use shorter sequences (--seq), smaller "
+        f"{layout} with ZeRO-3 does not fit on any number of these GPUs: even with rc-full its "
+        f"activations and logits are {saved}. Use shorter sequences (--seq), smaller "
         "micro-batches (--micro-batch), more tp with sp, more cp, or a larger GPU."
     )

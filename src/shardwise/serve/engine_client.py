@@ -35,7 +35,7 @@ class Stats:
         prompt_tokens: Tokens of all prompts.
         generated_tokens: Tokens generated.
         steps: Steps of the engine.
-        failures: Requests that failed inside the model.
+        failures: Requests that failed in the forward pass.
     """
 
     num_waiting: int = 0

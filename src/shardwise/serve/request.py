@@ -67,7 +67,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError("stop must be texts that are not empty.")
+            raise ValueError("stop must contain non-empty strings.")
         for name, value, allowed, is_valid in self._rules():
             if not is_valid:
                 raise ValueError(f"{name} is {value}, but it must be {allowed}.")
@@ -100,7 +100,7 @@ class SamplingParams:
             is_valid = num is None or 0 <= num <= MAX_LOGPROBS
             yield name, num, f"from 0 to {MAX_LOGPROBS}", is_valid
         for token, bias in self.logit_bias.items():
-            allowed = "between -100 and 100, of an id from 0 up"
+            allowed = "between -100 and 100, for a token id of 0 or more"
             yield f"logit_bias of {token}", bias, allowed, abs(bias) <= 100 and token >= 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -118,8 +118,7 @@ def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < vocab_size:
             raise ValueError(
-                f"{name} must have ids of the vocabulary, from 0 to {vocab_size - 1}, "
-                f"and {token!s:.30} is not"
+                f"{name} must contain token ids from 0 to {vocab_size - 1}, but has {token!s:.30}"
             )
 
 

@@ -137,7 +137,7 @@ def read_parquet(path: Path, field: str) -> Iterator[TextChunk]:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(
-            f"Reading {path} needs pyarrow: pip install 'shardwise[parquet]'."
+            f"Reading {path} needs an extra: in the clone, pip install '.[parquet]'."
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

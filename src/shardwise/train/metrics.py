@@ -213,6 +213,6 @@ def open_tensorboard(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
-            "run.tensorboard needs the extra: pip install 'shardwise[tensorboard]'"
+            "run.tensorboard needs an extra: in the clone, pip install '.[tensorboard]'"
         ) from None
     return SummaryWriter(str(folder / "tensorboard"))

@@ -103,7 +103,7 @@ class RunSettings:
     )
     trace_step: int = setting(3, "step to trace (0 = never); written to RUN/trace")
     tensorboard: bool = setting(
-        False, "also write TensorBoard events (needs the extra shardwise[tensorboard])"
+        False, "also write TensorBoard events (needs the extra `tensorboard`)"
     )
 
 

@@ -48,7 +48,9 @@ def validate_run(run: Run) -> None:
     check_memory(run)
     check_data(run, tokens, tokenizer)
     if settings.run.tensorboard and find_spec("tensorboard") is None:
-        raise ValueError("run.tensorboard needs the extra: pip install 'shardwise[tensorboard]'")
+        raise ValueError(
+            "run.tensorboard needs an extra: in the clone, pip install '.[tensorboard]'"
+        )
 
 
 # -- the model and the data

@@ -70,7 +70,7 @@ def import_gguf() -> Any:
         import gguf
     except ImportError:
         raise ValueError(
-            "writing GGUF files needs the package gguf: pip install 'shardwise[gguf]'"
+            "writing GGUF files needs an extra: in the clone, pip install '.[gguf]'"
         ) from None
     return gguf
 

@@ -7,7 +7,7 @@ p ranks, m micro-batches, v chunks. Virtual stage s is on rank s % p, so each ra
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import get_args
+from typing import assert_never, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout, Schedule, nearest_microbatches
@@ -47,8 +47,10 @@ def pipeline_table(
         ranks = [interleaved(rank, p, m, v) for rank in range(p)]
     elif name == "gpipe":
         ranks = [gpipe(rank, m) for rank in range(p)]
-    else:
+    elif name == "1f1b":
         ranks = [one_f_one_b(rank, p, m) for rank in range(p)]
+    else:
+        assert_never(name)
     return Table(tuple(map(tuple, ranks)), tuple(stage % p for stage in range(p * v)), m)
 
 

@@ -100,6 +100,6 @@ class EngineCounters(Collector):
             ("prompt_tokens", "Prompt tokens.", stats.prompt_tokens),
             ("generated_tokens", "Generated tokens.", stats.generated_tokens),
             ("steps", "Steps of the engine.", stats.steps),
-            ("request_failures", "Requests that failed inside the model.", stats.failures),
+            ("request_failures", "Requests that failed in the forward pass.", stats.failures),
         ):
             yield CounterMetricFamily(f"shardwise_{name}", text, value)

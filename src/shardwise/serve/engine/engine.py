@@ -175,7 +175,7 @@ class Engine:
         except CollectiveFailed:
             raise
         except Exception:
-            log.exception("a batch has failed; its requests are run one by one")
+            log.exception("batch failed; retrying its requests one at a time")
         logits: Logits = {}
         failed: list[Delta] = []
         for entry in batch.entries:
@@ -188,7 +188,7 @@ class Engine:
                 raise
             except Exception:
                 request_id = sequence.request.request_id
-                log.exception("request %d has failed inside the model", request_id)
+                log.exception("request %d failed in the forward pass", request_id)
                 failed += self.fail(request_id)
         return logits, failed
 

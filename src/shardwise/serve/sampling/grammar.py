@@ -68,7 +68,7 @@ class GrammarCompiler:
             import llguidance
         except ImportError:
             raise ValueError(
-                "structured output needs an extra: pip install 'shardwise[structured]'"
+                "structured output needs an extra: in the clone, pip install '.[structured]'"
             ) from None
         self._library = llguidance
         self._tokenizer = tokenizer
