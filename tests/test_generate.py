@@ -311,7 +311,7 @@ def test_without_a_limit_a_small_model_fills_its_positions(folder: Path, command
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "-3"], "top_k is -3"),
         (["--min-p", "2"], "min_p is 2.0"),
-        (["--stop", ""], "stop must be texts that are not empty"),
+        (["--stop", ""], "stop must contain non-empty strings"),
         (["--seed", str(2**63)], "seed is 9223372036854775808"),
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
         (
