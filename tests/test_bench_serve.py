@@ -559,7 +559,7 @@ def test_speed_is_that_of_one_device_and_of_long_enough_sequences(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "serve", str(model), "--layout", "tp2"]) == 2
-    assert "with --concurrency that of a load is" in capsys.readouterr().err
+    assert "--concurrency measures a load on several" in capsys.readouterr().err
     assert main(["bench", "serve", str(model)]) == 2
     assert "--concurrency measures another load" in capsys.readouterr().err
 
