@@ -220,7 +220,7 @@ def test_the_work_is_what_is_named(
             "sequences of 9000 tokens exceed the model's context length of 8192",
         ),
         (["train", "gtp2"], "gpt2"),
-        (["draw"], "invalid choice: 'draw'"),
+        (["draw"], "see `shardwise bench --help`"),
         (["train", "--layuot", "dp2"], "did you mean --layout?"),
     ],
 )

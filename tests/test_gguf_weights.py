@@ -214,7 +214,7 @@ def test_a_rank_decodes_only_the_blocks_of_its_columns(tmp_path: Path, monkeypat
         decoded.append(raw.numel())
         return decode_blocks(raw, kind, shape)
 
-    monkeypatch.setattr(gguf_reader, "dequantize", counted)
+    monkeypatch.setattr(gguf_reader, "decode_blocks", counted)
     out = [spec for spec in stored_specs(path) if spec.name.endswith("out")]
     load_weights(path, read_config(path), out, layout, layout.coord(1), torch.float32)
     assert (

@@ -703,7 +703,7 @@ def test_command_refuses_what_is_unknown_or_too_large(capsys: pytest.CaptureFixt
     assert main(["parity", "nothing", "--layout", "dp2"]) == 2
     assert "unknown model 'nothing'" in capsys.readouterr().err
     assert main(["parity", "llama-3.1-405b", "--layout", "dp2"]) == 2
-    assert "GB in fp32, more than" in capsys.readouterr().err
+    assert "GB in fp32, but there are" in capsys.readouterr().err
 
 
 def test_memory_counts_all_ranks_and_one_more() -> None:

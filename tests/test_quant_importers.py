@@ -209,7 +209,7 @@ def compressed_with(
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "quantized in different ways"),
         (GPTQ | {"group_size": "many"}, "a group size must be a whole number"),
         (GPTQ | {"group_size": 128}, "has groups of 128 columns, which do not divide its 64"),
-        (GPTQ | {"group_size": 20}, "groups have a multiple of 8 columns, not 20"),
+        (GPTQ | {"group_size": 20}, "the group size must be a multiple of 8, not 20"),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
             "in version 'gemv' is not supported",
@@ -300,10 +300,7 @@ def test_gpt2_is_refused(tmp_path: Path) -> None:
     ("quant", "sentence"),
     [
         ("int4-g32", "is already quantized (int4z-g32); use --quant as-stored"),
-        (
-            "int4_g32",
-            "did you mean int4-g32?; as-stored keeps a model that is stored quantized as it is",
-        ),
+        ("int4_g32", "did you mean int4-g32?; as-stored serves a quantized model as it is stored"),
     ],
 )
 def test_the_command_line_refuses_in_a_sentence(
@@ -379,4 +376,4 @@ def test_what_is_plain_has_nothing_to_keep(
     run = tmp_path / "run"
     shutil.copytree(plain, run / "model")
     assert main(["plan", str(run), "--gpu", "h100-80gb", "--quant", "as-stored"]) == 2
-    assert "is not stored quantized" in capsys.readouterr().err
+    assert "is not quantized, so as-stored" in capsys.readouterr().err

@@ -462,17 +462,17 @@ def test_perplexity_of_rounded_weights(
     [
         (
             ["--quant", "int4-g128"],
-            "groups of 128 columns do not divide the 64 of blocks.0.qkv; groups of 32 do",
+            "groups of 128 columns do not divide the 64 columns of blocks.0.qkv; groups of 32 do",
         ),
         (
             ["--quant", "int4-g32", "--tp", "2"],
-            "tp2 cuts the 96 columns of blocks.0.down where groups of 32 columns",
+            "tp2 does not split the 96 columns of blocks.0.down at multiples of groups of 32",
         ),
         (["--quant", "int5"], "unknown quantization scheme 'int5'; did you mean int8?"),
-        (["--quant", "gptq"], "known are int8, int8-g32, "),
+        (["--quant", "gptq"], "gptq is a method of `convert`: --method gptq --quant int4-g64"),
         (
             ["--quant", "as-stored"],
-            "which is not stored quantized; int8 or int4-g64 quantizes a model",
+            "is not quantized, so as-stored does not apply; int8 or int4-g64 quantizes it",
         ),
         (
             ["--quant", "int8", "--tp", "2", "--max-len", "65"],
@@ -568,7 +568,7 @@ def test_plan_proposes_only_layouts_that_groups_allow() -> None:
             ["--quant", "as-stored"],
             "this shape without weights is not quantized, so as-stored does not apply",
         ),
-        (["--quant", "int4-g7"], "groups have a multiple of 8 columns, not 7"),
+        (["--quant", "int4-g7"], "the group size must be a multiple of 8, not 7"),
     ],
 )
 def test_invalid_plans(capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str) -> None:
