@@ -93,7 +93,7 @@ def test_short_form_as_documented(layout: Layout, short: str) -> None:
         ("dp2.zero1", "'zero1'"),
         ("DP2", "'DP2'"),
         ("dp2.dp4", "sets dp twice"),
-        ("dp2.z1.z2", "says shard twice"),
+        ("dp2.z1.z2", "sets shard twice"),
         ("dp0", "at least 1"),
         ("dp10000000000.z1.s3", "dp must be at most 10000000"),
         ("dp10000.tp10000", "100000000 ranks are too many; at most 10000000 work"),
