@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import textwrap
 from dataclasses import fields, replace
 
 import pytest
@@ -30,8 +31,7 @@ def test_block_weights_have_the_parameters_of_the_table() -> None:
 
 def test_a_block_computes_with_every_parameter() -> None:
     """`Transformer.block` reads w.NAME for every row."""
-    source = inspect.getsource(Transformer.block)
-    tree = ast.parse(inspect.cleandoc("if True:\n" + source))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Transformer.block)))
     read = {
         node.attr
         for node in ast.walk(tree)
