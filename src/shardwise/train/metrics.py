@@ -16,7 +16,12 @@ from shardwise.hardware import device_for
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.peak_memory import peak_memory_bytes
 
+SMALLEST_MATRIX = 128
 MATRIX_SIZE = 1024
+"""Sizes between which the product lies that measures the peak of a device."""
+MEASURED_S = 0.02
+"""A product that takes this long is large enough: bf16 is slow on CPUs without instructions for
+it."""
 SECONDS_BETWEEN_LINES = 10.0
 """The interval of progress lines where there is no terminal to draw a bar on."""
 
@@ -51,14 +56,22 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         and (known := device_for(torch.cuda.get_device_name(device)))
     ):
         return known.bf16_flops
-    x = torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device).to(dtype)
+    size = SMALLEST_MATRIX
+    while (seconds := matmul_s(size, device, dtype)) < MEASURED_S and size < MATRIX_SIZE:
+        size *= 2
+    return 2 * size**3 / seconds
+
+
+def matmul_s(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the shortest time of four products of two matrices [size, size]."""
+    x = torch.randn(size, size, device=device).to(dtype)
     best_s = float("inf")
     for _ in range(4):
         start = time.perf_counter()
         y = x @ x
         y[0, 0].item()
         best_s = min(best_s, time.perf_counter() - start)
-    return 2 * MATRIX_SIZE**3 / best_s
+    return best_s
 
 
 class Meter:
