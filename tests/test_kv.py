@@ -265,7 +265,7 @@ def test_invalid_kv_dtypes_are_refused(folder: Path, capsys: pytest.CaptureFixtu
         assert all(kv_dtype in said for kv_dtype in get_args(KvDtype))
     with pytest.raises(ValueError, match=r"'int4'; known are auto, int8, fp8$"):
         check_kv_dtype("int4")
-    with pytest.raises(ValueError, match="leave kv_dtype out of training"):
+    with pytest.raises(ValueError, match="kv_dtype applies to serving only"):
         plan("llama-3.1-8b", "h100-80gb", mode="train", kv_dtype="fp8")
 
 

@@ -160,7 +160,7 @@ def test_who_stops_early_leaves_nothing(llm: LLM) -> None:
     assert_empty(llm.engine)
     stream = llm.stream("a", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
-    with pytest.raises(ValueError, match="another stream of this LLM is under way"):
+    with pytest.raises(ValueError, match="another stream of this LLM is running"):
         llm.generate("b", GREEDY, use_tqdm=False)
     assert sum(len(delta.tokens) for _, delta in stream) == 99
     assert llm.generate("b", GREEDY, use_tqdm=False)[0].finished
@@ -171,10 +171,10 @@ def test_who_stops_early_leaves_nothing(llm: LLM) -> None:
     [
         (["a", "b"], [GREEDY], "1 parameters for 2 prompts; give one for each, or one for all"),
         ("", GREEDY, "at least one token"),
-        (["a", [300]], GREEDY, "vocabulary"),
+        (["a", [300]], GREEDY, "token ids from 0"),
         (["a", [1] * 250], GREEDY, "max_tokens=6 works"),
         ("a", SamplingParams(n=7), "only 6 sequences"),
-        ("a", SamplingParams(logit_bias={264: 1.0}), "logit_bias must .* 264 is not"),
+        ("a", SamplingParams(logit_bias={264: 1.0}), "logit_bias must .* has 264"),
     ],
 )
 def test_mistakes_are_sentences_before_anything_is_run(
