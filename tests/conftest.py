@@ -37,6 +37,6 @@ def processes_end_with_their_test() -> Iterator[None]:
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
-    """For tests of signals: as in the foreground, under `nohup` and in background jobs too."""
+    """Give tests of signals the dispositions of the foreground, also under `nohup`."""
     with default_dispositions():
         yield

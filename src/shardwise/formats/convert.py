@@ -48,7 +48,7 @@ TOKENIZER_FILES = (
 )
 PROMPT_TOKENS = 32
 TOLERANCE = 1e-4
-"""Of the largest logit."""
+"""The largest difference of logits, relative to the largest logit."""
 
 
 @dataclass(frozen=True)

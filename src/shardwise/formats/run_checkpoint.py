@@ -39,7 +39,7 @@ MALFORMED = (
     json.JSONDecodeError,
     SafetensorError,
 )
-"""What reading a malformed index or file raises."""
+"""Exceptions that reading a malformed index or file raises."""
 
 
 @dataclass(frozen=True)

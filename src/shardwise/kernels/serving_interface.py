@@ -95,8 +95,7 @@ class SamplingRow(NamedTuple):
 
 
 TokenLogprobs = tuple[list[list[int]], list[list[float]]]
-"""For each row: the ids of its token and of the most probable tokens, and their
-log-probabilities."""
+"""Ids and log-probabilities of the token of each row and of the most probable tokens."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ ModelAxis = Literal["tp", "pp", "cp"]
 MODEL_AXES: tuple[ModelAxis, ...] = get_args(ModelAxis)
 """The axes over which ranks exchange activations."""
 ActionCounts = Counter[tuple[str, str]]
-"""How often a step executes each (kind, unit)."""
+"""Executions of each (kind, unit) per step."""
 
 NUM_FORWARDS = {"none": 1, "selective": 1, "full": 2}
 """Forward passes of a block per step, by what is recomputed."""

@@ -17,7 +17,7 @@ USUAL_TOKENS = 65536
 FEWEST_TOKENS = 1024
 """The minimum: fewer tokens say little about the inputs of the model."""
 READ_TIMES = 8
-"""How many times more tokens are read than used, so that sequences come from all over a text."""
+"""Ratio of tokens read to tokens used, so that sequences come from the whole text."""
 
 
 def calibration_text(

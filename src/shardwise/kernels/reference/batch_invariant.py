@@ -27,8 +27,8 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 TILE_ROWS = 32
 """The number of rows that others are compared with. If no other agrees, all products have it."""
 SPLIT_ROWS = 64
-"""From this size on a product is compute-bound, so rows are split. Below it is bound by reading the
-weight, so rows are padded."""
+"""Rows from which a product is compute-bound, so rows are split. A smaller product is bound by
+reading the weight, so rows are padded."""
 HEAD_BLOCK_BYTES = 8 << 20
 """Bytes of the head's weight per block, so that its second read hits the cache."""
 

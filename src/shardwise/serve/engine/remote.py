@@ -33,12 +33,12 @@ from shardwise.serve.request import Delta, Request
 from shardwise.serve.settings import EngineSettings
 
 END_S = 10.0
-"""How long an engine that should end may take before it is killed."""
+"""Seconds that an engine has to end before it is killed."""
 QUICK_S = 60.0
 """An engine that ends sooner than this after its start is not restarted."""
 
 Message = tuple[Any, ...]
-"""To the engine: (kind, request id, arguments); from it: (kind, values)."""
+"""A message: (kind, request id, arguments) to the engine, (kind, values) from it."""
 
 
 class RemoteEngine:

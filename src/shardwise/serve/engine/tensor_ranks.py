@@ -20,7 +20,7 @@ from shardwise.serve.engine.runner import Logits, PromptLogprobs, Runner
 from shardwise.serve.engine.sequence import Batch
 
 AGREE_S = 10.0
-"""How long a rank whose step has failed waits for the same from the others."""
+"""Seconds that a rank whose step has failed waits for the other ranks to report theirs."""
 WATCH_S = 0.25
 """Interval at which a rank checks that the other ranks' processes exist."""
 
