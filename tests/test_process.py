@@ -149,11 +149,11 @@ def test_smollm2_starts_answers_and_ends(own_temporary_folder: Path) -> None:
         assert sum(x * x for x in await engine.embed(prompt)) == pytest.approx(1)
         for request, what in (
             (Request((), SHORT), "token"),
-            (Request((10**6,), SHORT), "vocabulary"),
+            (Request((10**6,), SHORT), "token ids from 0 to"),
         ):
             with pytest.raises(ValueError, match=what):
                 [delta async for delta in engine.generate(request)]
-        with pytest.raises(ValueError, match="vocabulary"):
+        with pytest.raises(ValueError, match="token ids from 0 to"):
             await engine.embed([10**6])
         deltas = engine.generate(Request(prompt, LONG))
         await anext(deltas)
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
         )
         assert told and float(told[1]) == pytest.approx(256 * 8192 / 1e9 * 1, rel=0.01)
         assert float(told[2]) == pytest.approx(1e-4)
-        assert children(os.getpid()) == others and not list(own_temporary_folder.iterdir())
+        assert set(children(os.getpid())) <= set(others) and not list(own_temporary_folder.iterdir())
         engine = remote(folder, kv_bytes=100_000, max_len=int(told[3]))
         await engine.start()
         assert engine.max_len == int(told[3])
@@ -249,7 +249,7 @@ def test_one_that_dies_is_told_of_and_started_again(
             await tokens_of(engine, LONG)
         assert "not started again" in said[-1] and not engine.is_ready
         await engine.close()
-        assert children(os.getpid()) == others and not list(own_temporary_folder.iterdir())
+        assert set(children(os.getpid())) <= set(others) and not list(own_temporary_folder.iterdir())
 
     run(check())
 
@@ -363,7 +363,7 @@ def test_two_ranks_say_what_one_says(folder: Path, dtype: Precision) -> None:
             await tokens_of(engine, SHORT, prompt) for prompt in prompts
         ] == found  # alone, cached
         assert sum(x * x for x in await engine.embed(prompts[1])) == pytest.approx(1)
-        with pytest.raises(ValueError, match="vocabulary"):
+        with pytest.raises(ValueError, match="token ids from 0 to"):
             await tokens_of(engine, SHORT, (264,))
         if dtype == "bf16":
             await engine.close()
@@ -415,7 +415,7 @@ def test_ranks_end_together_and_are_started_again(
         await engine.close()
         for pid in (first, second):
             assert_gone(pid)
-        assert children(os.getpid()) == others and not list(own_temporary_folder.iterdir())
+        assert set(children(os.getpid())) <= set(others) and not list(own_temporary_folder.iterdir())
 
     run(check())
 

@@ -59,8 +59,8 @@ class CountingReader(FolderReader):
     def __init__(self, path: Path, config: ModelConfig) -> None:
         super().__init__(path, config)
         self.taken = Counter[str]()
-        self._stored = {
-            name: Stored(name, tensor, self.taken) for name, tensor in self._stored.items()
+        self._slices = {
+            name: Stored(name, tensor, self.taken) for name, tensor in self._slices.items()
         }
 
 
