@@ -47,9 +47,9 @@ from shardwise.quantize.quantizer import Quantizer
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.train.calibration import calibration_text
-from shardwise.train.corpus_builder import build_corpus
-from shardwise.train.data import TokenFile
-from shardwise.train.documents import python_source_files
+from shardwise.train.data.batches import TokenFile
+from shardwise.train.data.corpus_builder import build_corpus
+from shardwise.train.data.documents import python_source_files
 from shardwise.train.run import start_run
 from shardwise.train.settings import Settings
 

@@ -28,10 +28,10 @@ from shardwise.measure.train_step import (
     wait_for_all,
 )
 from shardwise.model.loss import LinearCrossEntropy
-from shardwise.parallel.apply import Program
 from shardwise.parallel.context import RingAttention
 from shardwise.parallel.launch import Place, device_of, run_ranks
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.program import Program
 from shardwise.parallel.tensor import Conjugate
 from shardwise.params import flops_per_token, model_specs
 from shardwise.train.loop import take_step

@@ -23,7 +23,7 @@ VOCAB = WORKLOAD.config.vocab_size
 def ours() -> Callable[[torch.Tensor], float]:
     from shardwise.layout import Layout
     from shardwise.parallel.mesh import make_mesh
-    from shardwise.train.data import Batch, MicroBatch
+    from shardwise.train.data.batches import Batch, MicroBatch
     from shardwise.train.loop import take_step
 
     mesh = make_mesh(Layout(), 0, torch.device("cpu"))

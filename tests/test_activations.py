@@ -25,6 +25,7 @@ from shardwise.formats.catalogue import CATALOGUE
 from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
+from shardwise.model.layers import DTYPES
 from shardwise.model.loss import cross_entropy
 from shardwise.model.transformer import BlockWeights, Transformer
 from shardwise.parallel.apply import seams_of
@@ -45,7 +46,7 @@ from shardwise.plan.activations import (
 )
 from shardwise.plan.traffic import chunk_counts
 from shardwise.shards import boxes
-from shardwise.train.loop import DTYPES, take_step
+from shardwise.train.loop import take_step
 from tiny_training import (
     FAMILIES,
     LLAMA,

@@ -206,9 +206,16 @@ def test_the_model_imports_neither_the_choice_of_kernels_nor_an_implementation()
 
 
 def test_training_reaches_no_code_of_serving() -> None:
-    reached = closure("shardwise.train.loop")
+    reached = closure("shardwise.train.rank")
     assert not [name for name in reached if re.match(r"shardwise\.(serve|commands|quantize)", name)]
     assert not [name for name in reached if re.search(r"kernels\..*(paged|serving|triton)", name)]
+
+
+def test_the_training_loop_imports_types_and_not_their_assembly() -> None:
+    """It runs a `Program` of any layout; `train/rank.py` builds one."""
+    reached = closure("shardwise.train.loop")
+    assert not [name for name in reached if re.search(r"apply|fsdp|registry|native", name)]
+    assert len(reached) <= 50
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

@@ -40,8 +40,9 @@ from shardwise.parallel.zero import Store
 from shardwise.params import Init, ParamSpec, model_specs, units
 from shardwise.shards import boxes
 from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
-from shardwise.train.loop import Outcome, make_program, train
+from shardwise.train.loop import Outcome
 from shardwise.train.optim import AdamW
+from shardwise.train.rank import make_program, train
 from shardwise.train.run import prepare_folder
 from shardwise.train.settings import Run, Settings
 from shardwise.train.validate import validated_run

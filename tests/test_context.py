@@ -32,17 +32,18 @@ from shardwise.kernels.reference.attention import (
 )
 from shardwise.layout import Layout
 from shardwise.model.batch import MicroBatch
-from shardwise.model.layers import Attend
+from shardwise.model.layers import DTYPES, Attend
 from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel import apply as applied
 from shardwise.parallel import context
-from shardwise.parallel.apply import Program
 from shardwise.parallel.context import AllToAll, Pairs, Passing, local_part, make_attend
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Mesh, Pending, make_mesh
+from shardwise.parallel.program import Program
 from shardwise.params import model_specs, num_params
 from shardwise.train.checkpoint import load_state, save_checkpoint
-from shardwise.train.loop import DTYPES, take_step, train
+from shardwise.train.loop import take_step
+from shardwise.train.rank import train
 from shardwise.train.settings import Settings
 from shardwise.train.validate import validated_run
 from tiny_training import (

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from examples import examples
 from shardwise.cli import main
 from shardwise.model.loss import IGNORE_INDEX
-from shardwise.train import documents
-from shardwise.train.corpus import read_corpus
-from shardwise.train.corpus_builder import build_corpus, staged
-from shardwise.train.data import Batches, Order, TokenFile, held_out_batches
-from shardwise.train.documents import python_source_files
+from shardwise.train.data import documents
+from shardwise.train.data.batches import Batches, Order, TokenFile, held_out_batches
+from shardwise.train.data.corpus import read_corpus
+from shardwise.train.data.corpus_builder import build_corpus, staged
+from shardwise.train.data.documents import python_source_files
 
 
 class Bytes:
@@ -352,7 +352,7 @@ def test_killed_build_leaves_no_data_set_and_the_next_one_works(tmp_path: Path) 
     source = write_jsonl(tmp_path / "d.jsonl", ["ab"])
     program = f"""
 import os, pathlib, signal
-from shardwise.train.corpus_builder import build_corpus
+from shardwise.train.data.corpus_builder import build_corpus
 
 class Bytes:
     vocab_size, eos_ids = 301, frozenset({{256}})

@@ -13,7 +13,7 @@ from shardwise.cli import main
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
-from shardwise.train.data import TokenFile
+from shardwise.train.data.batches import TokenFile
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 

@@ -21,16 +21,18 @@ from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import STATES, Checkpoint
 from shardwise.layout import Layout
 from shardwise.measure.parity import Parity, Trial, compare
+from shardwise.model.layers import DTYPES
 from shardwise.parallel import fsdp, state_store
-from shardwise.parallel.apply import Program, apply, check_trainable
+from shardwise.parallel.apply import apply, check_trainable
 from shardwise.parallel.fsdp import FsdpStore, capacity_elements, chunk_rows
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.program import Program
 from shardwise.parallel.state_store import Owned
 from shardwise.params import model_specs
 from shardwise.shards import Box, boxes, is_first_holder, local_shape, partial_axes
 from shardwise.train.checkpoint import load_state, save_checkpoint
-from shardwise.train.loop import DTYPES, take_step
+from shardwise.train.loop import take_step
 from tiny_training import (
     FAMILIES,
     LLAMA,
@@ -342,7 +344,7 @@ def test_a_layout_with_nothing_to_cut_is_refused() -> None:
 
 def test_a_rank_without_any_of_the_mlp_is_refused() -> None:
     config = replace(LLAMA, ffn_size=3)
-    with pytest.raises(ValueError, match=r"tp4 leaves some of an ffn of 3; z3 in its place works"):
+    with pytest.raises(ValueError, match=r"tp4 leaves some for an ffn of 3; z3 in its place works"):
         check_trainable(Layout.parse("dp2.tp4.fsdp"), config)
     for short in ("dp2.tp4.z3", "dp2.tp2.fsdp"):
         check_trainable(Layout.parse(short), config)

@@ -232,7 +232,7 @@ def test_the_command_says_what_generate_does(folder: Path, command: Command) -> 
     )
     code, out, err = command(folder, *words)
     assert (code, out) == (0, expected.text + "\n")
-    assert re.fullmatch(r"20 tokens, the first after \d+\.\d\d s, then \d+ tokens/s\n", err)
+    assert re.fullmatch(r"20 tokens, the first after \d+\.\d\d s, then [\d,]+ tokens/s\n", err)
     code, out, err = command(folder, *words, "--json")
     told = json.loads(out)  # exactly one object, or this raises
     assert (code, err) == (0, "") and out.count("\n") == 1

@@ -41,7 +41,7 @@ from shardwise.parallel.pipeline.actions import stage_pieces
 from shardwise.parallel.state_store import Owned
 from shardwise.params import ParamSpec, model_specs, stage_units
 from shardwise.shards import Box, boxes
-from shardwise.train.data import Batch
+from shardwise.train.data.batches import Batch
 from shardwise.train.loop import global_loss, take_step
 from tiny_training import fill_store, plain_loss, tiny_weights
 

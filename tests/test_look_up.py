@@ -11,7 +11,7 @@ from shardwise.layout import Layout
 from shardwise.model.layers import look_up
 from shardwise.parallel.apply import apply
 from shardwise.parallel.mesh import make_mesh
-from shardwise.train.data import Batch, MicroBatch
+from shardwise.train.data.batches import Batch, MicroBatch
 from shardwise.train.loop import take_step
 from tiny_training import FAMILIES, OPTIMIZER, fill_store, seeded, tiny_weights
 

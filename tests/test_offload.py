@@ -22,7 +22,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import Checkpoint
 from shardwise.layout import Layout
 from shardwise.parallel import unit as units_of_state
-from shardwise.parallel.apply import Program, apply, draw_weights
+from shardwise.parallel.apply import apply, draw_weights
 from shardwise.parallel.mesh import make_mesh
 from shardwise.parallel.offload import (
     STATE_BYTES,
@@ -32,6 +32,7 @@ from shardwise.parallel.offload import (
     check_space,
     make_offload,
 )
+from shardwise.parallel.program import Program
 from shardwise.parallel.state_store import Owned
 from shardwise.parallel.zero import Store
 from shardwise.params import model_specs, num_params

@@ -14,14 +14,16 @@ from torch import Tensor
 from examples import examples
 from ranks import RankFailed, Ranks
 from shardwise.layout import Layout, Shard, ring_bytes
+from shardwise.model.layers import DTYPES
 from shardwise.parallel import mesh as meshes
-from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
+from shardwise.parallel.apply import apply, check_trainable, draw_weights
 from shardwise.parallel.data import DataParallel
 from shardwise.parallel.mesh import Mesh, add_rows, make_mesh
 from shardwise.parallel.pipeline.executor import Pipeline
+from shardwise.parallel.program import Program
 from shardwise.params import model_specs, num_params, units
-from shardwise.train.data import Batch
-from shardwise.train.loop import DTYPES, take_step
+from shardwise.train.data.batches import Batch
+from shardwise.train.loop import take_step
 from tiny_training import (
     FAMILIES,
     OPTIMIZER,

@@ -39,6 +39,7 @@ from shardwise.measure.parity import (
     ratio,
     vanishes,
 )
+from shardwise.model.layers import DTYPES
 from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel import mesh as mesh_module
 from shardwise.parallel.fsdp import FsdpStore
@@ -49,7 +50,6 @@ from shardwise.parallel.unit import Unit
 from shardwise.parallel.zero import Store
 from shardwise.params import ParamSpec, model_specs
 from shardwise.shards import Box
-from shardwise.train.loop import DTYPES
 from tiny_training import FAMILIES
 from tiny_training import part_of as their_part_of
 

@@ -15,15 +15,16 @@ from ranks import RankFailed, Ranks
 from shardwise.config import ModelConfig
 from shardwise.formats.run_checkpoint import STATES, Checkpoint
 from shardwise.layout import Layout
-from shardwise.model.layers import RecomputedInput, linear
-from shardwise.parallel.apply import Program, apply
+from shardwise.model.layers import DTYPES, RecomputedInput, linear
+from shardwise.parallel.apply import apply
 from shardwise.parallel.mesh import Axis, Mesh
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.deferred import Deferred, DeferredGradient
 from shardwise.parallel.pipeline.executor import Pipeline
+from shardwise.parallel.program import Program
 from shardwise.parallel.zero import Store
 from shardwise.train.checkpoint import load_state, save_checkpoint
-from shardwise.train.loop import DTYPES, global_loss, take_step
+from shardwise.train.loop import global_loss, take_step
 from tiny_training import (
     FAMILIES,
     LLAMA,

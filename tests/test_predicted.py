@@ -24,7 +24,8 @@ from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.layout import Layout
 from shardwise.model import loss
-from shardwise.parallel.apply import Program, apply
+from shardwise.model.layers import DTYPES
+from shardwise.parallel.apply import apply
 from shardwise.parallel.mesh import Axis, Mesh, Pending, make_mesh
 from shardwise.parallel.pipeline.actions import (
     BUCKET_BYTES,
@@ -36,6 +37,7 @@ from shardwise.parallel.pipeline.actions import (
     stage_pieces,
 )
 from shardwise.parallel.pipeline.schedules import step_table
+from shardwise.parallel.program import Program
 from shardwise.parallel.zero import Store
 from shardwise.params import model_specs, num_params, stage_units
 from shardwise.plan import traffic
@@ -53,7 +55,7 @@ from shardwise.plan.ledger import (
 from shardwise.plan.traffic import CommBytes, comm_bytes, data_bytes, pipeline_bytes, step_counts
 from shardwise.precision import GradientPrecision
 from shardwise.shards import local_shape
-from shardwise.train.loop import DTYPES, take_step
+from shardwise.train.loop import take_step
 from tiny_training import (
     FAMILIES,
     OPTIMIZER,

@@ -193,7 +193,8 @@ def test_what_does_not_fit_is_refused_with_what_does(
         )
         assert told and float(told[1]) == pytest.approx(256 * 8192 / 1e9 * 1, rel=0.01)
         assert float(told[2]) == pytest.approx(1e-4)
-        assert set(children(os.getpid())) <= set(others) and not list(own_temporary_folder.iterdir())
+        assert set(children(os.getpid())) <= set(others)
+        assert not list(own_temporary_folder.iterdir())
         engine = remote(folder, kv_bytes=100_000, max_len=int(told[3]))
         await engine.start()
         assert engine.max_len == int(told[3])
@@ -249,7 +250,8 @@ def test_one_that_dies_is_told_of_and_started_again(
             await tokens_of(engine, LONG)
         assert "not started again" in said[-1] and not engine.is_ready
         await engine.close()
-        assert set(children(os.getpid())) <= set(others) and not list(own_temporary_folder.iterdir())
+        assert set(children(os.getpid())) <= set(others)
+        assert not list(own_temporary_folder.iterdir())
 
     run(check())
 
@@ -415,7 +417,8 @@ def test_ranks_end_together_and_are_started_again(
         await engine.close()
         for pid in (first, second):
             assert_gone(pid)
-        assert set(children(os.getpid())) <= set(others) and not list(own_temporary_folder.iterdir())
+        assert set(children(os.getpid())) <= set(others)
+        assert not list(own_temporary_folder.iterdir())
 
     run(check())
 

@@ -159,6 +159,7 @@ def test_hangs(ranks):
 """
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_ends_the_ranks_with_pytest(tmp_path: Path) -> None:
     tests = Path(__file__).parent
     pid_file = tmp_path / "pid"

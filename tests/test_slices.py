@@ -26,8 +26,8 @@ from shardwise.layout import Layout
 from shardwise.parallel.apply import apply, read_weights
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Axis, Mesh
-from shardwise.train.data import TokenFile, held_out_batches
-from shardwise.train.loop import train
+from shardwise.train.data.batches import TokenFile, held_out_batches
+from shardwise.train.rank import train
 from shardwise.train.run import prepare_folder
 from shardwise.train.settings import ModelSettings, Run
 from shardwise.train.validate import validated_run

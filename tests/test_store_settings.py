@@ -14,11 +14,13 @@ from ranks import Ranks
 from shardwise.commands.train import summarize_outcome
 from shardwise.formats.run_checkpoint import Checkpoint, checkpoint_path
 from shardwise.layout import Layout
+from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import make_mesh
 from shardwise.parallel.offload import HostMemory, MappedFiles
 from shardwise.parallel.zero import Store
-from shardwise.train.loop import Outcome, make_program
+from shardwise.train.loop import Outcome
 from shardwise.train.metrics import Metrics
+from shardwise.train.rank import make_program, train
 from shardwise.train.run import start_run
 from shardwise.train.settings import Settings
 from shardwise.train.validate import validated_run
@@ -61,7 +63,7 @@ def test_settings_reach_the_store(data: Path, tmp_path: Path) -> None:
 
 
 def run_on(rank: int, world: int, settings: Settings) -> Outcome:
-    return loop.train(loop.Place(rank, world, CPU), validated_run(settings), 0)
+    return train(Place(rank, world, CPU), validated_run(settings), 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

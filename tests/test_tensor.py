@@ -20,17 +20,20 @@ from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.layout import Layout
 from shardwise.measure.parity import Parity, Trial, compare
 from shardwise.model import loss as loss_module
+from shardwise.model.layers import DTYPES
 from shardwise.model.loss import cross_entropy, cross_entropy_naive
 from shardwise.parallel import state_store, tensor
-from shardwise.parallel.apply import Program, apply
+from shardwise.parallel.apply import apply
 from shardwise.parallel.launch import Place
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.program import Program
 from shardwise.parallel.state_store import Owned
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.params import model_specs, num_params
 from shardwise.shards import partial_axes
 from shardwise.train.checkpoint import load_state, save_checkpoint
-from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
+from shardwise.train.loop import evaluate, take_step
+from shardwise.train.rank import make_program
 from shardwise.train.settings import Run, Settings
 from shardwise.train.validate import validated_run
 from tiny_training import (

@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline.table import Table, needed
 from shardwise.parallel.pipeline.table_csv import csv_text
 from shardwise.plan.measured import Event, StepTrace, mean_seconds, measured_timeline, read_trace
 from shardwise.plan.simulate import Timeline, simulate
-from shardwise.train import loop
+from shardwise.train.rank import train
 from shardwise.train.settings import Settings
 from shardwise.train.validate import validated_run
 from tiny_training import build_data, tiny_settings
@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_on(rank: int, world: int, settings: Settings) -> None:
-    loop.train(Place(rank, world, CPU), validated_run(settings), 0)
+    train(Place(rank, world, CPU), validated_run(settings), 0)
 
 
 def trained(ranks: Ranks, data: Path, run: Path, layout: str, **changes: Any) -> Path:

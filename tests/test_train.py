@@ -29,9 +29,9 @@ from shardwise.parallel.launch import Place, RankFailed, run_ranks
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs, num_params, units
 from shardwise.plan.traffic import comm_bytes
-from shardwise.train import loop
 from shardwise.train import metrics as telling
 from shardwise.train.metrics import Metrics, StepMetrics
+from shardwise.train.rank import train
 from shardwise.train.resolve import resized
 from shardwise.train.run import locked
 from shardwise.train.settings import ModelSettings, Settings, read_settings, to_toml
@@ -390,7 +390,7 @@ def test_a_signal_while_ranks_start_waits_until_they_can_save(data: Path, tmp_pa
 
 
 def train_on(rank: int, world: int, settings: Settings) -> None:
-    loop.train(Place(rank, world, torch.device("cpu")), validated_run(settings), 0)
+    train(Place(rank, world, torch.device("cpu")), validated_run(settings), 0)
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,15 @@ from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.loss import cross_entropy_naive
 from shardwise.model.transformer import Transformer
-from shardwise.parallel.apply import Program
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.program import Program
 from shardwise.params import flops_per_token
 from shardwise.train import metrics
-from shardwise.train.corpus_builder import build_corpus
-from shardwise.train.data import Batches, MicroBatch, TokenFile
-from shardwise.train.loop import evaluate, make_batches, make_program, take_step
+from shardwise.train.data.batches import Batches, MicroBatch, TokenFile
+from shardwise.train.data.corpus_builder import build_corpus
+from shardwise.train.loop import evaluate, take_step
 from shardwise.train.optim import LearningRate
+from shardwise.train.rank import make_batches, make_program
 from shardwise.train.settings import OptimizerSettings, Settings, to_toml
 from shardwise.train.validate import validated_run
 from tiny_training import LLAMA, fill_store, seeded, tiny_settings, write_source

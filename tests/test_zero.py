@@ -24,15 +24,18 @@ from shardwise.formats.load import open_weights
 from shardwise.layout import Layout
 from shardwise.model import init
 from shardwise.model.init import init_weights
+from shardwise.model.layers import DTYPES
 from shardwise.parallel import unit as units_of_state
 from shardwise.parallel import zero
-from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
+from shardwise.parallel.apply import apply, draw_weights, read_weights
 from shardwise.parallel.mesh import Mesh, make_mesh
 from shardwise.parallel.pipeline.actions import Action
+from shardwise.parallel.program import Program
 from shardwise.parallel.zero import BUCKET_BYTES, Store
 from shardwise.params import Init, ParamSpec, model_specs, num_params, units
 from shardwise.plan.ledger import Precision
-from shardwise.train.loop import DTYPES, evaluate, make_program, take_step
+from shardwise.train.loop import evaluate, take_step
+from shardwise.train.rank import make_program
 from shardwise.train.settings import Settings
 from shardwise.train.validate import validated_run
 from tiny_training import (

@@ -21,13 +21,14 @@ from shardwise.layout import Layout
 from shardwise.measure.parity import logical_parts, vanishes
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
-from shardwise.parallel.apply import Program, apply
+from shardwise.parallel.apply import apply
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.program import Program
 from shardwise.parallel.state_store import Owned, StateStore
 from shardwise.parallel.zero import Store
 from shardwise.params import ParamSpec, model_specs
-from shardwise.train.corpus_builder import build_corpus
-from shardwise.train.data import Batch, MicroBatch
+from shardwise.train.data.batches import Batch, MicroBatch
+from shardwise.train.data.corpus_builder import build_corpus
 from shardwise.train.optim import AdamW, LearningRate
 from shardwise.train.settings import Settings
 

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardwise.commands.bench import add_bench
@@ -29,6 +29,7 @@ from shardwise.commands.serve import add_serve
 from shardwise.commands.train import add_config, add_train
 from shardwise.suggest import nearest
 
+PROG = "shardwise"
 COMMANDS = (
     add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_eval,
     add_generate, add_serve, add_bench, add_demo,
@@ -82,8 +83,7 @@ class PrintVersion(argparse.Action):
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="shardwise",
-        description="Plan, train and serve language models sharded over many devices.",
+        prog=PROG, description="Plan, train and serve language models sharded over many devices."
     )
     parser.add_argument(
         "--version", action=PrintVersion, nargs=0, help="print the version and exit"
@@ -102,35 +102,40 @@ def build_parser() -> Parser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Raises ValueError for an unknown command or flag, with the nearest."""
     parser = build_parser()
-    commands = parser.subcommands
-    first = argv[0] if argv else ""
-    if not first:
-        raise ValueError(f"choose a command: {', '.join(commands)}; see `shardwise --help`")
-    if not first.startswith("-") and first not in commands:
-        near = nearest(first, commands, most=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(commands)}"
-        raise ValueError(f"unknown command {first!r}; {hint}")
-    if first in commands:
-        check_flags(first, commands[first], argv[1:])
+    check_words(parser, argv, {})
     return parser.parse_args(argv)
 
 
-def check_flags(name: str, parser: Parser, words: Sequence[str]) -> None:
-    """Raise ValueError for a flag that the command `name` does not take."""
-    siblings: dict[str, Parser] = {}
-    if words and words[0] in parser.subcommands:
-        siblings = {f"{name} {each}": other for each, other in parser.subcommands.items()}
-        name = f"{name} {words[0]}"
-        parser = siblings.pop(name)
+def check_words(parser: Parser, words: Sequence[str], siblings: Mapping[str, Parser]) -> None:
+    """Raise ValueError if `words` name no command of `parser`, or a flag that it does not take.
+    `siblings` are the other subcommands of its command, by name."""
+    commands = parser.subcommands
+    first = words[0] if words else ""
+    if first in commands:
+        others = {other.prog: other for name, other in commands.items() if name != first}
+        check_words(commands[first], words[1:], others if parser.prog != PROG else {})
+    elif commands and not first:
+        raise ValueError(f"choose a command: {', '.join(commands)}; see `{parser.prog} --help`")
+    elif commands and not first.startswith("-"):
+        near = nearest(first, commands, most=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(commands)}"
+        raise ValueError(f"unknown command {first!r}; {hint}")
+    elif parser.prog != PROG:
+        check_flags(parser, words, siblings)
+
+
+def check_flags(parser: Parser, words: Sequence[str], siblings: Mapping[str, Parser]) -> None:
     for word in itertools.takewhile(lambda word: word != "--", words):
         flag = word.split("=")[0]
         if not flag.startswith("--") or flag in parser.flags:
             continue
-        for other_name, other in siblings.items():
+        name = parser.prog.removeprefix(f"{PROG} ")
+        for sibling, other in siblings.items():
             if flag in other.flags:
+                other_name = sibling.removeprefix(f"{PROG} ")
                 raise ValueError(f"{flag} is a flag of `{other_name}`, not of `{name}`")
         near = nearest(flag, parser.flags, most=1)
-        hint = f"did you mean {near[0]}?" if near else f"see `shardwise {name} --help`"
+        hint = f"did you mean {near[0]}?" if near else f"see `{parser.prog} --help`"
         raise ValueError(f"{name} does not take {flag}; {hint}")
 
 

@@ -59,8 +59,8 @@ def add_data(subparsers: Any) -> None:
 
 
 def run_data_build(args: argparse.Namespace) -> int:
-    from shardwise.train.corpus_builder import build_corpus
-    from shardwise.train.documents import python_source_files, walk
+    from shardwise.train.data.corpus_builder import build_corpus
+    from shardwise.train.data.documents import python_source_files, walk
 
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held-out must be at least 0 and below 1, not {args.held_out}")
@@ -109,6 +109,6 @@ def make_tokenizer(name: str, source: "Path | list[Path]", field: str) -> "Token
 
 
 def document_texts(source: "Path | list[Path]", field: str) -> Iterator[str]:
-    from shardwise.train.documents import read_file, source_files
+    from shardwise.train.data.documents import read_file, source_files
 
     return (piece.text for file in source_files(source) for piece in read_file(file, field))

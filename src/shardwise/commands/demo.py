@@ -196,8 +196,8 @@ def train_small_model(console: "Console", folder: Path) -> TrainedRun:
 
 def build_data(console: "Console", folder: Path) -> None:
     from shardwise.formats.tokenizers.train_bpe import train_bpe
-    from shardwise.train.corpus_builder import build_corpus
-    from shardwise.train.documents import python_source_files
+    from shardwise.train.data.corpus_builder import build_corpus
+    from shardwise.train.data.documents import python_source_files
 
     tokenizer = f"bpe:{VOCABULARY}"
     print_title(

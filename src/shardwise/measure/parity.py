@@ -22,15 +22,16 @@ from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.init import seeded_generator
 from shardwise.model.loss import IGNORE_INDEX
-from shardwise.parallel.apply import Program, apply, check_trainable, draw_weights
+from shardwise.parallel.apply import apply, check_trainable, draw_weights
 from shardwise.parallel.launch import Place, device_of
 from shardwise.parallel.mesh import Mesh, make_mesh
+from shardwise.parallel.program import Program
 from shardwise.parallel.state_store import Owned
 from shardwise.parallel.zero import BUCKET_BYTES
 from shardwise.params import ParamSpec, model_specs, num_params
 from shardwise.plan.ledger import training_ledgers
 from shardwise.shards import Box, boxes
-from shardwise.train.data import Batch, MicroBatch, batch_rows, num_targets
+from shardwise.train.data.batches import Batch, MicroBatch, batch_rows, num_targets
 from shardwise.train.loop import global_loss, take_step
 from shardwise.train.optim import AdamW
 from shardwise.train.signals import StopRequest

@@ -5,7 +5,6 @@ Only this file fixes the order in which the kinds of sharding are applied.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,36 +30,14 @@ from shardwise.parallel.pipeline.actions import (
     rank_pieces,
     stage_pieces,
 )
-from shardwise.parallel.pipeline.executor import Context, Executor, Pipeline, Run, Work
+from shardwise.parallel.pipeline.executor import Context, Pipeline, Run, Work
 from shardwise.parallel.pipeline.schedules import rank_actions, step_table
 from shardwise.parallel.pipeline.table import Table
-from shardwise.parallel.state_store import StateStore, Update
+from shardwise.parallel.program import Program
+from shardwise.parallel.state_store import Update
 from shardwise.parallel.tensor import TensorSeams
 from shardwise.parallel.zero import BUCKET_BYTES, Store
 from shardwise.params import ParamSpec, model_specs, stage_units, units
-
-
-@dataclass(frozen=True)
-class Program:
-    """The program of one rank.
-
-    Attributes:
-        config: the model.
-        specs: all its parameters.
-        store: the training states of this rank.
-        pipeline: the executor of this rank's stages.
-        table: the actions of one training step.
-        evaluation: the actions of one forward.
-        kernels: the name of the kernels, chosen by device and precision.
-    """
-
-    config: ModelConfig
-    specs: tuple[ParamSpec, ...]
-    store: StateStore
-    pipeline: Executor
-    table: list[Action]
-    evaluation: list[Action]
-    kernels: str
 
 
 def check_trainable(layout: Layout, config: ModelConfig | None = None) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
-from shardwise.train.data import TokenFile
-from shardwise.train.documents import read_file, source_files
+from shardwise.train.data.batches import TokenFile
+from shardwise.train.data.documents import read_file, source_files
 
 SEQUENCE_TOKENS = 512
 USUAL_TOKENS = 65536

@@ -3,26 +3,21 @@ and so on."""
 
 import math
 import time
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from shardwise.formats.run_checkpoint import Checkpoint, checkpoint_path
-from shardwise.model.layers import DTYPES
-from shardwise.parallel.apply import Program, apply, draw_weights, read_weights
-from shardwise.parallel.launch import STOP_SIGNALS, Place
-from shardwise.parallel.mesh import Mesh, make_mesh
-from shardwise.parallel.offload import make_offload
-from shardwise.parallel.pipeline.table_csv import read_csv
-from shardwise.params import flops_per_token
-from shardwise.train.checkpoint import load_state, remove_old, save_checkpoint
-from shardwise.train.data import Batch, Batches, MicroBatch, TokenFile, held_out_batches
+from shardwise.formats.run_checkpoint import checkpoint_path
+from shardwise.parallel.launch import STOP_SIGNALS
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.program import Program
+from shardwise.train.checkpoint import remove_old, save_checkpoint
+from shardwise.train.data.batches import Batch, Batches, MicroBatch, TokenFile, held_out_batches
 from shardwise.train.metrics import Meter, Metrics
-from shardwise.train.optim import AdamW, LearningRate
-from shardwise.train.settings import OptimizerSettings, Run, Settings
+from shardwise.train.optim import LearningRate
+from shardwise.train.settings import OptimizerSettings, Settings
 from shardwise.train.signals import StopRequest
 
 
@@ -47,28 +42,12 @@ class Outcome:
     unsaved: str | None = None
 
 
-def train(place: Place, run: Run, resumed: int) -> Outcome:
-    """Train on this rank until the last step or a signal, and save. Every rank of the layout calls
-    it. A run continues from its checkpoint of step `resumed`, if that is above 0."""
-    settings = run.settings.run
-    mesh = make_mesh(run.layout, place.rank, place.device, run.config.num_kv_heads)
-    start = int(mesh.world.max(resumed)[0])  # under torchrun only the first rank looked
-    program = make_program(run, mesh, start)
-    folder = Path(settings.folder)
-    active = place.rank == 0
-    metrics = Metrics(folder, settings.steps, start, settings.tensorboard, active)
-    metrics.log(f"kernels: {program.kernels}")
-    try:
-        with StopRequest(patient=place.world_size > 1) as stop:
-            return run_steps(run.settings, program, mesh, metrics, stop, start)
-    finally:
-        metrics.close()
-
-
 def run_steps(
     settings: Settings,
     program: Program,
     mesh: Mesh,
+    batches: Batches,
+    meter: Meter,
     metrics: Metrics,
     stop: StopRequest,
     start: int,
@@ -76,9 +55,7 @@ def run_steps(
     """Run the steps after `start`, with metrics, tracing, evaluation and checkpoints on schedule.
     Stops at the last step, on a signal, on a non-finite result, or on a failed write."""
     run = settings.run
-    batches = make_batches(settings, mesh)
     lr = learning_rate(settings.optimizer, run.steps)
-    meter = make_meter(settings, program, mesh)
     outcome = Outcome(start, None, None)
     mesh.bytes_sent()  # reset counters: ignore startup traffic
     if run.eval_every and start == 0:
@@ -211,49 +188,6 @@ def save(settings: Settings, program: Program, mesh: Mesh, step: int) -> None:
         remove_old(path, settings.run.keep_checkpoints)
 
 
-# -- construction helpers
-
-
-def make_program(run: Run, mesh: Mesh, step: int) -> Program:
-    """Build the program of this rank, with the state of the checkpoint of `step`, or with the first
-    weights if that is 0."""
-    settings = run.settings.run
-    dtype = DTYPES[settings.precision]
-    grad_dtype = torch.float32 if settings.gradients == "fp32" else dtype
-    program = apply(
-        run.config,
-        mesh,
-        dtype,
-        grad_dtype,
-        make_optimizer(run.settings.optimizer).update,
-        torch.float32 if settings.reduction == "fp32" else grad_dtype,
-        settings.bucket_bytes,
-        settings.overlap,
-        make_offload(settings.offload, offload_folder(run.settings)),
-        read_csv(Path(settings.pipeline_table)) if settings.pipeline_table else None,
-    )
-    if step:
-        checkpoint = Checkpoint(checkpoint_path(Path(settings.folder), step), verify=False)
-        load_state(checkpoint, program.store, program.specs)
-    elif run.weights is None:
-        draw_weights(program, settings.seed)
-    else:
-        from shardwise.formats.load import open_weights  # reads every format; most runs need none
-
-        with closing(open_weights(run.weights, run.config)) as reader:
-            read_weights(program, reader)
-    return program
-
-
-def offload_folder(settings: Settings) -> Path:
-    """Return the folder of files with optimizer states. A link there puts them on another disk."""
-    return Path(settings.run.folder) / "offload"
-
-
-def make_optimizer(settings: OptimizerSettings) -> AdamW:
-    return AdamW(settings.beta1, settings.beta2, settings.eps, settings.weight_decay)
-
-
 def learning_rate(settings: OptimizerSettings, num_steps: int) -> LearningRate:
     return LearningRate(
         settings.lr,
@@ -263,27 +197,6 @@ def learning_rate(settings: OptimizerSettings, num_steps: int) -> LearningRate:
         settings.final_lr,
         settings.decay_steps,
     )
-
-
-def make_batches(settings: Settings, mesh: Mesh) -> Batches:
-    data = settings.data
-    tokens = TokenFile(Path(data.folder), "train")
-    return Batches(
-        tokens,
-        data.seq_len,
-        data.global_batch,
-        mesh.layout.microbatches,
-        mesh.coord.dp,
-        mesh.layout.dp,
-        settings.run.seed,
-        data.separate_documents,
-    )
-
-
-def make_meter(settings: Settings, program: Program, mesh: Mesh) -> Meter:
-    tokens = settings.data.global_batch * settings.data.seq_len
-    flops = flops_per_token(program.config, settings.data.seq_len)
-    return Meter(mesh, tokens, flops, DTYPES[settings.run.precision])
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

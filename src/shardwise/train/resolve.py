@@ -6,7 +6,7 @@ from pathlib import Path
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import FoundModel, find_model, model_path
 from shardwise.layout import Layout
-from shardwise.train.corpus import read_corpus
+from shardwise.train.data.corpus import read_corpus
 from shardwise.train.settings import ModelSettings, Run, Settings
 
 SIZES = (

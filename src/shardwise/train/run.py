@@ -20,7 +20,8 @@ from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_space
 from shardwise.train.checkpoint import remove_partial
-from shardwise.train.loop import Outcome, offload_folder, train
+from shardwise.train.loop import Outcome
+from shardwise.train.rank import offload_folder, train
 from shardwise.train.settings import Run, Settings, to_toml
 from shardwise.train.validate import offloaded_bytes, ranks_here, validated_run
 

@@ -22,7 +22,7 @@ from shardwise.parallel.pipeline.table_csv import read_csv
 from shardwise.parallel.pipeline.validate import validate_for
 from shardwise.params import stage_units
 from shardwise.plan.ledger import shard_sizes, training_ledgers
-from shardwise.train.data import Batches, TokenFile
+from shardwise.train.data.batches import Batches, TokenFile
 from shardwise.train.resolve import resolve_run
 from shardwise.train.settings import Run, Settings
 

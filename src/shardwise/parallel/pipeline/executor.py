@@ -12,7 +12,6 @@ The store handles actions on units of state.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,14 +63,6 @@ class Work:
     first_piece: str
     recomputed: frozenset[str] = frozenset()
     deferred: frozenset[str] = frozenset()
-
-
-class Executor(Protocol):
-    """Runs a table: `Pipeline`, or the executor of FSDP."""
-
-    def execute(self, action: Action, microbatches: Sequence[MicroBatch], scale: float) -> None: ...
-    def finish(self) -> float: ...
-    def evaluate(self, table: Sequence[Action], microbatch: MicroBatch) -> float: ...
 
 
 @dataclass

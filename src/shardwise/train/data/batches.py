@@ -18,7 +18,7 @@ import torch
 
 from shardwise.model.batch import MicroBatch
 from shardwise.model.loss import IGNORE_INDEX
-from shardwise.train.corpus import START_DTYPE, read_corpus
+from shardwise.train.data.corpus import START_DTYPE, read_corpus
 
 NUM_ROUNDS = 8  # 4 suffice for many samples; 8 also shuffle a handful evenly
 

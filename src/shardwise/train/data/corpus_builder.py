@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from shardwise.atomic import exclusive, partial_path, remove, written_aside
-from shardwise.train.corpus import FORMAT_VERSION, HELD_OUT, START_DTYPE, TRAIN, Corpus, Split
-from shardwise.train.documents import TextChunk, read_file, source_files
+from shardwise.train.data.corpus import FORMAT_VERSION, HELD_OUT, START_DTYPE, TRAIN, Corpus, Split
+from shardwise.train.data.documents import TextChunk, read_file, source_files
 
 BATCH_CHARACTERS = 1 << 22
 BATCH_CHUNKS = 1 << 12
