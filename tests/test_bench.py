@@ -220,7 +220,8 @@ def test_the_work_is_what_is_named(
             "sequences of 9000 tokens exceed the model's context length of 8192",
         ),
         (["train", "gtp2"], "gpt2"),
-        (["draw"], "see `shardwise bench --help`"),
+        (["draw", "--json"], "unknown command 'draw'; commands are train, serve"),
+        ([], "choose a command: train, serve; see `shardwise bench --help`"),
         (["train", "--layuot", "dp2"], "did you mean --layout?"),
     ],
 )
