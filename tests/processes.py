@@ -28,11 +28,13 @@ def descendants() -> set[int]:
 
 
 def stays(pid: int) -> bool:
-    """Return whether a process serves the whole session: a pooled rank, or Python's own tracker."""
+    """Return whether a process serves the whole session: a pooled rank, the server that forks
+    them, or Python's own tracker."""
     if pid in {child.pid for child in multiprocessing.active_children() if child.daemon}:
         return True
     with contextlib.suppress(OSError):
-        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"resource_tracker" in command or b"multiprocessing.forkserver" in command
     return False
 
 

@@ -386,6 +386,6 @@ def test_smollm2_is_batch_invariant(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     texts = [
         torch.randint(0, config.vocab_size, (n,), generator=random).tolist()
-        for n in (40, 9, 61, 30)
+        for n in (19, 5, 35, 17)
     ]
     assert_same_bits(served(config, weights, dtype), texts)

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("default_signals")
 
 DEADLINE_S = 90.0
 LOOK_S = 0.05
-STEPS = 150
+STEPS = 90
 SIZES = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_positions")
 GIVEN = [word for key in SIZES for word in ("--set", f"model.{key}=0")] + [
     "--set",

@@ -423,7 +423,7 @@ def answered(
     return [got for (got,) in answers(engine, requests)]
 
 
-def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_tokens: int = 3) -> None:
+def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_tokens: int = 2) -> None:
     """Completions match those with torch kernels, in fp32 with equal tokens, and are bit-identical
     in a batch, in captured steps, and alone."""
     requests = [Request(drawn_tokens(n, n), greedy(num_tokens)) for n in (17, 4)]
