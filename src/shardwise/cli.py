@@ -114,7 +114,7 @@ def check_words(parser: Parser, words: Sequence[str], siblings: Mapping[str, Par
     if first in commands:
         others = {other.prog: other for name, other in commands.items() if name != first}
         check_words(commands[first], words[1:], others if parser.prog != PROG else {})
-    elif commands and not first:
+    elif commands and (not first or (first.startswith("-") and first not in parser.flags)):
         raise ValueError(f"choose a command: {', '.join(commands)}; see `{parser.prog} --help`")
     elif commands and not first.startswith("-"):
         near = nearest(first, commands, most=1)

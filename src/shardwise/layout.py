@@ -24,7 +24,8 @@ AxisName = str
 SHARD_WORDS: dict[str, Shard] = {"z1": "zero1", "z2": "zero2", "z3": "zero3", "fsdp": "fsdp"}
 PART = re.compile(
     r"(?P<size>dp|tp|pp|cp|s|v|m)(?P<number>\d+)|(?P<shard>z1|z2|z3|fsdp)"
-    rf"|(?P<schedule>{'|'.join(get_args(Schedule))})(@(?P<limit>\d+(\.\d+)?(e[+-]?\d+)?))?"
+    rf"|(?P<schedule>{'|'.join(sorted(get_args(Schedule), reverse=True))})"
+    r"(@(?P<limit>\d+(\.\d+)?(e[+-]?\d+)?))?"
     r"|l(?P<layers>\d+(-\d+)*)|(?P<flag>sp|a2a|keep)|rc-(?P<recompute>selective|full)"
 )
 SIZES = {
