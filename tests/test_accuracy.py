@@ -28,9 +28,9 @@ Rows = dict[tuple[str, str | None], Row]
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    """A model trained for about 10 seconds."""
+    """A model trained for about 20 seconds."""
     folder = tmp_path_factory.mktemp("small")
-    return small(train_small(folder, steps=200), 4096, 4096)
+    return small(train_small(folder, steps=320), 8192, 4096)
 
 
 @pytest.fixture(scope="module")
