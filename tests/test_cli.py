@@ -102,7 +102,7 @@ def test_module_and_version() -> None:
         (["plam", "gpt2"], "unknown command 'plam'; did you mean plan?"),
         (["xyz"], "unknown command 'xyz'; commands are plan"),
         (["-x"], "see `shardwise --help`"),
-        (["plan"], "required: MODEL, --gpu; see `shardwise plan --help`"),
+        (["plan"], "name a MODEL; `shardwise plan --list` prints the known ones"),
         (["plan", "gpt2", "--gqu", "l4"], "plan does not take --gqu; did you mean --gpu?"),
         (["plan", "gpt2", "--gpu", "l4", "--layuot=dp2"], "did you mean --layout?"),
         (["plan", "gpt2", "--gpu", "l4", "--gp", "1"], "plan does not take --gp"),

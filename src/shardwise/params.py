@@ -239,6 +239,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 6 * multiplied + 6 * config.num_layers * config.q_size * seq_len
 
 
+@lru_cache(maxsize=16)
 def model_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return every parameter of the decoder, in order. The head of a tied model refers to
     `embed`."""

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from shardwise.commands.terminal import result_console
+from shardwise.hardware import GPUS_PER_NODE, MARGIN
 from shardwise.precision import PRECISIONS
 
 
@@ -19,10 +20,13 @@ def add_plan(subparsers: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
+        nargs="?",
         help="a catalogue name, a parameter count (70B), a model folder, a .gguf file, a training "
         "run or a hub id",
     )
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="GPU model, e.g. h100-80gb")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="GPU model, e.g. h100-80gb or 4090, or its memory, e.g. 48GB"
+    )
     parser.add_argument(
         "--gpus",
         type=int,
@@ -73,11 +77,40 @@ def add_plan(subparsers: Any) -> None:
         help="serving: dtype of the KV cache, int8 or fp8, as in `shardwise serve` (default: "
         "--precision)",
     )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="training: keep optimizer states in host memory, as run.offload does",
+    )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=MARGIN,
+        metavar="SHARE",
+        help="share of a GPU's memory that proposals leave to the CUDA context, NCCL and "
+        "fragmentation (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=GPUS_PER_NODE,
+        metavar="N",
+        help="GPUs joined by fast links; proposals use whole nodes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the known models and GPUs, and exit"
+    )
     parser.set_defaults(run=run_plan)
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """Exit 0 if the first candidate fits, else 1."""
+    if args.list:
+        print_known(args.json)
+        return 0
+    for name, given in (("a MODEL", args.model), ("--gpu", args.gpu)):
+        if given is None:
+            raise ValueError(f"name {name}; `shardwise plan --list` prints the known ones")
     from shardwise.plan import plan
 
     result = plan(
@@ -92,6 +125,9 @@ def run_plan(args: argparse.Namespace) -> int:
         args.recompute,
         args.quant,
         args.kv_dtype,
+        args.offload,
+        args.margin,
+        args.gpus_per_node,
     )
     if args.json:
         print(json.dumps(result.to_json()))
@@ -100,3 +136,16 @@ def run_plan(args: argparse.Namespace) -> int:
 
         print_plan(result, result_console())
     return 0 if result.fits else 1
+
+
+def print_known(as_json: bool) -> None:
+    """Print the names of models and GPUs."""
+    from shardwise.formats.catalogue import CATALOGUE
+    from shardwise.hardware import DEVICES
+
+    known = {"models": list(CATALOGUE), "gpus": list(DEVICES)}
+    if as_json:
+        print(json.dumps(known))
+    else:
+        for kind, names in known.items():
+            print(f"{kind}: {', '.join(names)}")

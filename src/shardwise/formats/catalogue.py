@@ -19,6 +19,8 @@ EXPECTED_MODEL = (
     "a catalogue name (llama-3.1-8b), a parameter count (70B), a Hugging Face folder, a .gguf "
     "file, a run folder, or a hub id (org/name)"
 )
+SAME_SHAPE = {"llama-3.3-70b": "llama-3.1-70b", "mistral-7b-v0.1": "mistral-7b"}
+"""Models with the parameters of one in CATALOGUE."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -175,16 +177,23 @@ def find_model(
     count = parse_count(text)
     if count is not None:
         return FoundModel(text.upper(), config_of_count(count), "count")
-    if text.lower() in CATALOGUE:
-        return FoundModel(text.lower(), CATALOGUE[text.lower()], "catalogue")
+    if (name := catalogue_name(text)) in CATALOGUE:
+        return FoundModel(name, CATALOGUE[name], "catalogue")
     if _looks_like_path(text):
         raise ValueError(f"{text} does not exist; a model is {EXPECTED_MODEL}")
     if HUB_ID.fullmatch(text):
         folder = fetch_config(text, cache_dir, local_files_only).parent
         return FoundModel(text, read_folder_config(folder), "hub", folder)
-    near = nearest(text.lower(), CATALOGUE)
+    near = nearest(text.lower(), [each for each in CATALOGUE if each[0] == text.lower()[:1]])
     hint = f"the nearest names are {', '.join(near)}; a" if near else "a"
     raise ValueError(f"unknown model {text!r}; {hint} model is {EXPECTED_MODEL}")
+
+
+def catalogue_name(text: str) -> str:
+    """Return the name in CATALOGUE of a model with the same shape: variants that were trained
+    further (`-instruct`), and later releases."""
+    name = re.sub(r"-(instruct|chat|base|it|hf)$", "", text.lower().removeprefix("meta-"))
+    return SAME_SHAPE.get(name, name)
 
 
 def _looks_like_path(text: str) -> bool:

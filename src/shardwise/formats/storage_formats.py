@@ -75,8 +75,9 @@ def choose_formats(
 
 def check_formats(config: ModelConfig, formats: StorageFormats, layout: Layout) -> None:
     """Raise ValueError, with the tp that work, if the layout would split groups of columns."""
-    groups = {name: format.group for (name, _), format in formats.items()}
-    check_shards(model_specs(config), groups, layout)
+    if formats:
+        groups = {name: format.group for (name, _), format in formats.items()}
+        check_shards(model_specs(config), groups, layout)
 
 
 def stored_formats(source: ModelSource, config: ModelConfig) -> StorageFormats:

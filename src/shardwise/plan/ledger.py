@@ -14,6 +14,7 @@ Serving holds weights and, for each token of each request, keys and values.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -155,26 +156,57 @@ def training_ledgers(
     precision: Precision = "bf16",
     gradients: GradientPrecision = "same",
     microbatch: MicroBatchShape | None = None,
+    offload: bool = False,
 ) -> tuple[Ledger, ...]:
     """Return one ledger per pipeline stage for training with AdamW: states, and the peaks of a
-    step. Without a `microbatch` the rows that depend on its size are missing."""
+    step. Without a `microbatch` the rows that depend on its size are missing. With `offload` the
+    optimizer states are in host memory."""
+    return tuple(training_stages(config, layout, precision, gradients, microbatch, offload))
+
+
+def training_stages(
+    config: ModelConfig,
+    layout: Layout,
+    precision: Precision = "bf16",
+    gradients: GradientPrecision = "same",
+    microbatch: MicroBatchShape | None = None,
+    offload: bool = False,
+) -> Iterator[Ledger]:
+    """Yield the ledgers of `training_ledgers`."""
     each = element_bytes(layout, precision, gradients)
     shapes = model_shapes(config, layout.tp)
     computed = computed_bytes(precision)
-    ledgers = []
     for stage in range(layout.pp):
+        rows = saved_rows(config, layout, stage, precision, gradients, microbatch, offload)
         held = stage_units(config, layout, stage)
-        rows = dict.fromkeys(STATES, 0)
-        for unit in held:
-            for row, num_bytes in shapes[unit].state_bytes(layout, each).items():
-                rows[row] += num_bytes
-        if microbatch is not None:
-            rows["activations"] = activation_bytes(config, layout, stage, microbatch, computed)
-            rows["logits"] = logits_bytes(config, layout, stage, microbatch, computed)
         whole = {unit: shapes[unit].shard_elements(layout) * layout.shard_size for unit in held}
         rows["buffers"] = buffer_bytes(config, layout, stage, whole, computed, each.gradients)
-        ledgers.append(Ledger(stage, rows | {"kv": 0}))
-    return tuple(ledgers)
+        yield Ledger(stage, rows | {"kv": 0})
+
+
+def saved_rows(
+    config: ModelConfig,
+    layout: Layout,
+    stage: int,
+    precision: Precision = "bf16",
+    gradients: GradientPrecision = "same",
+    microbatch: MicroBatchShape | None = None,
+    offload: bool = False,
+) -> dict[str, int]:
+    """Return the rows of a stage but for its buffers, which take longest to compute."""
+    each = element_bytes(layout, precision, gradients)
+    shapes = model_shapes(config, layout.tp)
+    computed = computed_bytes(precision)
+    rows = dict.fromkeys(STATES, 0)
+    for unit in stage_units(config, layout, stage):
+        for row, num_bytes in shapes[unit].state_bytes(layout, each).items():
+            rows[row] += num_bytes
+    if offload:
+        rows["optimizer"] = 0
+    if microbatch is not None:
+        rows["activations"] = activation_bytes(config, layout, stage, microbatch, computed)
+        rows["logits"] = logits_bytes(config, layout, stage, microbatch, computed)
+    return rows
 
 
 def serving_ledgers(

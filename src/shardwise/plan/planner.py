@@ -1,17 +1,19 @@
 """`plan`: which layouts of a model fit on given GPUs, why others do not, and what would fit."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import FoundModel, find_model
 from shardwise.formats.storage_formats import quantized_formats
-from shardwise.hardware import Device, find_device
+from shardwise.hardware import GPUS_PER_NODE, MARGIN, Device, find_device
 from shardwise.layout import Layout, Recompute
 from shardwise.params import model_specs, num_params
 from shardwise.plan.ledger import BYTES_PER_PARAMETER, NOT_COUNTED, NOT_QUANTIZED, Mode
+from shardwise.plan.proposal import best_fits, propose, rough_step_s
 from shardwise.plan.search import Candidate, Job
-from shardwise.plan.why import smallest_change, why_one_is_not_enough
+from shardwise.plan.why import smallest_change, why_not, why_one_is_not_enough
 from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype, vector_bytes
 from shardwise.quant.scheme import StorageFormats
@@ -24,17 +26,37 @@ class ModePlan:
     """The plan of one mode, training or serving.
 
     Attributes:
+        num_gpus: GPUs that the candidates use
         candidates: sorted layouts, those that fit first
-        reasons: why one GPU is not enough, one sentence each; empty where it is
-        smallest_change: the smallest change that fits; None where the first candidate fits
+        judged: the requested layout, if it is the only candidate
         remark: why the candidates are not the requested layout
     """
 
     job: Job
+    num_gpus: int
     candidates: tuple[Candidate, ...]
-    reasons: tuple[str, ...]
-    smallest_change: str | None
+    judged: Layout | None = None
     remark: str | None = None
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Sentences that explain why the GPUs are not enough; where they are, why one is not."""
+        if self.fits:
+            return why_one_is_not_enough(self.job)
+        return why_not(self.job, self.num_gpus, self.nearest)
+
+    @cached_property
+    def smallest_change(self) -> str | None:
+        """The smallest change that fits; None where the first candidate fits."""
+        if self.fits:
+            return None
+        found = propose(self.job, self.num_gpus, self.judged)
+        return smallest_change(self.job, self.num_gpus, self.nearest.layout, found)
+
+    @property
+    def nearest(self) -> Candidate:
+        """The candidate that needs least."""
+        return min(self.candidates, key=lambda each: each.peak_bytes)
 
     @property
     def why_not(self) -> str | None:
@@ -123,6 +145,9 @@ def plan(
     recompute: Recompute | None = None,
     quant: str | None = None,
     kv_dtype: KvDtype = "auto",
+    offload: bool = False,
+    margin: float = MARGIN,
+    gpus_per_node: int = GPUS_PER_NODE,
 ) -> Plan:
     """Return what a model needs on GPUs, without one.
 
@@ -136,6 +161,10 @@ def plan(
         recompute: recompute of all training layouts
         quant: quantization of the weights in serving, as `shardwise serve` takes it
         kv_dtype: dtype of the KV cache in serving
+        offload: whether training keeps optimizer states in host memory
+        margin: share of a GPU's memory that proposals leave to the CUDA context, NCCL and
+            fragmentation
+        gpus_per_node: GPUs that fast links join; proposals use whole nodes
 
     Raises ValueError for an unknown model, GPU or choice, and for a layout that cannot work.
     """
@@ -144,7 +173,8 @@ def plan(
     requested = Layout.parse(layout) if isinstance(layout, str) else layout
     num_gpus = gpus if gpus is not None else requested.world_size if requested else 1
     check_choices(mode, precision, num_gpus)
-    check_training_choices(mode, micro_batch, recompute, requested)
+    check_limits(margin, gpus_per_node)
+    check_training_choices(mode, micro_batch, recompute, requested, offload)
     check_kv_choice(kv_dtype, mode)
     formats = NOT_QUANTIZED if quant is None else served_formats(quant, found, mode, requested)
     trained = requested
@@ -164,6 +194,8 @@ def plan(
         quant=quant,
         formats=formats,
         kv_dtype=kv_dtype,
+        margin=margin,
+        gpus_per_node=gpus_per_node,
     )
     recomputed = trained.recompute if trained else recompute or "none"
     training = replace(
@@ -171,6 +203,7 @@ def plan(
         mode="train",
         num_sequences=num_sequences,
         recompute=recomputed,
+        offload=offload,
         quant=None,
         formats=NOT_QUANTIZED,
     )
@@ -187,18 +220,31 @@ def plan(
 def plan_mode(job: Job, num_gpus: int, requested: Layout | None) -> ModePlan:
     """Return the plan of one mode. Where serving cannot use the requested layout, candidates are
     searched instead."""
-    if requested and (job.mode == "train" or serves(requested)):
+    is_judged = requested is not None and (job.mode == "train" or serves(requested))
+    if requested is not None and is_judged:
         candidates: tuple[Candidate, ...] = (job.candidate(requested),)
-        start = candidates[0]
     else:
-        candidates = job.candidates(num_gpus)
-        start = candidates[0] if candidates[0].fits else job.replicas(num_gpus)
+        candidates = compared(job, num_gpus)
     remark = None
-    if requested and candidates[0].layout != requested:
+    if requested and not is_judged:
         remark = f"{requested} is for training only; these layouts serve on as many GPUs."
-    return ModePlan(
-        job, candidates, why_one_is_not_enough(job), smallest_change(job, start), remark
-    )
+    return ModePlan(job, num_gpus, candidates, requested if is_judged else None, remark)
+
+
+def compared(job: Job, num_gpus: int) -> tuple[Candidate, ...]:
+    """Return the layouts to compare: those that fit first, the fastest of them leading, then the
+    others by size. In training the best of the search are among them."""
+    found = {candidate.layout: candidate for candidate in job.candidates(num_gpus)}
+    if job.mode == "serve":
+        return tuple(found.values())
+    for proposal in best_fits(job, num_gpus):
+        found.setdefault(proposal.candidate.layout, proposal.candidate)
+
+    def order(each: Candidate) -> tuple[bool, float]:
+        fits = each.peak_bytes <= job.limit_bytes
+        return not fits, rough_step_s(job, each.layout) if fits else float(each.peak_bytes)
+
+    return tuple(sorted(found.values(), key=order))
 
 
 def as_model(model: str | ModelConfig | FoundModel) -> FoundModel:
@@ -221,12 +267,24 @@ def check_choices(mode: str | None, precision: str, num_gpus: int) -> None:
         raise ValueError(f"the number of GPUs must be at least 1, not {num_gpus}")
 
 
+def check_limits(margin: float, gpus_per_node: int) -> None:
+    if not 0 <= margin < 1:
+        raise ValueError(f"the margin is a share from 0 to below 1, such as 0.08, not {margin:g}")
+    if gpus_per_node < 1:
+        raise ValueError(f"a node has at least 1 GPU, not {gpus_per_node}")
+
+
 def check_training_choices(
-    mode: Mode | None, micro_batch: int | None, recompute: Recompute | None, layout: Layout | None
+    mode: Mode | None,
+    micro_batch: int | None,
+    recompute: Recompute | None,
+    layout: Layout | None,
+    offload: bool,
 ) -> None:
-    if mode == "serve" and (micro_batch is not None or recompute is not None):
+    if mode == "serve" and (micro_batch is not None or recompute is not None or offload):
         raise ValueError(
-            "micro_batch and recompute apply to training only; leave them out with mode serve"
+            "micro_batch, recompute and offload apply to training only; leave them out with mode "
+            "serve"
         )
     if micro_batch is not None and micro_batch < 1:
         raise ValueError(f"micro_batch must be at least 1, not {micro_batch}")

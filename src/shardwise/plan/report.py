@@ -1,8 +1,12 @@
 """A plan as text: tables in GB (1e9 bytes) with a bar of the limit, then the reasons in
 sentences."""
 
+import sys
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +19,7 @@ from shardwise.plan.traffic import MODEL_AXES, stage_elements
 from shardwise.plan.why import count, gb, quantized_to, sequences
 
 BAR_CELLS = 8
+MIN_COLUMN = 8
 ROWS: dict[Mode, tuple[str, ...]] = {
     "train": ("parameters", "gradients", "optimizer", "activations", "logits", "buffers"),
     "serve": ("parameters", "kv"),
@@ -35,7 +40,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     memory = gb(device.memory_bytes)
     console.print(f"{plan.num_gpus} x {device.name}, {memory} usable each", highlight=False)
     for each in plan.modes:
-        console.print(mode_text(plan, each))
+        console.print(mode_text(plan, each, console))
     uncounted = "; ".join(
         f"in {TITLES[each.job.mode].lower()} {', '.join(each.uncounted)}" for each in plan.modes
     )
@@ -46,20 +51,29 @@ def print_plan(plan: Plan, console: Console) -> None:
     )
 
 
-def mode_text(plan: Plan, mode: ModePlan) -> RenderableType:
+def mode_text(plan: Plan, mode: ModePlan, console: Console) -> RenderableType:
+    table = candidate_table(mode)
+    is_wide = table_width(table, console) <= console.width
     parts: list[RenderableType] = [
         Text(f"\n{title(plan, mode)}", style="bold"),
-        candidate_table(mode),
+        table if is_wide else candidate_lines(mode),
     ]
     if mode.job.mode == "train":
         parts.append(sent_note(mode))
     if mode.remark:
         parts.insert(1, Text(mode.remark, style="dim"))
     if mode.reasons and not mode.fits:
-        parts += [Text("Why one GPU is not enough"), *map(indented, mode.reasons)]
+        number = "one GPU is" if plan.num_gpus == 1 else f"{plan.num_gpus:,} GPUs are"
+        parts += [Text(f"Why {number} not enough"), *map(indented, mode.reasons)]
     if mode.smallest_change:
         parts += [Text("The smallest change that fits"), indented(mode.smallest_change)]
     return Group(*parts)
+
+
+def table_width(table: Table, console: Console) -> int:
+    """Return the columns that a table needs."""
+    unlimited = console.options.update(width=sys.maxsize)
+    return Measurement.get(console, unlimited, table).maximum
 
 
 def sent_note(mode: ModePlan) -> Text:
@@ -109,7 +123,7 @@ def candidate_table(mode: ModePlan) -> Table:
     has_stages = any(candidate.layout.pp > 1 for candidate in mode.candidates)
     decimals = 2 if max(candidate.peak_bytes for candidate in mode.candidates) >= 10e9 else 4
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
-    table.add_column("layout", overflow="fold")  # the column that folds where space is short
+    table.add_column("layout", no_wrap=True)
     for name in (["stage"] if has_stages else []) + [*rows, "total"]:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(f"of {gb(mode.job.device.memory_bytes)}", no_wrap=True)
@@ -124,9 +138,31 @@ def candidate_table(mode: ModePlan) -> Table:
             before = [name, str(stage.stage)] if has_stages else [name]
             sent = sent_multiple(mode.job, candidate) if name else ""
             used = stage.total_bytes / candidate.limit_bytes
-            status = fit_status(candidate, stage)
+            status = fit_status(candidate, stage, mode.job.limit_bytes)
             table.add_row(*before, *numbers, bar(used), status, *([sent] if trains else []))
     return table
+
+
+def candidate_lines(mode: ModePlan) -> Text:
+    """Return the table for a narrow terminal: each layout on a line above its numbers."""
+    names = [*ROWS[mode.job.mode], "total"]
+    widths = [max(len(name), MIN_COLUMN) for name in names]
+    lines = Text(cells(names, widths), style="dim", no_wrap=True)
+    for candidate in mode.candidates:
+        fullest = max(candidate.ledger, key=lambda stage: stage.total_bytes)
+        lines.append(f"\n{candidate.layout}  ", style="bold")
+        lines.append_text(fit_status(candidate, fullest, mode.job.limit_bytes))
+        if mode.job.mode == "train":
+            lines.append(f", sends {sent_multiple(mode.job, candidate)}", style="dim")
+        for stage in candidate.ledger:
+            sizes = [*(stage.rows[row] for row in ROWS[mode.job.mode]), stage.total_bytes]
+            numbers = [f"{size / 1e9:,.2f}" for size in sizes]
+            lines.append(f"\n{cells(numbers, widths)}", style="not dim")
+    return lines
+
+
+def cells(words: Sequence[str], widths: Sequence[int]) -> str:
+    return " ".join(f"{word:>{width}}" for word, width in zip(words, widths, strict=True))
 
 
 def sent_multiple(job: Job, candidate: Candidate) -> str:
@@ -136,14 +172,20 @@ def sent_multiple(job: Job, candidate: Candidate) -> str:
         stage_elements(job.config, candidate.layout) * BYTES_PER_PARAMETER[job.precision].parameters
     )
     multiple = (candidate.comm_bytes["dp"] or 0) / weights
+    if candidate.layout.data_size == 1:
+        return "-"
     return f"{multiple:,.0f}P" if multiple >= 1000 else f"{multiple:.3g}P"
 
 
-def fit_status(candidate: Candidate, stage: Ledger) -> Text:
+def fit_status(candidate: Candidate, stage: Ledger, tight_bytes: int) -> Text:
+    """Return whether a stage fits; it is tight above `tight_bytes`, which leave the margin."""
     over = stage.total_bytes - candidate.limit_bytes
     if over > 0:
         return Text(f"{gb(over)} over", style="red")
-    return Text(f"{stage.total_bytes / candidate.limit_bytes:.0%}, fits", style="green")
+    share = f"{stage.total_bytes / candidate.limit_bytes:.0%}"
+    if stage.total_bytes > tight_bytes:
+        return Text(f"{share}, tight", style="yellow")
+    return Text(f"{share}, fits", style="green")
 
 
 def bar(share: float) -> Text:

@@ -1,13 +1,14 @@
-"""Explanation in sentences: why a model does not fit on one GPU, and the smallest change that makes
-it fit."""
+"""Explanation in sentences: why a model does not fit on the GPUs, what each remedy would save, and
+the smallest change that makes it fit."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwise.layout import Layout
 from shardwise.params import model_specs, num_params
 from shardwise.plan.ledger import BYTES_PER_PARAMETER, NOT_COUNTED
+from shardwise.plan.proposal import MORE_NODES, Proposal
 from shardwise.plan.search import Candidate, Job
-from shardwise.plan.traffic import MODEL_AXES
 from shardwise.quant.kv_dtype import vector_bytes
 from shardwise.quant.scheme import AS_STORED
 from shardwise.suggest import listed
@@ -31,6 +32,76 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def why_not(job: Job, num_gpus: int, nearest: Candidate) -> tuple[str, ...]:
+    """Return why `job` does not fit on its GPUs, one sentence per item. `nearest` is the layout of
+    the plan that needs least."""
+    if num_gpus == 1:
+        return why_one_is_not_enough(job)
+    limit = nearest.limit_bytes
+    over = nearest.peak_bytes - limit
+    rows = max(nearest.ledger, key=lambda stage: stage.total_bytes).rows
+    largest = max(rows, key=lambda row: rows[row])
+    return (
+        f"{DOING[job.mode]}, {job.name} does not fit on {num_gpus:,} x {job.device.name}, each of "
+        f"which can hold {gb(limit)}.",
+        *(shared_states(job, num_gpus) if job.mode == "train" else shared_weights(job, nearest)),
+        f"{nearest.layout} needs {gb(nearest.peak_bytes)} per GPU, {gb(over)} too much. Its "
+        f"largest row is {largest}, {gb(rows[largest])}.",
+        *savings(job, nearest),
+    )
+
+
+def shared_states(job: Job, num_gpus: int) -> Iterator[str]:
+    each = BYTES_PER_PARAMETER[job.precision]
+    params = num_params(model_specs(job.config))
+    states = params * each.total
+    fit = "more than it can hold" if states / num_gpus > job.device.memory_bytes else "which fits"
+    yield (
+        f"Its {count(params)} parameters need {each.total} bytes each: {each.parameters} for the "
+        f"weight, {each.gradients} for the gradient and {each.optimizer} for AdamW, {gb(states)} "
+        f"in all. Sharded over all {num_gpus:,} GPUs that is {gb(states / num_gpus)} per GPU, "
+        f"{fit}."
+    )
+
+
+def shared_weights(job: Job, nearest: Candidate) -> Iterator[str]:
+    weights = job.on_one_gpu.ledger[0].rows["parameters"]
+    tp = nearest.layout.tp
+    yield (
+        f"Its {count(num_params(model_specs(job.config)))} parameters are {gb(weights)} "
+        f"{stored(job)}, {gb(nearest.ledger[0].rows['parameters'])} per GPU over tp{tp}."
+    )
+
+
+def savings(job: Job, nearest: Candidate) -> Iterator[str]:
+    """Yield what single remedies would save on each GPU, for the layout `nearest`."""
+    if job.mode == "serve":
+        return
+    layout = nearest.layout
+    tp = max((size for size in (2, 4, 8) if job.allows(replace(layout, tp=size))), default=1)
+    remedies = {
+        "recompute (rc-full)": (job, replace(layout, recompute="full")),
+        "ZeRO-3": (job, replace(layout, shard="zero3", shard_group=None)),
+        "offload of the optimizer": (replace(job, offload=True), layout),
+        "micro-batches of half the size": (
+            replace(job, num_sequences=max(1, job.num_sequences // 2)),
+            layout,
+        ),
+    }
+    if layout.tp == 1 and tp > 1 and layout.dp % tp == 0:
+        sharded = replace(layout, dp=layout.dp // tp, tp=tp, sequence_parallel=True)
+        remedies[f"tp{tp} with sp"] = (job, sharded)
+    found = []
+    for name, (changed_job, changed) in remedies.items():
+        if (changed_job, changed) != (job, layout) and job.allows(changed):
+            saved = nearest.peak_bytes - changed_job.candidate(changed).peak_bytes
+            if saved > 0:
+                found.append((saved, name))
+    if found:
+        each = [f"{name} {gb(saved)}" for saved, name in sorted(found, reverse=True)]
+        yield f"Each of these alone saves, per GPU: {listed(each)}."
+
+
 def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
     """Return why `job` does not fit on one GPU, one sentence per row; nothing where it does."""
     candidate = job.on_one_gpu
@@ -39,20 +110,25 @@ def why_one_is_not_enough(job: Job) -> tuple[str, ...]:
     limit = candidate.limit_bytes
     weights = candidate.ledger[0].rows["parameters"]
     number = count(num_params(model_specs(job.config)))
-    dtype = f"in {job.precision} ({BYTES_PER_PARAMETER[job.precision].parameters} bytes each)"
-    if job.quant:
-        dtype = f"with the matrices of its blocks {quantized_to(job.quant)} and the rest {dtype}"
     alone = "these alone exceed it" if weights > limit else "these alone would fit"
     uncounted = NOT_COUNTED[job.mode]
     are = "are" if len(uncounted) > 1 else "is"
     return (
         f"{DOING[job.mode]}, {job.name} does not fit on one {job.device.name}, which can hold "
         f"{gb(limit)}.",
-        f"Its {number} parameters are {gb(weights)} {dtype}: {alone}.",
+        f"Its {number} parameters are {gb(weights)} {stored(job)}: {alone}.",
         *(training_rows(job) if job.mode == "train" else serving_rows(job)),
         f"Together: {gb(candidate.peak_bytes)}, {candidate.peak_bytes / limit:.3g} times what the "
         f"GPU can hold; {listed(uncounted)} {are} extra and not included.",
     )
+
+
+def stored(job: Job) -> str:
+    """Return how the weights are stored."""
+    dtype = f"in {job.precision} ({BYTES_PER_PARAMETER[job.precision].parameters} bytes each)"
+    if job.quant:
+        return f"with the matrices of its blocks {quantized_to(job.quant)} and the rest {dtype}"
+    return dtype
 
 
 def quantized_to(quant: str) -> str:
@@ -102,48 +178,58 @@ def serving_rows(job: Job) -> list[str]:
     ]
 
 
-def smallest_change(job: Job, candidate: Candidate) -> str | None:
-    """Return the smallest change to `candidate` that fits; None where it fits as it is."""
-    if candidate.fits:
-        return None
-    layout = candidate.layout
-    nearest = job.nearest_fit(candidate.layout)
+def smallest_change(job: Job, num_gpus: int, layout: Layout, found: Proposal | None) -> str:
+    """Return the smallest change that fits, in words. `layout` is where the search started."""
     shorter = job.longest_seq_tokens(layout) if job.mode == "serve" else 0
     shortened = f"--seq {shorter} with {layout}, the longest request that fits" if shorter else ""
-    if nearest is None:
-        return f"{shortened}." if shortened else nothing_fits(job, layout)
-    gpus = nearest.layout.world_size
-    uses = f"peak of {gb(nearest.peak_bytes)} of {gb(nearest.limit_bytes)} per GPU"
-    if gpus == layout.world_size:
-        change = f"{nearest.layout} on the same {gpus} GPU{'s' * (gpus > 1)}: {uses}"
-    else:
-        # In training, tp or cp shard activations, so fewer GPUs may do.
-        least = "at least " if job.mode == "serve" else ""
-        reason = fewest(job, layout)
-        change = f"{least}{gpus} GPUs of this type with {nearest.layout} ({reason}): {uses}"
-    free = gb(nearest.limit_bytes - nearest.peak_bytes)
-    left = f", which leaves {free} for {listed(NOT_COUNTED[job.mode])}"
-    return f"{change}{left}{'; or ' + shortened if shortened else ''}."
+    if found is None:
+        return f"{shortened}." if shortened else nothing_fits(job)
+    candidate = found.candidate
+    free = gb(candidate.limit_bytes - candidate.peak_bytes)
+    change = (
+        f"{candidate.layout}{settings(job, found)} on {gpus(job, num_gpus, found)}: peak of "
+        f"{gb(candidate.peak_bytes)} of {gb(candidate.limit_bytes)} per GPU, which leaves {free} "
+        f"free (--margin {job.margin:g})"
+    )
+    return f"{change}{'; or ' + shortened if shortened else ''}."
 
 
-def fewest(job: Job, layout: Layout) -> str:
-    """Return in which family of layouts a number of GPUs is the smallest that fits."""
-    if job.mode == "serve":
-        return "the smallest tensor-parallel size that the head count allows"
-    sizes = ".".join(f"{axis}{size}" for axis in MODEL_AXES if (size := getattr(layout, axis)) > 1)
-    return f"the minimum{f' for {sizes}' * bool(sizes)} with ZeRO-3 over data ranks"
+def settings(job: Job, found: Proposal) -> str:
+    """Return the settings that a proposal changes."""
+    changed = found.option.job
+    words = []
+    if changed.num_sequences != job.num_sequences:
+        words.append(f"--micro-batch {changed.num_sequences}")
+    if changed.quant != job.quant:
+        words.append(f"--quant {changed.quant}")
+    if changed.kv_dtype != job.kv_dtype:
+        words.append(f"--kv-dtype {changed.kv_dtype}")
+    if changed.offload != job.offload:
+        rows = job.candidate(found.option.layout).ledger
+        host = max(stage.rows["optimizer"] for stage in rows)
+        words.append(f"--offload ({gb(host)} of host memory per GPU)")
+    return f" with {listed(words)}" if words else ""
 
 
-def nothing_fits(job: Job, layout: Layout) -> str:
+def gpus(job: Job, num_gpus: int, found: Proposal) -> str:
+    """Return the GPUs of a proposal: the same, or how many in how many nodes."""
+    number = found.option.price.num_gpus
+    servers = f", {found.candidate.replicas} servers" if found.candidate.replicas > 1 else ""
+    plural = "s" if number > 1 else ""
+    if number == num_gpus:
+        return f"the same {number:,} GPU{plural}{servers}"
+    nodes = number // job.gpus_per_node
+    within = f" ({nodes} nodes of {job.gpus_per_node})" if nodes > 1 else ""
+    return f"{number:,} GPU{plural} of this type{within}{servers}"
+
+
+def nothing_fits(job: Job) -> str:
     if job.mode == "serve":
         return (
-            f"No tensor-parallel size that its {job.config.num_heads} heads allow fits; use a "
-            "larger GPU."
+            f"No tensor-parallel size that its {job.config.num_heads} heads allow fits, even with "
+            "int4 weights and an int8 KV cache; use a larger GPU."
         )
-    ledger = job.candidate(replace(layout, recompute="full")).ledger
-    saved = gb(max(stage.rows["activations"] + stage.rows["logits"] for stage in ledger))
     return (
-        f"{layout} with ZeRO-3 does not fit on any number of these GPUs: even with rc-full its "
-        f"activations and logits are {saved}. Use shorter sequences (--seq), smaller "
-        "micro-batches (--micro-batch), more tp with sp, more cp, or a larger GPU."
+        f"No layout fits on up to {MORE_NODES} nodes more than its states need, even with rc-full "
+        "and micro-batches of one sequence. Use shorter sequences (--seq) or a larger GPU."
     )
