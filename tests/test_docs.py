@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from shardwise.cli import build_parser, check_words, parse
+from shardwise.hardware import DEVICES
 from shardwise.serve.api.metrics import Metrics
 from shardwise.serve.engine_client import Stats
 from shardwise.train.settings import Settings
@@ -113,6 +114,16 @@ def test_every_command_and_flag_of_the_prose_exists(page: Path) -> None:
         if words[0].startswith("-") or words[0] == "COMMAND" or (is_group and len(words) == 1):
             continue
         check_words(parser, words, {})
+
+
+def test_the_table_of_gpus_is_that_of_the_planner() -> None:
+    text = (DOCS / "supported.md").read_text("utf-8")
+    rows = [
+        f"| `{name}` | {device.memory_bytes // 10**9} | {device.bf16_flops / 1e12:,.0f} "
+        f"| {device.memory_bandwidth / 1e9:,.0f} |"
+        for name, device in DEVICES.items()
+    ]
+    assert "\n".join(rows) in text
 
 
 @pages
