@@ -56,7 +56,7 @@ from shardwise.formats.huggingface.hf_config import from_hugging_face, to_huggin
 from shardwise.layout import Layout, Schedule
 from shardwise.measure import train_step as bench
 from shardwise.measure.train_step import WORKLOAD, Measured, Workload, bench_layout
-from shardwise.parallel.peak_memory import peak_resident_bytes, reset_peaks
+from shardwise.parallel.memory import peak_resident_bytes, reset_peaks
 from shardwise.parallel.pipeline.schedules import pipeline_table
 from shardwise.params import model_specs
 from shardwise.plan.traffic import comm_bytes

@@ -4,6 +4,7 @@ behind."""
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from engines import assert_empty
 from shardwise import LLM, SamplingParams
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.layout import Layout
+from shardwise.serve.keywords import VLLM_NAMES
+from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
@@ -194,6 +197,12 @@ def test_mistakes_are_sentences_before_anything_is_run(
         ({"max_len": 257}, "context length is 256"),
         ({"dtype": "fp8"}, "bf16 or fp32"),
         ({"layout": Layout(tp=2)}, "one device"),
+        ({"tensor_parallel_size": 2}, "one device"),
+        ({"dtype": "float16"}, "dtype float16 is not supported; auto, bfloat16 and float32 are"),
+        ({"max_model_length": 9}, "no argument 'max_model_length'; did you mean max_model_len?"),
+        ({"swap_space": 4}, "LLM has no argument 'swap_space'; "),
+        ({"max_len": 9, "max_model_len": 9}, "max_model_len and max_len are one setting"),
+        ({"gpu_memory_utilization": 1.5}, "memory_share is 1.5, but must be above 0"),
     ],
 )
 def test_what_cannot_be_loaded_is_a_sentence(
@@ -201,6 +210,49 @@ def test_what_cannot_be_loaded_is_a_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         LLM(str(folder), **{"dtype": "fp32"} | changes)
+
+
+def test_keywords_of_vllm(folder: Path) -> None:
+    """Every name of the table is a field, and prompts come in vLLM's forms."""
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        block_size=16,
+        quantization=None,
+        kv_cache_dtype="auto",
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.001,
+        seed=5,
+    )
+    settings = llm.settings
+    assert (settings.dtype, settings.max_len, settings.max_running) == ("fp32", 64, 3)
+    assert (settings.max_batch_tokens, settings.page_tokens) == (32, 16)
+    assert set(VLLM_NAMES.values()) <= {field.name for field in fields(EngineSettings)}
+    drawn = SamplingParams(max_tokens=8, ignore_eos=True)
+    ids = list(b"Hello")
+    found = [
+        llm.generate(*args, **given, sampling_params=drawn, use_tqdm=False)
+        for args, given in (
+            (({"prompt": "Hello"},), {}),
+            (([{"prompt_token_ids": ids}],), {}),
+            ((), {"prompt_token_ids": [ids]}),
+            ((), {"prompt_token_ids": ids}),
+        )
+    ]
+    assert all(output.prompt_token_ids == ids for (output,) in found)
+    again = LLM(str(folder), dtype="fp32", kv_bytes=1 << 18, max_len=64, seed=5)
+    (repeated,) = again.generate("Hello", drawn, use_tqdm=False)
+    assert repeated.outputs[0].token_ids == found[0][0].outputs[0].token_ids
+    for given, said in (
+        ({}, "give prompts or prompt_token_ids"),
+        ({"prompts": "a", "prompt_token_ids": [1]}, "one of them"),
+        ({"prompts": {"prompt": "a", "multi_modal_data": 1}}, "a prompt has the key"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            llm.generate(**given)
 
 
 def test_a_model_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

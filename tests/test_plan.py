@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -19,10 +20,14 @@ from shardwise.hardware import DEVICES, Device
 from shardwise.layout import Layout, Recompute, Shard
 from shardwise.params import model_specs, num_params
 from shardwise.plan import plan
+from shardwise.plan.activations import MicroBatchShape
 from shardwise.plan.ledger import Mode, Precision, serving_ledgers, training_ledgers, unit_sizes
 from shardwise.plan.proposal import LEAST_TOKENS, propose, training_option
 from shardwise.plan.search import Job
 from shardwise.plan.why import count, gb
+from shardwise.train.resolve import resolve_run
+from shardwise.train.settings import to_toml
+from tiny_training import build_data, tiny_settings
 
 GB = 10**9
 TINY = ModelConfig("llama", 3, 64, 96, 4, 2, 16, 100, 128, tied=True)
@@ -617,3 +622,27 @@ def test_every_device_has_a_plan() -> None:
 def test_too_many_gpus_is_one_sentence(mode: Mode | None) -> None:
     with pytest.raises(ValueError, match="number of GPUs must be at most 10000000, not 1000000000"):
         plan("smollm2-135m", "v100-16gb", 10**9, mode=mode)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_run_is_planned_as_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_folder: bool
+) -> None:
+    """Layout, micro-batch, sequence length, precision, gradients, offload, sizes of the model."""
+    changes = {"layout": "dp2.z1.m2", "global_batch": 24, "precision": "bf16", "gradients": "fp32"}
+    settings = tiny_settings(build_data(tmp_path), tmp_path / "run", offload="host", **changes)
+    file = tmp_path / ("config.toml" if is_folder else "run.toml")
+    file.write_text(to_toml(settings))
+    source = tmp_path if is_folder else file
+    code, answer = run_json(capsys, str(source), "--gpu", "4090")
+    (candidate,) = answer["candidates"]
+    assert (code, answer["micro_batch"], answer["seq"]) == (0, 6, 16)
+    assert (candidate["layout"], answer["model"]["name"]) == ("dp2.z1.m2", "1M")
+    config = resolve_run(settings).config
+    (planned,) = training_ledgers(
+        config, Layout.parse("dp2.z1.m2"), "bf16", "fp32", MicroBatchShape(6, 16), offload=True
+    )
+    assert candidate["ledger"][0]["rows"] == planned.rows
+    assert planned.rows["optimizer"] == 0
+    code, answer = run_json(capsys, str(source), "--gpu", "4090", "--layout", "dp4")
+    assert (answer["candidates"][0]["layout"], answer["micro_batch"]) == ("dp4", 6)

@@ -27,6 +27,7 @@ from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.registry import serving_kernels
 from shardwise.layout import Layout
 from shardwise.parallel.launch import Place
+from shardwise.parallel.memory import container_bytes
 from shardwise.precision import Precision
 from shardwise.serve.engine import remote as process
 from shardwise.serve.engine import worker
@@ -501,16 +502,16 @@ def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> N
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     """What it has read of files can be dropped; without a limit, or outside of a container, there
     is none."""
-    assert worker.container_bytes(tmp_path) == 1 << 62
+    assert container_bytes(tmp_path) == 1 << 62
     for name, text in (
         ("current", "700\n"),
         ("stat", "anon 100\ninactive_file 250\nactive_file 50\n"),
         ("max", "max\n"),
     ):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert worker.container_bytes(tmp_path) == 1 << 62
+    assert container_bytes(tmp_path) == 1 << 62
     (tmp_path / "memory.max").write_text("1000\n")
-    assert worker.container_bytes(tmp_path) == 1000 - 700 + 250
+    assert container_bytes(tmp_path) == 1000 - 700 + 250
 
 
 def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder: Path) -> None:

@@ -551,7 +551,7 @@ def test_plan_proposes_only_layouts_that_groups_allow() -> None:
         .modes[0]
         .candidates
     )
-    assert [str(each.layout) for each in layouts] == ["dp8"]
+    assert [str(each.layout) for each in layouts] == ["dp1"]
     found = (
         plan("qwen2.5-72b", "h100-80gb", gpus=8, mode="serve", quant="int4-g32").modes[0].candidates
     )

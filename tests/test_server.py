@@ -19,7 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from examples import examples
+from shardwise.serve.api.log import throughput
 from shardwise.serve.api.server import make_app
+from shardwise.serve.engine_client import Stats
 from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
@@ -818,3 +820,52 @@ def test_nothing_that_the_document_allows_or_forbids_is_a_5xx(case: Any) -> None
         case.body.pop("n", None)
     answer = case.call()
     assert answer.status_code < 500, answer.text
+
+
+# -- the log
+
+
+def test_a_line_is_logged_for_each_request(
+    client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But for probes that succeed; and with the status that the client got."""
+    with caplog.at_level("INFO", logger="shardwise.serve"):
+        for path in ("/health", "/v1/models", "/none", "/metrics"):
+            client.get(path)
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": -2})
+    lines = [record.getMessage() for record in caplog.records]
+    assert [re.sub(r" in \d+\.\d\d s, request [0-9a-f]{32}$", "", line) for line in lines] == [
+        "GET /v1/models 200",
+        "GET /none 404",
+        "POST /v1/completions 200",
+        "POST /v1/completions 400",
+    ]
+
+
+def test_throughput_is_that_of_the_interval() -> None:
+    before = Stats(prompt_tokens=100, generated_tokens=50, steps=3)
+    now = Stats(
+        num_waiting=1,
+        num_running=2,
+        pages_free=10,
+        pages_used=5,
+        pages_cached=5,
+        prompt_tokens=300,
+        generated_tokens=90,
+        prefix_cache_queried_tokens=200,
+        prefix_cache_hit_tokens=50,
+        steps=9,
+    )
+    assert throughput(before, now, 10.0) == (
+        "2 running, 1 waiting; prompts 20 tokens/s, generation 4 tokens/s; KV cache 25% in use, "
+        "prefix cache hits 25%"
+    )
+
+
+def test_the_root_says_what_this_is_and_docs_can_be_turned_off(client: TestClient) -> None:
+    answer = client.get("/").json()
+    assert answer["name"] == "Shardwise" and answer["api"] == "/v1"
+    assert "swagger" in client.get(answer["docs"]).text.lower()
+    with client_of(TinyEngine(talking_model()), no_docs=True) as other:
+        assert "docs" not in other.get("/").json() and other.get("/docs").status_code == 404

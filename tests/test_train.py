@@ -30,6 +30,7 @@ from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs, num_params, units
 from shardwise.plan.traffic import comm_bytes
 from shardwise.train import metrics as telling
+from shardwise.train import rank as training
 from shardwise.train.metrics import Metrics, StepMetrics
 from shardwise.train.rank import train
 from shardwise.train.resolve import resized
@@ -185,7 +186,7 @@ def is_pending(pid: int, number: signal.Signals) -> bool:
 
 def told_lines(err: str) -> list[str]:
     """What stderr holds beyond the settings, which kernels run, and the progress."""
-    known = re.compile(r"\[\w+\]|\w+ = .*|kernels: .*|step +\d+  .*|")
+    known = re.compile(r"\[\w+\]|\w+ = .*|(model|data|layout|memory|kernels): .*|step +\d+  .*|")
     return [line for line in err.splitlines() if not known.fullmatch(line)]
 
 
@@ -387,6 +388,31 @@ def test_a_signal_while_ranks_start_waits_until_they_can_save(data: Path, tmp_pa
     (line,) = told_lines(err)
     assert "stopped by SIGINT after step 1;" in line
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        MemoryError(),
+    ],
+)
+def test_running_out_of_memory_is_one_sentence(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(training, "run_steps", fail)
+    assert main(["train", str(config_file(tmp_path, data, layout="dp1"))]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and "out of memory in dp1, for which the plan counts " in err
+    assert "rc-full, smaller micro-batches" in err and "nothing was saved" in err
 
 
 def train_on(rank: int, world: int, settings: Settings) -> None:
@@ -616,7 +642,7 @@ def test_one_process_trains_in_a_folder_at_a_time(
             "num_kv_heads of a gpt2 model cannot be 2; 4 works",
         ),
         (["optimizer.eps=0"], "optimizer.eps must be above 0"),
-        (["data.global_batch=1000000000000"], "sequences exceed the memory"),
+        (["data.global_batch=1000000000000"], "`shardwise plan` with these settings shows"),
     ],
 )
 def test_models_that_cannot_be_stored_or_run_are_refused(
@@ -654,9 +680,9 @@ def test_a_model_that_does_not_fit_is_refused(
     )
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"shardwise: the parameters, gradients and optimizer states of dp2 take [\d,]+ GB per "
-        r"rank, "
-        r"[\d,]+ GB for 2 ranks, but there are [\d.,]+ GB; `shardwise plan` shows what fits",
+        r"shardwise: dp2 \(optimizer [\d,]+ GB, parameters [\d,]+ GB, \.\.\.\) takes [\d,]+ GB per "
+        r"rank, [\d,]+ GB for 2 ranks, but there are [\d.,]+ GB; `shardwise plan` with these "
+        r"settings shows what fits",
         line,
     ), line
     assert not (tmp_path / "run").exists()

@@ -3,11 +3,12 @@ sharding."""
 
 from typing import Any
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import LLM and SamplingParams on first use: LLM needs torch, the planner does not."""
+    """Import LLM and SamplingParams, and look the version up, on first use: LLM needs torch, which
+    the planner does not."""
     if name == "LLM":
         from shardwise.serve.llm import LLM
 
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from shardwise.serve.request import SamplingParams
 
         return SamplingParams
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("shardwise")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,11 +2,15 @@
 
 import argparse
 import json
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
 from shardwise.hardware import GPUS_PER_NODE, MARGIN
 from shardwise.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from shardwise.formats.catalogue import FoundModel
 
 
 def add_plan(subparsers: Any) -> None:
@@ -21,8 +25,8 @@ def add_plan(subparsers: Any) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a catalogue name, a parameter count (70B), a model folder, a .gguf file, a training "
-        "run or a hub id",
+        help="a catalogue name, a parameter count (70B), a model folder, a .gguf file or a hub id; "
+        "or settings of `shardwise train` (run.toml) or a run, planned as they would run",
     )
     parser.add_argument(
         "--gpu", metavar="NAME", help="GPU model, e.g. h100-80gb or 4090, or its memory, e.g. 48GB"
@@ -113,22 +117,25 @@ def run_plan(args: argparse.Namespace) -> int:
             raise ValueError(f"name {name}; `shardwise plan --list` prints the known ones")
     from shardwise.plan import plan
 
-    result = plan(
-        args.model,
-        args.gpu,
-        args.gpus,
-        args.mode,
-        args.layout,
-        args.seq,
-        args.precision,
-        args.micro_batch,
-        args.recompute,
-        args.quant,
-        args.kv_dtype,
-        args.offload,
-        args.margin,
-        args.gpus_per_node,
-    )
+    choices = {
+        "mode": args.mode,
+        "layout": args.layout,
+        "seq": args.seq,
+        "precision": args.precision,
+        "micro_batch": args.micro_batch,
+        "recompute": args.recompute,
+        "quant": args.quant,
+        "kv_dtype": args.kv_dtype,
+        "offload": args.offload,
+        "margin": args.margin,
+        "gpus_per_node": args.gpus_per_node,
+    }
+    model: Any = args.model
+    if args.mode != "serve" and (settings := settings_file(args.model)):
+        model, of_run = choices_of_run(settings, args.layout)
+        choices |= {name: of_run[name] for name in of_run if choices.get(name) in (None, False)}
+        choices |= {"mode": "train", "precision": of_run["precision"]}
+    result = plan(model, args.gpu, args.gpus, **choices)
     if args.json:
         print(json.dumps(result.to_json()))
     else:
@@ -136,6 +143,34 @@ def run_plan(args: argparse.Namespace) -> int:
 
         print_plan(result, result_console())
     return 0 if result.fits else 1
+
+
+def settings_file(model: str) -> Path | None:
+    """Return the settings of a run, for a TOML file or the folder of a run."""
+    path = Path(model)
+    inside = path / "config.toml"
+    return path if path.suffix == ".toml" else inside if inside.is_file() else None
+
+
+def choices_of_run(path: Path, layout: str | None) -> tuple["FoundModel", dict[str, Any]]:
+    """Return the model of a run, and what `shardwise train` would run, as arguments of `plan`."""
+    from shardwise.formats.catalogue import FoundModel
+    from shardwise.layout import Layout
+    from shardwise.train.resolve import resolve_run
+    from shardwise.train.settings import read_settings
+
+    run = resolve_run(read_settings(path))
+    chosen = run.layout if layout is None else Layout.parse(layout)
+    settings = run.settings
+    choices = {
+        "layout": chosen,
+        "seq": settings.data.seq_len,
+        "micro_batch": max(1, settings.microbatch_sequences(chosen)),
+        "precision": settings.run.precision,
+        "gradients": settings.run.gradients,
+        "offload": settings.run.offload != "none",
+    }
+    return FoundModel(settings.model.name, run.config, "run"), choices
 
 
 def print_known(as_json: bool) -> None:

@@ -50,8 +50,8 @@ def add_serve(subparsers: Any) -> None:
 
 
 ENGINE_FLAGS = (
-    "dtype", "quant", "kv_dtype", "kv_bytes", "max_len", "max_batch_tokens", "max_running",
-    "max_queued",
+    "dtype", "quant", "kv_dtype", "kv_bytes", "memory_share", "max_len", "max_batch_tokens",
+    "max_running", "max_queued",
 )  # fmt: skip
 
 

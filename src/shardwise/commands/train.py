@@ -13,6 +13,7 @@ from shardwise.commands.terminal import log
 
 if TYPE_CHECKING:
     from shardwise.train.loop import Outcome
+    from shardwise.train.settings import Run
 
 
 def add_train(subparsers: Any) -> None:
@@ -49,8 +50,9 @@ def run_train(args: argparse.Namespace) -> int:
     """Exit 0 after the last step, 1 when a rank failed, the loss diverged or saving failed, 128 + n
     after signal n."""
     from shardwise.parallel.launch import RankFailed, Stopped, is_first_rank
+    from shardwise.train.rank import OutOfMemory
     from shardwise.train.run import start_run
-    from shardwise.train.settings import read_settings, to_toml
+    from shardwise.train.settings import read_settings
 
     overrides = list(args.overrides)
     if args.layout is not None:
@@ -58,14 +60,17 @@ def run_train(args: argparse.Namespace) -> int:
     settings = read_settings(Path(args.config), overrides)
     folder = settings.run.folder
     try:
-        outcome = start_run(
-            settings, args.resume, log, lambda: print(to_toml(settings), file=sys.stderr)
-        )
+        outcome = start_run(settings, args.resume, log, print_run)
     except RankFailed as failure:
         print(failure, file=sys.stderr)
         if args.json:
             print(json.dumps({"run": folder, "failed": str(failure)}))
         log(f"the run failed; {how_to_resume(folder)}")
+        return 1
+    except OutOfMemory as error:  # one rank runs in this process
+        if args.debug:
+            raise
+        log(f"{error}; {how_to_resume(folder)}")
         return 1
     except Stopped as stop:
         log(f"stopped at once by a second {stop}; {how_to_resume(folder)}")
@@ -86,6 +91,14 @@ def run_train(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def print_run(run: "Run") -> None:
+    """Print the settings of a run and their summary on stderr."""
+    from shardwise.train.settings import to_toml
+    from shardwise.train.summary import run_summary
+
+    print(to_toml(run.settings), *run_summary(run), sep="\n", file=sys.stderr)
+
+
 def summarize_outcome(outcome: "Outcome", folder: str) -> str:
     """Return one sentence on how the run ended and how to continue it."""
     if outcome.diverged:
@@ -103,7 +116,12 @@ def summarize_outcome(outcome: "Outcome", folder: str) -> str:
         )
     if outcome.loss is None:
         return f"{folder}: already finished ({outcome.step} steps); raise run.steps to continue"
-    return f"{folder}: {outcome.step} steps, loss {outcome.loss:.4f}"
+    held_out = outcome.held_out_loss
+    held_out_text = "" if held_out is None else f", held-out loss {held_out:.4f}"
+    return (
+        f"{folder}: {outcome.step} steps, loss {outcome.loss:.4f}{held_out_text}; try "
+        f"`shardwise generate {shlex.quote(folder)} --prompt TEXT`"
+    )
 
 
 def how_to_resume(folder: str) -> str:

@@ -15,8 +15,8 @@ from shardwise.layout import Layout
 from shardwise.measure.workload import StepSizes
 from shardwise.parallel.apply import apply, check_trainable, draw_weights
 from shardwise.parallel.launch import Place, device_of, run_ranks
+from shardwise.parallel.memory import peak_memory_bytes, peak_resident_bytes, reset_peaks
 from shardwise.parallel.mesh import Mesh, make_mesh
-from shardwise.parallel.peak_memory import peak_memory_bytes, peak_resident_bytes, reset_peaks
 from shardwise.parallel.program import Program
 from shardwise.plan.ledger import training_ledgers
 from shardwise.train.data.batches import Batch, MicroBatch

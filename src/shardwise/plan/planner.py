@@ -14,7 +14,7 @@ from shardwise.plan.ledger import BYTES_PER_PARAMETER, NOT_COUNTED, NOT_QUANTIZE
 from shardwise.plan.proposal import best_fits, propose, rough_step_s
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_not, why_one_is_not_enough
-from shardwise.precision import PRECISIONS, Precision
+from shardwise.precision import PRECISIONS, GradientPrecision, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype, vector_bytes
 from shardwise.quant.scheme import StorageFormats
 
@@ -145,6 +145,7 @@ def plan(
     recompute: Recompute | None = None,
     quant: str | None = None,
     kv_dtype: KvDtype = "auto",
+    gradients: GradientPrecision = "same",
     offload: bool = False,
     margin: float = MARGIN,
     gpus_per_node: int = GPUS_PER_NODE,
@@ -161,6 +162,7 @@ def plan(
         recompute: recompute of all training layouts
         quant: quantization of the weights in serving, as `shardwise serve` takes it
         kv_dtype: dtype of the KV cache in serving
+        gradients: dtype of the gradients in training, as `run.gradients`
         offload: whether training keeps optimizer states in host memory
         margin: share of a GPU's memory that proposals leave to the CUDA context, NCCL and
             fragmentation
@@ -203,6 +205,7 @@ def plan(
         mode="train",
         num_sequences=num_sequences,
         recompute=recomputed,
+        gradients=gradients,
         offload=offload,
         quant=None,
         formats=NOT_QUANTIZED,

@@ -25,7 +25,7 @@ from shardwise.plan.ledger import (
     training_stages,
 )
 from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
-from shardwise.precision import Precision
+from shardwise.precision import GradientPrecision, Precision
 from shardwise.quant.kv_dtype import KvDtype
 from shardwise.quant.scheme import StorageFormats
 
@@ -79,6 +79,7 @@ class Job:
         recompute: recompute of the layouts that training searches
         quant, formats: quantization in serving, by name and as storage formats of the parameters
         kv_dtype: dtype of the KV cache in serving
+        gradients: dtype of the gradients in training
         offload: whether training keeps optimizer states in host memory
         margin: share of the GPU's memory that proposals leave free
     """
@@ -94,6 +95,7 @@ class Job:
     quant: str | None = None
     formats: StorageFormats = field(default_factory=dict)
     kv_dtype: KvDtype = "auto"
+    gradients: GradientPrecision = "same"
     offload: bool = False
     margin: float = MARGIN
     gpus_per_node: int = GPUS_PER_NODE
@@ -121,11 +123,7 @@ class Job:
         """Return the memory of a layout, by pipeline stage."""
         if self.mode == "train":
             return training_ledgers(
-                self.config,
-                layout,
-                self.precision,
-                microbatch=self.microbatch,
-                offload=self.offload,
+                self.config, layout, self.precision, self.gradients, self.microbatch, self.offload
             )
         return serving_ledgers(
             self.config,
@@ -145,8 +143,9 @@ class Job:
                     layout,
                     stage,
                     self.precision,
-                    microbatch=self.microbatch,
-                    offload=self.offload,
+                    self.gradients,
+                    self.microbatch,
+                    self.offload,
                 )
                 if sum(saved.values()) > limit_bytes:
                     return False
@@ -156,8 +155,9 @@ class Job:
                     self.config,
                     layout,
                     self.precision,
-                    microbatch=self.microbatch,
-                    offload=self.offload,
+                    self.gradients,
+                    self.microbatch,
+                    self.offload,
                 )
             )
         return all(stage.total_bytes <= limit_bytes for stage in self.ledgers(layout))
@@ -165,7 +165,7 @@ class Job:
     def candidate(self, layout: Layout, replicas: int = 1) -> Candidate:
         """Return the memory and traffic of a layout."""
         if self.mode == "train":
-            sent = comm_bytes(self.config, layout, self.precision, microbatch=self.microbatch)
+            sent = comm_bytes(self.config, layout, self.precision, self.gradients, self.microbatch)
         else:
             sent = unpriced(layout)  # servers do not communicate
         limit = self.device.memory_bytes

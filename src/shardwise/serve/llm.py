@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import replace
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -9,25 +10,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shardwise.formats.catalogue import find_model, model_path
 from shardwise.parallel.launch import Place, device_of
 from shardwise.serve.engine.worker import make_engine, start_rank
+from shardwise.serve.keywords import settings_of_keywords
 from shardwise.serve.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
 from shardwise.serve.settings import EngineSettings
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, str]
 
 
 class LLM:
     """A model in this process.
 
-    `model` is a folder, a .gguf file, a run or a hub id; `settings` are the fields of
-    `EngineSettings`: dtype, quant, kv_dtype, kv_bytes, max_len, max_batch_tokens, max_running.
-    Raises ValueError for what does not fit, with what does.
+    `model` is a folder, a .gguf file, a run or a hub id. `settings` are the fields of
+    `EngineSettings`, under their own names or vLLM's (`keywords.py`). With `seed`, requests that
+    have no seed of their own are reproducible. Raises ValueError for what does not fit, with what
+    does, and for unknown settings.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        self.settings = EngineSettings(model_path(find_model(model)), **settings)
+    def __init__(self, model: str, *, seed: int | None = None, **settings: Any) -> None:
+        self.settings = EngineSettings(
+            model_path(find_model(model)), **settings_of_keywords(settings)
+        )
+        self.seed = seed
         if self.settings.layout.world_size > 1:
             raise ValueError("LLM runs on one device; `shardwise serve --tp N` serves over several")
         started = start_rank(Place(0, 1, device_of(0, 1)), self.settings)
@@ -36,15 +42,21 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts, batched as memory allows, and return the outputs in their order.
 
-        `params` are for all prompts or one per prompt; `use_tqdm` shows progress on a terminal.
+        A prompt is a text, token ids, or a dictionary with `prompt` or `prompt_token_ids`; ids may
+        also be given as `prompt_token_ids`. `sampling_params` are for all prompts or one per
+        prompt; `use_tqdm` shows progress on a terminal.
         """
-        prompt_list = as_list(prompts)
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ValueError("give prompts or prompt_token_ids, one of them")
+        prompt_list = as_list(prompts if prompt_token_ids is None else prompt_token_ids)  # type: ignore[arg-type]
         with Progress(
             TextColumn("[bold]generate"),
             BarColumn(),
@@ -54,7 +66,7 @@ class LLM:
         ) as progress:
             task = progress.add_task("generate", total=len(prompt_list))
             outputs: dict[int, RequestOutput] = {}
-            for output, _ in self.stream(prompt_list, params):
+            for output, _ in self.stream(prompt_list, sampling_params):
                 outputs[output.request_id] = output
                 if output.finished:
                     progress.advance(task)
@@ -63,19 +75,19 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one conversation or several, in the model's chat template."""
         several = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.engine.tokenizer
         prompts = [tokenizer.encode(tokenizer.chat(list(each))) for each in several]  # type: ignore[arg-type]
-        return self.generate(prompts, params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[tuple[RequestOutput, Delta]]:
         """Yield each delta as it comes, with the output of its prompt so far. Closing the iterator
         aborts what still runs.
@@ -86,7 +98,7 @@ class LLM:
             raise ValueError(
                 "another stream of this LLM is running; it must end, or be closed, before the next"
             )
-        pending = self.requests(as_list(prompts), params)
+        pending = self.requests(as_list(prompts), sampling_params)
         for request, _ in pending:
             engine.check(request)
         pending.reverse()
@@ -106,7 +118,9 @@ class LLM:
                 engine.abort(request_id)
 
     def requests(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: list[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[tuple[Request, str | None]]:
         """Return a request for each prompt, and its text if it was given as text."""
         if not isinstance(params, Sequence):
@@ -118,6 +132,8 @@ class LLM:
             )
         requests = []
         for prompt, prompt_params in zip(prompts, params, strict=True):
+            if self.seed is not None and prompt_params.seed is None:
+                prompt_params = replace(prompt_params, seed=self.seed + self.next_id)
             text = prompt if isinstance(prompt, str) else None
             tokens = prompt
             if isinstance(prompt, str):
@@ -140,8 +156,21 @@ class LLM:
                 raise error
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts as a list; one prompt, as text or ids, is a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
+    """Return prompts as a list; one prompt, as text, ids or a dictionary, is a list of one."""
+    is_one = isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int))
+    return [content(each) for each in ([prompts] if is_one else prompts)]  # type: ignore[arg-type]
+
+
+def content(prompt: Prompt) -> str | Sequence[int]:
+    """Return the text or the token ids of a prompt. Raises ValueError for other keys than vLLM's
+    `prompt` and `prompt_token_ids`."""
+    if not isinstance(prompt, dict):
+        return prompt
+    for key in ("prompt_token_ids", "prompt"):
+        if set(prompt) == {key}:
+            value: str | Sequence[int] = prompt[key]
+            return value
+    raise ValueError(
+        f"a prompt has the key prompt or prompt_token_ids, one of them, not {', '.join(prompt)}"
+    )

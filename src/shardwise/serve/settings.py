@@ -5,7 +5,7 @@ The flags of `shardwise serve`, `bench serve`, `generate` and `eval` are generat
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.config import ModelConfig
 from shardwise.kernels.page_table import BLOCK_TOKENS
@@ -49,6 +49,11 @@ class EngineSettings:
     kv_bytes: int | None = setting(
         None, "size of the KV cache on each rank, in bytes", default_help="all memory left over"
     )
+    memory_share: float | None = setting(
+        None,
+        "share of the free memory that the KV cache may take, as vLLM's gpu_memory_utilization",
+        default_help="0.92 of a GPU, 0.5 of a machine",
+    )
     max_len: int | None = setting(
         None,
         "maximum context length of a request, prompt plus output, in tokens",
@@ -73,6 +78,10 @@ class EngineSettings:
         if self.quant is not None:
             parse_quant(self.quant)
         check_kv_dtype(self.kv_dtype)
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
+            raise ValueError(
+                f"memory_share is {self.memory_share:g}, but must be above 0 and at most 1"
+            )
         if self.page_tokens < 1 or BLOCK_TOKENS % self.page_tokens:
             raise ValueError(
                 f"page_tokens is {self.page_tokens}, but must divide {BLOCK_TOKENS}; 16 works"
@@ -120,6 +129,11 @@ class ServerSettings:
     max_body_bytes: int = setting(
         4 << 20, "maximum size of a request body, at least 1 MiB", default_help="4 MiB"
     )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "least severity that is logged; info logs requests and, every 10 s, tokens/s"
+    )
+    no_access_log: bool = setting(False, "log no line per request", default_help="a line each")
+    no_docs: bool = setting(False, "serve no pages at /docs", default_help="Swagger UI at /docs")
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.hardware import device_for
+from shardwise.parallel.memory import peak_memory_bytes
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.peak_memory import peak_memory_bytes
 
 SMALLEST_MATRIX = 128
 MATRIX_SIZE = 1024
@@ -123,16 +123,24 @@ class LastingStream:
 
 class Metrics:
     """Writes `metrics.jsonl` in the run's folder and shows progress on stderr, on the rank that is
-    `active`; on the others it does nothing.
+    `active`; on the others it does nothing. `shows_mfu` puts the MFU into the progress: where the
+    peak is a published one, since that of a CPU is measured, and varies with its other work.
 
     Lines after `resumed_step` come from steps that were not saved and are dropped; at 0 all lines
     are dropped.
     """
 
     def __init__(
-        self, folder: Path, steps: int, resumed_step: int, tensorboard: bool, active: bool
+        self,
+        folder: Path,
+        steps: int,
+        resumed_step: int,
+        tensorboard: bool,
+        active: bool,
+        shows_mfu: bool = False,
     ) -> None:
         self.active = active
+        self._shows_mfu = shows_mfu
         if not active:
             return
         path = folder / "metrics.jsonl"
@@ -161,9 +169,10 @@ class Metrics:
         if not self.active:
             return
         self._write(asdict(metrics))
+        mfu = f"MFU {metrics.mfu:.0%}  " if self._shows_mfu else ""
         status = (
             f"loss {metrics.loss:.3f}  {metrics.tokens_per_s:,.0f} tokens/s  "
-            f"MFU {metrics.mfu:.0%}  {max(metrics.peak_bytes) / 1e9:.2f} GB"
+            f"{mfu}{max(metrics.peak_bytes) / 1e9:.2f} GB"
         )
         self._progress.update(self._task, completed=metrics.step, status=status)
         is_due = time.monotonic() - self._logged_at >= SECONDS_BETWEEN_LINES

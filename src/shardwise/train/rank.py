@@ -21,18 +21,41 @@ from shardwise.train.metrics import Meter, Metrics
 from shardwise.train.optim import AdamW
 from shardwise.train.settings import OptimizerSettings, Run, Settings
 from shardwise.train.signals import StopRequest
+from shardwise.train.validate import out_of_memory
+
+
+class OutOfMemory(Exception):
+    """A rank ran out of memory; the message says what the plan counted and what to try."""
 
 
 def train(place: Place, run: Run, resumed: int) -> Outcome:
     """Train on this rank until the last step or a signal, and save. Every rank of the layout calls
-    it. A run continues from its checkpoint of step `resumed`, if that is above 0."""
+    it. A run continues from its checkpoint of step `resumed`, if that is above 0. Raises
+    OutOfMemory."""
+    try:
+        return train_to_end(place, run, resumed)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(out_of_memory(run)) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a device or the machine had no memory left; torch's CPU allocator raises a
+    plain RuntimeError."""
+    is_named = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_named or "can't allocate memory" in str(error)
+
+
+def train_to_end(place: Place, run: Run, resumed: int) -> Outcome:
     settings = run.settings.run
     mesh = make_mesh(run.layout, place.rank, place.device, run.config.num_kv_heads)
     start = int(mesh.world.max(resumed)[0])  # under torchrun only the first rank looked
     program = make_program(run, mesh, start)
     folder = Path(settings.folder)
     active = place.rank == 0
-    metrics = Metrics(folder, settings.steps, start, settings.tensorboard, active)
+    shows_mfu = place.device.type == "cuda"
+    metrics = Metrics(folder, settings.steps, start, settings.tensorboard, active, shows_mfu)
     metrics.log(f"kernels: {program.kernels}")
     try:
         with StopRequest(patient=place.world_size > 1) as stop:

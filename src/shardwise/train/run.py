@@ -36,13 +36,13 @@ def start_run(
     settings: Settings,
     resume: bool = False,
     warn: Callable[[str], None] = print,
-    begin: Callable[[], None] = lambda: None,
+    begin: Callable[[Run], None] = lambda run: None,
 ) -> Outcome:
     """Validate the settings, prepare the folder, start the ranks and train.
 
     With `resume` the run continues from its newest complete checkpoint; `warn` receives a line for
-    each damaged one. `begin` is called once nothing is left to refuse. Raises ValueError before
-    anything is written or started.
+    each damaged one. `begin` is called with the run once nothing is left to refuse. Raises
+    ValueError before anything is written or started.
     """
     run = validated_run(settings)
     with locked(Path(settings.run.folder)) if is_first_rank() else nullcontext():
@@ -52,7 +52,7 @@ def start_run(
                 num_bytes = offloaded_bytes(run.config, run.layout) * ranks_here(run.layout)
                 check_space(offload_folder(settings), num_bytes)
             step = prepare_folder(run, resume, warn)
-            begin()
+            begin(run)
         outcome: Outcome = run_ranks(train, run.layout.world_size, run, step)
     return outcome
 

@@ -114,6 +114,10 @@ class Settings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
+    def microbatch_sequences(self, layout: Layout) -> int:
+        """Return the sequences of a micro-batch on each data rank."""
+        return self.data.global_batch // (layout.dp * layout.microbatches)
+
     def __post_init__(self) -> None:
         data = self.data
         run = self.run

@@ -17,11 +17,13 @@ from shardwise.layout import Layout
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.apply import check_trainable
 from shardwise.parallel.launch import device_of, joined_world_size, local_world_size
+from shardwise.parallel.memory import container_bytes
 from shardwise.parallel.offload import STATE_BYTES
 from shardwise.parallel.pipeline.table_csv import read_csv
 from shardwise.parallel.pipeline.validate import validate_for
 from shardwise.params import stage_units
-from shardwise.plan.ledger import shard_sizes, training_ledgers
+from shardwise.plan.activations import MicroBatchShape
+from shardwise.plan.ledger import Ledger, shard_sizes, training_ledgers
 from shardwise.train.data.batches import Batches, TokenFile
 from shardwise.train.resolve import resolve_run
 from shardwise.train.settings import Run, Settings
@@ -154,23 +156,50 @@ def check_joined(layout: Layout) -> None:
 
 
 def check_memory(run: Run) -> None:
-    """Raise ValueError if the states of a run alone, by the planner's figures, exceed the
-    memory."""
-    settings = run.settings.run
+    """Raise ValueError if a run, by the plan of `shardwise plan`, needs more than the memory."""
+    settings = run.settings
     layout = run.layout
     device = device_of(0, layout.world_size)
-    ledgers = training_ledgers(run.config, layout, settings.precision, settings.gradients)
-    needed = max(stage.state_bytes for stage in ledgers)
-    what = f"the parameters, gradients and optimizer states of {layout}"
-    if settings.offload != "none":
-        needed = max(stage.state_bytes - stage.rows["optimizer"] for stage in ledgers)
-        what = f"the parameters and gradients of {layout}"
-    if settings.offload == "host":
+    planned = planned_memory(run)
+    needed = planned.total_bytes
+    if settings.run.offload == "host":
         offloaded = offloaded_bytes(run.config, layout)
         check_fits(f"the offloaded states of {layout}", offloaded, layout, torch.device("cpu"))
         needed += offloaded if device.type == "cpu" else 0
-    check_fits(what, needed, layout, device)
-    check_batch(run.settings.data.global_batch, run.settings.data.seq_len, layout, device)
+    check_fits(f"{layout} ({largest_rows(planned)})", needed, layout, device)
+    check_batch(settings.data.global_batch, settings.data.seq_len, layout, device)
+
+
+def planned_memory(run: Run) -> Ledger:
+    """Return what `shardwise plan` computes for the rank of a run that needs most."""
+    settings = run.settings
+    microbatch = MicroBatchShape(settings.microbatch_sequences(run.layout), settings.data.seq_len)
+    stages = training_ledgers(
+        run.config,
+        run.layout,
+        settings.run.precision,
+        settings.run.gradients,
+        microbatch,
+        offload=settings.run.offload != "none",
+    )
+    return max(stages, key=lambda stage: stage.total_bytes)
+
+
+def largest_rows(ledger: Ledger) -> str:
+    """Return the two largest rows of a ledger: "activations 12 GB, optimizer 3 GB, ..."."""
+    rows = sorted(ledger.rows, key=lambda row: -ledger.rows[row])[:2]
+    return ", ".join([*(f"{row} {gigabytes(ledger.rows[row])}" for row in rows), "..."])
+
+
+def out_of_memory(run: Run) -> str:
+    """Return what to say of a run that ran out of memory: its plan, and what to try."""
+    planned = planned_memory(run)
+    return (
+        f"out of memory in {run.layout}, for which the plan counts "
+        f"{gigabytes(planned.total_bytes)} per rank ({largest_rows(planned)}) and what kernels and "
+        "fragmentation take in addition; rc-full, smaller micro-batches (data.global_batch, or "
+        'more of them with mN), run.offload = "host" and more ranks with z3 need less'
+    )
 
 
 def check_batch(num_sequences: int, length: int, layout: Layout, device: torch.device) -> None:
@@ -194,8 +223,8 @@ def check_fits(what: str, rank_bytes: int, layout: Layout, device: torch.device)
     if rank_bytes * ranks > available:
         total = f", {gigabytes(rank_bytes * ranks)} for {ranks} ranks" if ranks > 1 else ""
         raise ValueError(
-            f"{what} take {gigabytes(rank_bytes)} per rank{total}, but there are "
-            f"{gigabytes(available)}; `shardwise plan` shows what fits"
+            f"{what} takes {gigabytes(rank_bytes)} per rank{total}, but there are "
+            f"{gigabytes(available)}; `shardwise plan` with these settings shows what fits"
         )
 
 
@@ -220,7 +249,8 @@ def ranks_here(layout: Layout) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU, or of this machine."""
+    """Return the memory of a GPU, or of this machine or its container."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(machine, container_bytes(Path("/sys/fs/cgroup")))

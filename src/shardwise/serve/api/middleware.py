@@ -6,8 +6,8 @@ application, so that every endpoint is behind it.
 
 import asyncio
 import hmac
-import logging
 import re
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,13 +16,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardwise.serve.api.errors import ApiError, to_api_error
+from shardwise.serve.api.log import LOG, log_request
 from shardwise.serve.api.metrics import Metrics
 from shardwise.serve.api.streaming import ClientDisconnected
 
 OPEN_PATH = "/health"
 REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 RETRY_AFTER_S = 5
-LOG = logging.getLogger("shardwise.serve")
 
 
 class Admission:
@@ -87,12 +87,13 @@ class RequestMiddleware:
         if not REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        has_started = False
+        status: int | None = None
+        start_s = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal has_started
+            nonlocal status
             if message["type"] == "http.response.start":
-                has_started = True
+                status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -105,9 +106,12 @@ class RequestMiddleware:
             self.metrics.errors.labels(api_error.code).inc()
             if api_error.status == 500:
                 LOG.exception("request %s failed", request_id)
-            if has_started:
+            if status is not None:
                 raise
             await api_error.response()(scope, receive, send_with_id)
+        finally:
+            seconds = time.monotonic() - start_s
+            log_request(scope["method"], scope["path"], status, seconds, request_id)
 
     async def handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Authenticate the request, admit it and read its body, then pass it on."""

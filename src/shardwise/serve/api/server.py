@@ -31,6 +31,7 @@ from shardwise.formats.tokenizers.tokenizer import SPECIAL_NAMES
 from shardwise.serve.api.chat import chat_request, complete_chat, stream_chat
 from shardwise.serve.api.completions import complete, completion_requests, stream_completion
 from shardwise.serve.api.errors import ApiError, to_api_error
+from shardwise.serve.api.log import configure, log_throughput
 from shardwise.serve.api.metrics import Metrics
 from shardwise.serve.api.middleware import Admission, RequestMiddleware
 from shardwise.serve.api.requests import (
@@ -81,10 +82,13 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        reports = asyncio.ensure_future(log_throughput(engine))
         yield
+        reports.cancel()
         await engine.close()
 
-    app = FastAPI(title="Shardwise", docs_url=None, redoc_url=None, lifespan=lifespan)
+    docs_url = None if settings.no_docs else "/docs"
+    app = FastAPI(title="Shardwise", docs_url=docs_url, redoc_url=None, lifespan=lifespan)
     app.state.admission = admission
     app.state.engine = engine
     app.router.route_class = StrictRoute
@@ -298,6 +302,13 @@ def add_status(app: FastAPI, service: Service, admission: Admission) -> None:
             raise ApiError(503, message, "not_ready") from None
         return {"status": "ok"}
 
+    @app.get("/")
+    async def about() -> dict[str, Any]:
+        names = list(service.settings.model_names)
+        pages = {"api": "/v1", "health": "/health", "metrics": "/metrics"}
+        docs = {} if service.settings.no_docs else {"docs": "/docs"}
+        return {"name": "Shardwise", "models": names, **pages, **docs}
+
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         try:
@@ -352,6 +363,8 @@ def serve_forever(
 
     Returns how many requests were cut off after `drain_s`. Raises what the engine's start raises.
     """
+
+    configure(settings.log_level, access=not settings.no_access_log)
 
     async def serve() -> int:
         await engine.start()

@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from shardwise.config import ModelConfig
 from shardwise.formats.model_source import ModelSource, open_source, read_config
@@ -25,8 +22,8 @@ from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.launch import STOP_SIGNALS, Place, end_with_parent, run_ranks
+from shardwise.parallel.memory import available_bytes, peak_memory_bytes, reset_peaks
 from shardwise.parallel.mesh import CollectiveFailed, Mesh, make_mesh
-from shardwise.parallel.peak_memory import peak_memory_bytes, reset_peaks
 from shardwise.params import model_specs
 from shardwise.quantize.load_quantized import load_quantized
 from shardwise.serve.engine.cuda_graphs import cuda_capture
@@ -234,29 +231,6 @@ def measure_batch_bytes(runner: Runner, batch: Batch) -> int:
     return max(0, peak_memory_bytes(device) - before)
 
 
-def available_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, or of the machine or its container."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as file:
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    return min(sizes["MemAvailable"], container_bytes(Path("/sys/fs/cgroup")))
-
-
-def container_bytes(folder: Path) -> int:
-    """Return the free memory of a cgroup, whose file cache may be dropped (cgroup v2, "Memory
-    Interface Files"); 2^62 without a limit.
-    """
-    try:
-        limit = int((folder / "memory.max").read_text())
-        used = int((folder / "memory.current").read_text())
-        lines = (folder / "memory.stat").read_text().splitlines()
-        stat = dict(line.split() for line in lines)
-    except (OSError, ValueError):  # "max"
-        return 1 << 62
-    return limit - used + int(stat.get("inactive_file", 0))
-
-
 def choose_num_pages(
     runner: Runner, settings: EngineSettings, max_len: int, free_bytes: int
 ) -> int:
@@ -267,7 +241,7 @@ def choose_num_pages(
     `kv_bytes`.
     """
     per_request = -(-max_len // settings.page_tokens)
-    share = 0.92 if runner.mesh.device.type == "cuda" else 0.5
+    share = settings.memory_share or (0.92 if runner.mesh.device.type == "cuda" else 0.5)
     usable_bytes = max(0, int(share * free_bytes))
     if settings.kv_bytes is not None and settings.kv_bytes > free_bytes:
         fits = usable_bytes // runner.page_bytes * runner.page_bytes

@@ -1,4 +1,4 @@
-"""Peak memory of this rank: allocated on its GPU, or resident in its process."""
+"""Memory of this rank: what is free on its device, and the peak that it has used."""
 
 import resource
 import sys
@@ -34,3 +34,26 @@ def reset_peaks(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, or of the machine or its container."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    return min(sizes["MemAvailable"], container_bytes(Path("/sys/fs/cgroup")))
+
+
+def container_bytes(folder: Path) -> int:
+    """Return the free memory of a cgroup, whose file cache may be dropped (cgroup v2, "Memory
+    Interface Files"); 2^62 without a limit.
+    """
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+        stat = dict(line.split() for line in lines)
+    except (OSError, ValueError):  # "max"
+        return 1 << 62
+    return limit - used + int(stat.get("inactive_file", 0))
