@@ -493,11 +493,15 @@ def test_a_pipeline_saves_what_is_planned(ranks: Ranks, short: str) -> None:
     rank, byte for byte: with more blocks on one rank than on another, with q and k norms, and with
     layer norms in bf16."""
     cases = [("llama", "fp32"), ("qwen3", "fp32"), ("gpt2", "bf16")]
-    for model, precision in cases:
-        for kept, planned in ranks.run(
-            Layout.parse(short).world_size, kept_on, short, model, precision
-        ):
-            assert kept == planned, (model, precision)
+    for found in ranks.run(Layout.parse(short).world_size, each_kept_on, short, cases):
+        for case, (kept, planned) in zip(cases, found, strict=True):
+            assert kept == planned, case
+
+
+def each_kept_on(
+    rank: int, world: int, short: str, cases: list[tuple[str, str]]
+) -> list[tuple[Counter[str], Counter[str]]]:
+    return [kept_on(rank, world, short, *case) for case in cases]
 
 
 # -- what the loss takes

@@ -61,7 +61,7 @@ from tiny_training import (
 
 CPU = torch.device("cpu")
 MAX_NORM = 0.2
-NUM_STEPS = 3
+NUM_STEPS = 2
 HUGE = 1e6
 """What padding holds here: nobody may read it."""
 
