@@ -29,6 +29,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 MAX_RANKS = 8
 PRELOADED = ("torch.distributed", "transformers.models.llama.modeling_llama")
@@ -224,9 +225,16 @@ def serve(pipe: Connection) -> None:
         while True:
             pipe.send_bytes(answer_to(pipe.recv_bytes()))
             assert pipe.recv_bytes() == LEAVE
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            leave_group()
             pipe.send_bytes(LEFT)
+
+
+def leave_group() -> None:
+    """Leave the group, or what there is of one that could not be formed in time. Its name counts
+    the groups of the process, and must be the same on a rank that is replaced and on its peers."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0
 
 
 def answer_to(message: bytes) -> bytes:

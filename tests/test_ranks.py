@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,22 @@ def test_a_rank_that_dies_is_named_with_its_code(ranks: Ranks) -> None:
     with pytest.raises(RankFailed, match="the process ended with code -9"):
         ranks.run(2, die_on_rank_1)
     assert len(ranks.run(2, process_id)) == 2
+
+
+def die_before_a_group_is_formed(rank: int, world_size: int, folder: Path) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
+    meeting = (folder / "meeting").as_uri()
+    dist.init_process_group("gloo", meeting, timedelta(seconds=1), world_size, rank)
+
+
+def test_a_new_rank_joins_one_whose_last_group_was_never_formed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailed):
+        ranks.run(2, die_before_a_group_is_formed, tmp_path)
+    assert len(ranks.run(2, process_id, timeout_s=20.0)) == 2
 
 
 def test_sys_exit_and_unpicklable_values_are_failures(ranks: Ranks) -> None:
