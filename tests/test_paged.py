@@ -377,8 +377,8 @@ def test_tiny_model_is_batch_invariant(name: str, dtype: torch.dtype) -> None:
     assert_same_bits(model, texts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_smollm2_is_batch_invariant(dtype: torch.dtype) -> None:
+def test_smollm2_is_batch_invariant() -> None:
+    dtype = torch.bfloat16
     path = smollm2_gguf()
     one = Layout()
     config = read_config(path)

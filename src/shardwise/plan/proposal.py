@@ -39,7 +39,7 @@ EXPOSED_SHARE = 0.5
 RECOMPUTED_WORK: dict[Recompute, float] = {"none": 0.0, "selective": 0.03, "full": 1 / 3}
 MICROBATCHES_PER_STAGE = 4
 """Micro-batches of proposed pipelines: the bubble is less than a quarter of the work."""
-MOST_STAGES = 64
+MOST_STAGES = 16
 LEAST_TOKENS = 512
 """Tokens of a sequence on each context rank."""
 MORE_NODES = 64
