@@ -34,8 +34,9 @@ from shardwise.shards import Box, boxes
 from shardwise.train.data.batches import Batch, MicroBatch, batch_rows, num_targets
 from shardwise.train.loop import global_loss, take_step
 from shardwise.train.optim import AdamW
+from shardwise.train.planned_memory import gigabytes
 from shardwise.train.signals import StopRequest
-from shardwise.train.validate import check_joined, gigabytes, memory_bytes, ranks_here
+from shardwise.train.validate import check_joined, memory_bytes, ranks_here
 
 Quantity = Literal["loss", "grad", "grad_norm", "param", "replica"]
 

@@ -19,9 +19,9 @@ from shardwise.train.data.batches import Batches, TokenFile
 from shardwise.train.loop import Outcome, run_steps
 from shardwise.train.metrics import Meter, Metrics
 from shardwise.train.optim import AdamW
+from shardwise.train.planned_memory import out_of_memory
 from shardwise.train.settings import OptimizerSettings, Run, Settings
 from shardwise.train.signals import StopRequest
-from shardwise.train.validate import out_of_memory
 
 
 class OutOfMemory(Exception):

@@ -6,8 +6,8 @@ from pathlib import Path
 from shardwise.parallel.launch import device_of
 from shardwise.params import model_specs, num_params
 from shardwise.train.data.corpus import read_corpus
+from shardwise.train.planned_memory import gigabytes, largest_rows, planned_memory
 from shardwise.train.settings import Run
-from shardwise.train.validate import gigabytes, largest_rows, planned_memory
 
 
 def run_summary(run: Run) -> Iterator[str]:

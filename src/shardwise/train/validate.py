@@ -22,9 +22,9 @@ from shardwise.parallel.offload import STATE_BYTES
 from shardwise.parallel.pipeline.table_csv import read_csv
 from shardwise.parallel.pipeline.validate import validate_for
 from shardwise.params import stage_units
-from shardwise.plan.activations import MicroBatchShape
-from shardwise.plan.ledger import Ledger, shard_sizes, training_ledgers
+from shardwise.plan.ledger import shard_sizes
 from shardwise.train.data.batches import Batches, TokenFile
+from shardwise.train.planned_memory import gigabytes, largest_rows, planned_memory
 from shardwise.train.resolve import resolve_run
 from shardwise.train.settings import Run, Settings
 
@@ -170,38 +170,6 @@ def check_memory(run: Run) -> None:
     check_batch(settings.data.global_batch, settings.data.seq_len, layout, device)
 
 
-def planned_memory(run: Run) -> Ledger:
-    """Return what `shardwise plan` computes for the rank of a run that needs most."""
-    settings = run.settings
-    microbatch = MicroBatchShape(settings.microbatch_sequences(run.layout), settings.data.seq_len)
-    stages = training_ledgers(
-        run.config,
-        run.layout,
-        settings.run.precision,
-        settings.run.gradients,
-        microbatch,
-        offload=settings.run.offload != "none",
-    )
-    return max(stages, key=lambda stage: stage.total_bytes)
-
-
-def largest_rows(ledger: Ledger) -> str:
-    """Return the two largest rows of a ledger: "activations 12 GB, optimizer 3 GB, ..."."""
-    rows = sorted(ledger.rows, key=lambda row: -ledger.rows[row])[:2]
-    return ", ".join([*(f"{row} {gigabytes(ledger.rows[row])}" for row in rows), "..."])
-
-
-def out_of_memory(run: Run) -> str:
-    """Return what to say of a run that ran out of memory: its plan, and what to try."""
-    planned = planned_memory(run)
-    return (
-        f"out of memory in {run.layout}, for which the plan counts "
-        f"{gigabytes(planned.total_bytes)} per rank ({largest_rows(planned)}) and what kernels and "
-        "fragmentation take in addition; rc-full, smaller micro-batches (data.global_batch, or "
-        'more of them with mN), run.offload = "host" and more ranks with z3 need less'
-    )
-
-
 def check_batch(num_sequences: int, length: int, layout: Layout, device: torch.device) -> None:
     """Raise ValueError if the token ids, targets and positions of a global batch exceed the
     memory."""
@@ -226,12 +194,6 @@ def check_fits(what: str, rank_bytes: int, layout: Layout, device: torch.device)
             f"{what} takes {gigabytes(rank_bytes)} per rank{total}, but there are "
             f"{gigabytes(available)}; `shardwise plan` with these settings shows what fits"
         )
-
-
-def gigabytes(num_bytes: int) -> str:
-    """Return bytes as GB (1e9) with three digits or more."""
-    size = num_bytes / 1e9
-    return f"{size:,.0f} GB" if size >= 1000 else f"{size:.3g} GB"
 
 
 def offloaded_bytes(config: ModelConfig, layout: Layout) -> int:
