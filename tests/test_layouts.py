@@ -612,7 +612,7 @@ def test_any_model_in_any_layout_equals_one_rank(
     """Loss, every gradient, their norm, the parameters after two clipped steps, within the
     tolerances of parity, and replicas bit for bit. The cases are the same in every run."""
 
-    num_examples = examples(max(1, (8 if sizes.pp > 1 else 4) // sizes.world_size))
+    num_examples = examples(max(1, (12 if sizes.pp > 1 else 6) // sizes.world_size))
 
     @settings(
         max_examples=num_examples, derandomize=True, phases=[Phase.generate]
