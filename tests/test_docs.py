@@ -99,9 +99,10 @@ def test_every_command_of_a_code_block_parses(page: Path) -> None:
         if "--help" in words or "--version" in words:
             continue
         try:
-            parse(words)
+            args = parse(words)
         except ValueError as error:
             raise AssertionError(f"{page.name}: shardwise {line}: {error}") from error
+        assert args.command == words[0]
 
 
 @pages

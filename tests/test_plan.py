@@ -243,7 +243,7 @@ def test_a_requested_layout_keeps_its_sizes(short: str, num_sequences: int, expe
     ],
 )
 def test_questions_of_newcomers(choices: dict[str, Any], num_gpus: int, settings: str) -> None:
-    """Of the same question a search over data ranks alone said 20, 338, 50, 8 and 4 GPUs."""
+    """The answers were 20, 338, 50, 8 and 4 GPUs while only data ranks were searched."""
     (mode,) = plan(**({"mode": "train"} | choices)).modes
     gpus = f"the same {num_gpus} GPU" if num_gpus == choices["gpus"] else f"{num_gpus} GPU"
     assert f" on {gpus}" in str(mode.smallest_change) and settings in str(mode.smallest_change)

@@ -1,6 +1,7 @@
 """What the server answers: against the model itself, against the documented shapes, and to requests
 that are wrong."""
 
+import asyncio
 import base64
 import json
 import math
@@ -19,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from examples import examples
-from shardwise.serve.api.log import throughput
+from shardwise.serve.api.log import log_throughput, throughput
 from shardwise.serve.api.server import make_app
-from shardwise.serve.engine_client import Stats
+from shardwise.serve.engine_client import EngineDied, Stats
 from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
 from tiny_engine import TinyEngine, TinyModel, talking_model
@@ -861,6 +862,32 @@ def test_throughput_is_that_of_the_interval() -> None:
         "2 running, 1 waiting; prompts 20 tokens/s, generation 4 tokens/s; KV cache 25% in use, "
         "prefix cache hits 25%"
     )
+
+
+def test_throughput_is_logged_after_a_restart_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Only of intervals with steps; a restarted engine counts from 0."""
+    reports: list[Stats | None] = [
+        Stats(steps=0),
+        Stats(steps=2, generated_tokens=4),
+        Stats(steps=2, generated_tokens=4),
+        None,
+        Stats(steps=1, generated_tokens=3),
+    ]
+
+    class Restarted:
+        async def stats(self) -> Stats:
+            if not reports:
+                raise asyncio.CancelledError
+            if (report := reports.pop(0)) is None:
+                raise EngineDied("it ended")
+            return report
+
+    with caplog.at_level("INFO", logger="shardwise.serve"), pytest.raises(asyncio.CancelledError):
+        asyncio.run(log_throughput(Restarted(), 0.001))  # type: ignore[arg-type]
+    rates = [
+        re.findall(r"generation ([\d,]+) tokens/s", each.getMessage()) for each in caplog.records
+    ]
+    assert rates == [["4,000"], ["3,000"]]
 
 
 def test_the_root_says_what_this_is_and_docs_can_be_turned_off(client: TestClient) -> None:

@@ -125,6 +125,8 @@ def check_words(parser: Parser, words: Sequence[str], siblings: Mapping[str, Par
 
 
 def check_flags(parser: Parser, words: Sequence[str], siblings: Mapping[str, Parser]) -> None:
+    """Raise ValueError for a flag that `parser` does not take, with the command that does or the
+    nearest flag."""
     for word in itertools.takewhile(lambda word: word != "--", words):
         flag = word.split("=")[0]
         if not flag.startswith("--") or flag in parser.flags:

@@ -47,7 +47,9 @@ class Device:
         return min(self.memory_bytes, int(self.memory_bytes / USABLE_SHARE * (1 - margin)))
 
 
-PCIE3, PCIE4, PCIE5 = (12, 25, 50)
+PCIE3 = 12
+PCIE4 = 25
+PCIE5 = 50
 """GB/s in one direction over 16 lanes."""
 
 DEVICES = {
@@ -55,41 +57,17 @@ DEVICES = {
         name, memory_gb * GB, tflops * 1e12, bandwidth_gb * 1e9, link_gb * 1e9, tuple(cuda_names)
     )
     for name, memory_gb, tflops, bandwidth_gb, link_gb, *cuda_names in (
-        (
-            "v100-32gb",
-            32,
-            125,
-            900,
-            150,
-            "Tesla V100-SXM2-32GB",
-            "Tesla V100-SXM3-32GB",
-            "Tesla V100-PCIE-32GB",
-        ),
+        ("v100-32gb", 32, 125, 900, 150, "Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB",
+         "Tesla V100-PCIE-32GB"),
         ("v100-16gb", 16, 125, 900, 150, "Tesla V100-SXM2-16GB", "Tesla V100-PCIE-16GB"),
         ("t4", 15, 65, 320, PCIE3, "Tesla T4", "NVIDIA T4"),
         ("a10", 22, 125, 600, PCIE4, "NVIDIA A10"),
         ("a10g", 22, 70, 600, PCIE4, "NVIDIA A10G"),
         ("a30", 24, 165, 933, PCIE4, "NVIDIA A30"),
-        (
-            "a100-80gb",
-            80,
-            312,
-            2039,
-            300,
-            "NVIDIA A100-SXM4-80GB",
-            "NVIDIA A100 80GB PCIe",
-            "A100-SXM4-80GB",
-        ),
-        (
-            "a100-40gb",
-            40,
-            312,
-            1555,
-            300,
-            "NVIDIA A100-SXM4-40GB",
-            "NVIDIA A100-PCIE-40GB",
-            "A100-SXM4-40GB",
-        ),
+        ("a100-80gb", 80, 312, 2039, 300, "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe",
+         "A100-SXM4-80GB"),
+        ("a100-40gb", 40, 312, 1555, 300, "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB",
+         "A100-SXM4-40GB"),
         ("l4", 22, 121, 300, PCIE4, "NVIDIA L4"),
         ("l40", 45, 181, 864, PCIE4, "NVIDIA L40"),
         ("l40s", 45, 362, 864, PCIE4, "NVIDIA L40S"),
@@ -113,17 +91,19 @@ DEVICES = {
         ("mi350x", 288, 2300, 8000, 538, "AMD Instinct MI350X"),
         ("mi355x", 288, 2500, 8000, 538, "AMD Instinct MI355X"),
     )
-}
-"""Where a short name fits several, the first of them is meant: the larger, or SXM."""
+}  # fmt: skip
+"""The known GPUs, by name. A short name means the first that it fits: the larger, or SXM."""
 UNKNOWN_SPEEDS = DEVICES["l40s"]
-"""Whose speeds rank layouts for a GPU that is described by its memory alone."""
+"""The GPU whose speeds rank layouts for one that is described by its memory alone."""
 VENDORS = {"nvidia", "geforce", "amd", "instinct", "tesla", "rtx"}
 
 
 def find_device(name: str) -> Device:
-    """Return the device with that name in DEVICES, with the words of that name (h100, 4090), or,
-    for a size such as 48GB, a device of which only the memory is known. Raises ValueError that
-    names the nearest ones."""
+    """Return the device in DEVICES with that name, or with these words in its name (h100, 4090).
+
+    For a size such as 48GB, return a device of which only the memory is known. Raises ValueError
+    that names the nearest devices.
+    """
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in DEVICES:
         return DEVICES[key]

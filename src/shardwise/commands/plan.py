@@ -133,7 +133,7 @@ def run_plan(args: argparse.Namespace) -> int:
     model: Any = args.model
     if args.mode != "serve" and (settings := settings_file(args.model)):
         model, of_run = choices_of_run(settings, args.layout)
-        choices |= {name: of_run[name] for name in of_run if choices.get(name) in (None, False)}
+        choices |= of_run | {name: value for name, value in choices.items() if value}
         choices |= {"mode": "train", "precision": of_run["precision"]}
     result = plan(model, args.gpu, args.gpus, **choices)
     if args.json:
@@ -146,14 +146,17 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def settings_file(model: str) -> Path | None:
-    """Return the settings of a run, for a TOML file or the folder of a run."""
+    """Return the settings file of a run: `model` itself if it is a TOML file, or `config.toml` in
+    the folder of a run; None for any other model."""
     path = Path(model)
-    inside = path / "config.toml"
-    return path if path.suffix == ".toml" else inside if inside.is_file() else None
+    if path.suffix == ".toml":
+        return path
+    return path if (path / "config.toml").is_file() else None
 
 
 def choices_of_run(path: Path, layout: str | None) -> tuple["FoundModel", dict[str, Any]]:
-    """Return the model of a run, and what `shardwise train` would run, as arguments of `plan`."""
+    """Return the model of a run, and the arguments of `plan` that describe what `shardwise train`
+    would run."""
     from shardwise.formats.catalogue import FoundModel
     from shardwise.layout import Layout
     from shardwise.train.resolve import resolve_run

@@ -14,7 +14,6 @@ Serving holds weights and, for each token of each request, keys and values.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -150,6 +149,57 @@ def shard_sizes(config: ModelConfig, layout: Layout) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Memory of training with AdamW in one layout.
+
+    Attributes:
+        microbatch: without it, the rows that depend on its size are missing
+        offload: whether the optimizer states are in host memory
+    """
+
+    config: ModelConfig
+    layout: Layout
+    precision: Precision = "bf16"
+    gradients: GradientPrecision = "same"
+    microbatch: MicroBatchShape | None = None
+    offload: bool = False
+
+    def saved_rows(self, stage: int) -> dict[str, int]:
+        """Return the rows of a stage except its buffers, which take longest to compute."""
+        each = element_bytes(self.layout, self.precision, self.gradients)
+        shapes = model_shapes(self.config, self.layout.tp)
+        rows = dict.fromkeys(STATES, 0)
+        for unit in stage_units(self.config, self.layout, stage):
+            for row, num_bytes in shapes[unit].state_bytes(self.layout, each).items():
+                rows[row] += num_bytes
+        if self.offload:
+            rows["optimizer"] = 0
+        if self.microbatch is not None:
+            given = (self.config, self.layout, stage, self.microbatch)
+            rows["activations"] = activation_bytes(*given, computed_bytes(self.precision))
+            rows["logits"] = logits_bytes(*given, computed_bytes(self.precision))
+        return rows
+
+    def ledger(self, stage: int) -> Ledger:
+        """Return the ledger of a stage: states, and the peaks of a step."""
+        layout = self.layout
+        shapes = model_shapes(self.config, layout.tp)
+        held = stage_units(self.config, layout, stage)
+        whole = {unit: shapes[unit].shard_elements(layout) * layout.shard_size for unit in held}
+        grad_bytes = element_bytes(layout, self.precision, self.gradients).gradients
+        weight_bytes = computed_bytes(self.precision)
+        buffers = buffer_bytes(self.config, layout, stage, whole, weight_bytes, grad_bytes)
+        return Ledger(stage, self.saved_rows(stage) | {"buffers": buffers, "kv": 0})
+
+    def fits_within(self, limit_bytes: int) -> bool:
+        """Return whether no stage holds more than `limit_bytes`."""
+        stages = range(self.layout.pp)
+        return all(sum(self.saved_rows(stage).values()) <= limit_bytes for stage in stages) and all(
+            self.ledger(stage).total_bytes <= limit_bytes for stage in stages
+        )
+
+
 def training_ledgers(
     config: ModelConfig,
     layout: Layout,
@@ -158,55 +208,9 @@ def training_ledgers(
     microbatch: MicroBatchShape | None = None,
     offload: bool = False,
 ) -> tuple[Ledger, ...]:
-    """Return one ledger per pipeline stage for training with AdamW: states, and the peaks of a
-    step. Without a `microbatch` the rows that depend on its size are missing. With `offload` the
-    optimizer states are in host memory."""
-    return tuple(training_stages(config, layout, precision, gradients, microbatch, offload))
-
-
-def training_stages(
-    config: ModelConfig,
-    layout: Layout,
-    precision: Precision = "bf16",
-    gradients: GradientPrecision = "same",
-    microbatch: MicroBatchShape | None = None,
-    offload: bool = False,
-) -> Iterator[Ledger]:
-    """Yield the ledgers of `training_ledgers`."""
-    each = element_bytes(layout, precision, gradients)
-    shapes = model_shapes(config, layout.tp)
-    computed = computed_bytes(precision)
-    for stage in range(layout.pp):
-        rows = saved_rows(config, layout, stage, precision, gradients, microbatch, offload)
-        held = stage_units(config, layout, stage)
-        whole = {unit: shapes[unit].shard_elements(layout) * layout.shard_size for unit in held}
-        rows["buffers"] = buffer_bytes(config, layout, stage, whole, computed, each.gradients)
-        yield Ledger(stage, rows | {"kv": 0})
-
-
-def saved_rows(
-    config: ModelConfig,
-    layout: Layout,
-    stage: int,
-    precision: Precision = "bf16",
-    gradients: GradientPrecision = "same",
-    microbatch: MicroBatchShape | None = None,
-    offload: bool = False,
-) -> dict[str, int]:
-    """Return the rows of a stage but for its buffers, which take longest to compute."""
-    each = element_bytes(layout, precision, gradients)
-    shapes = model_shapes(config, layout.tp)
-    computed = computed_bytes(precision)
-    rows = dict.fromkeys(STATES, 0)
-    for unit in stage_units(config, layout, stage):
-        for row, num_bytes in shapes[unit].state_bytes(layout, each).items():
-            rows[row] += num_bytes
-    if offload:
-        rows["optimizer"] = 0
-    if microbatch is not None:
-        rows["activations"] = activation_bytes(config, layout, stage, microbatch, computed)
-        rows["logits"] = logits_bytes(config, layout, stage, microbatch, computed)
-    return rows
+    """Return one ledger per pipeline stage for training; see `TrainingMemory`."""
+    memory = TrainingMemory(config, layout, precision, gradients, microbatch, offload)
+    return tuple(memory.ledger(stage) for stage in range(layout.pp))
 
 
 def serving_ledgers(

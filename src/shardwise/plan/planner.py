@@ -236,16 +236,17 @@ def plan_mode(job: Job, num_gpus: int, requested: Layout | None) -> ModePlan:
 
 def compared(job: Job, num_gpus: int) -> tuple[Candidate, ...]:
     """Return the layouts to compare: those that fit first, the fastest of them leading, then the
-    others by size. In training the best of the search are among them."""
-    found = {candidate.layout: candidate for candidate in job.candidates(num_gpus)}
-    if job.mode == "serve":
-        return tuple(found.values())
-    for proposal in best_fits(job, num_gpus):
-        found.setdefault(proposal.candidate.layout, proposal.candidate)
+    others by size. In training, the best layouts of the search are among them."""
+    found = {candidate.layout: candidate for candidate in job.common_layouts(num_gpus)}
+    if job.mode == "train":
+        for proposal in best_fits(job, num_gpus):
+            found.setdefault(proposal.candidate.layout, proposal.candidate)
 
     def order(each: Candidate) -> tuple[bool, float]:
+        if job.mode == "serve":  # the simplest that fit come first
+            return not each.fits, 0 if each.fits else each.peak_bytes
         fits = each.peak_bytes <= job.limit_bytes
-        return not fits, rough_step_s(job, each.layout) if fits else float(each.peak_bytes)
+        return not fits, rough_step_s(job, each.layout) if fits else each.peak_bytes
 
     return tuple(sorted(found.values(), key=order))
 

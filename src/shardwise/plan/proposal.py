@@ -8,7 +8,7 @@ half of the peak in matrix products, and each axis at the bandwidth of its links
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 from typing import NamedTuple
 
 from shardwise.config import ModelConfig
@@ -40,12 +40,13 @@ RECOMPUTED_WORK: dict[Recompute, float] = {"none": 0.0, "selective": 0.03, "full
 MICROBATCHES_PER_STAGE = 4
 """Micro-batches of proposed pipelines: the bubble is less than a quarter of the work."""
 MOST_STAGES = 16
+"""The most stages of a proposed pipeline."""
 LEAST_TOKENS = 512
-"""Tokens of a sequence on each context rank."""
+"""The fewest tokens of a sequence on a context rank."""
 MORE_NODES = 64
-"""Numbers of nodes that are tried beyond the fewest that could hold the states."""
+"""How many numbers of nodes are tried, from the fewest that could hold the states."""
 FINE_NODES = 24
-"""Above this number, steps are larger than a node: 4 % of the nodes."""
+"""Up to this number of nodes, each number is tried; above it, steps are 4 % of the nodes."""
 MOST_GPUS = 100_000
 """The most GPUs of a proposal."""
 QUANTIZED: tuple[tuple[str | None, KvDtype], ...] = (
@@ -60,18 +61,21 @@ QUANTIZED: tuple[tuple[str | None, KvDtype], ...] = (
 
 
 class Price(NamedTuple):
-    """The cost of an option, the most important part first."""
+    """The cost of an option, the most important part first.
+
+    Attributes:
+        other_sizes: whether the axes have other sizes than those requested
+        quantized: place in QUANTIZED
+        halvings: how often the requested micro-batch is halved
+        step_s: rough time per token, times the number of GPUs
+    """
 
     num_gpus: int
     offload: bool
     other_sizes: bool
-    """Whether it leaves the requested sizes of the axes."""
     quantized: int
-    """Place in QUANTIZED."""
     halvings: int
-    """Of the requested micro-batch."""
     step_s: float
-    """Rough time per token, times the number of GPUs."""
     zero_stage: int
 
 
@@ -125,15 +129,15 @@ def fitting(found: Iterator[Option]) -> Iterator[Proposal]:
 
 
 def larger_sizes(job: Job, num_gpus: int) -> Iterator[int]:
-    """Yield numbers of GPUs above `num_gpus`: parts of a node that double, then whole nodes, from
-    the fewest that could hold the states."""
+    """Yield numbers of GPUs above `num_gpus`: the divisors of a node, then whole nodes, from the
+    fewest that could hold the states."""
     node = job.gpus_per_node
     if job.mode == "serve":
         yield from (size for size in divisors(node) if size > num_gpus)
         wider = range(max(node, num_gpus) + 1, job.config.num_heads + 1)
         yield from (size for size in wider if size % node == 0)
         return
-    states = sizes(job.config).model * BYTES_PER_PARAMETER[job.precision].total
+    states = parameter_counts(job.config).model * BYTES_PER_PARAMETER[job.precision].total
     least = max(num_gpus + 1, states // job.limit_bytes)
     yield from (size for size in divisors(node) if least <= size < node)
     nodes = -(-least // node)
@@ -218,17 +222,19 @@ def training_changes(layout: Layout) -> Iterator[Layout]:
     stages = [layout.shard]
     if layout.shard in ZERO_STAGES and layout.data_size > 1:
         stages += ZERO_STAGES[ZERO_STAGES.index(layout.shard) + 1 :]
-    for shard in stages:
-        for group in {layout.shard_group, None} if shard == layout.shard else {None}:
-            for parallel in {layout.sequence_parallel, layout.tp > 1}:
-                for recompute in RECOMPUTES[RECOMPUTES.index(layout.recompute) :]:
-                    yield replace(
-                        layout,
-                        shard=shard,
-                        shard_group=group,
-                        sequence_parallel=parallel,
-                        recompute=recompute,
-                    )
+    states: list[tuple[Shard, int | None]] = [(shard, None) for shard in stages]
+    if layout.shard_group is not None:
+        states.insert(0, (layout.shard, layout.shard_group))
+    parallel = sorted({layout.sequence_parallel, layout.tp > 1})
+    recomputes = RECOMPUTES[RECOMPUTES.index(layout.recompute) :]
+    for (shard, group), is_parallel, recompute in product(states, parallel, recomputes):
+        yield replace(
+            layout,
+            shard=shard,
+            shard_group=group,
+            sequence_parallel=is_parallel,
+            recompute=recompute,
+        )
 
 
 def serving_options(job: Job, num_gpus: int) -> Iterator[Option]:
@@ -259,7 +265,7 @@ def least_bytes(option: Option) -> int:
     if job.mode == "serve":
         return 0
     each = BYTES_PER_PARAMETER[job.precision]
-    params = sizes(job.config).model / (layout.tp * layout.pp)
+    params = parameter_counts(job.config).model / (layout.tp * layout.pp)
     states = sum(
         params * getattr(each, row) / (layout.shard_size if layout.shards(row) else 1)
         for row in ("parameters", "gradients") + (() if job.offload else ("optimizer",))
@@ -267,7 +273,7 @@ def least_bytes(option: Option) -> int:
     gathered = each.parameters * layout.shards("parameters") + each.gradients * layout.shards(
         "gradients"
     )
-    states += gathered * sizes(job.config).block / layout.tp
+    states += gathered * parameter_counts(job.config).block / layout.tp
     block = block_bytes(
         job.config,
         share_of(job.config, layout, job.microbatch),
@@ -285,7 +291,7 @@ def rough_step_s(job: Job, layout: Layout) -> float:
     """Return a rough time per trained token, times the number of GPUs, in seconds."""
     config = job.config
     element = computed_bytes(job.precision)
-    params = sizes(config).model
+    params = parameter_counts(config).model
     work = 1 + RECOMPUTED_WORK[layout.recompute]
     compute = 6 * params * work / (job.device.bf16_flops * MATMUL_SHARE)
     compute *= 1 + (layout.pp - 1) / (layout.microbatches * layout.chunks)
@@ -324,15 +330,15 @@ def bandwidth(job: Job, num_ranks: int) -> float:
     return job.device.link_bandwidth if within else min(NODE_BANDWIDTH, job.device.link_bandwidth)
 
 
-class Sizes(NamedTuple):
-    """Parameters of a model, and of one of its blocks."""
+class ParameterCounts(NamedTuple):
+    """The number of parameters of a model, and of one of its blocks."""
 
     model: int
     block: int
 
 
 @lru_cache(maxsize=16)
-def sizes(config: ModelConfig) -> Sizes:
+def parameter_counts(config: ModelConfig) -> ParameterCounts:
     specs = model_specs(config)
     in_blocks = num_params(spec for spec in specs if spec.layer is not None)
-    return Sizes(num_params(specs), in_blocks // config.num_layers)
+    return ParameterCounts(num_params(specs), in_blocks // config.num_layers)

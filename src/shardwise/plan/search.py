@@ -16,14 +16,7 @@ from shardwise.formats.storage_formats import check_formats
 from shardwise.hardware import GPUS_PER_NODE, MARGIN, Device
 from shardwise.layout import MAX_SIZE, Layout, Recompute, Shard
 from shardwise.plan.activations import MicroBatchShape
-from shardwise.plan.ledger import (
-    Ledger,
-    Mode,
-    saved_rows,
-    serving_ledgers,
-    training_ledgers,
-    training_stages,
-)
+from shardwise.plan.ledger import Ledger, Mode, TrainingMemory, serving_ledgers
 from shardwise.plan.traffic import CommBytes, comm_bytes, unpriced
 from shardwise.precision import GradientPrecision, Precision
 from shardwise.quant.kv_dtype import KvDtype
@@ -119,12 +112,16 @@ class Job:
     def microbatch(self) -> MicroBatchShape:
         return MicroBatchShape(self.num_sequences, self.seq_tokens)
 
+    def training_memory(self, layout: Layout) -> TrainingMemory:
+        return TrainingMemory(
+            self.config, layout, self.precision, self.gradients, self.microbatch, self.offload
+        )
+
     def ledgers(self, layout: Layout) -> tuple[Ledger, ...]:
         """Return the memory of a layout, by pipeline stage."""
         if self.mode == "train":
-            return training_ledgers(
-                self.config, layout, self.precision, self.gradients, self.microbatch, self.offload
-            )
+            memory = self.training_memory(layout)
+            return tuple(memory.ledger(stage) for stage in range(layout.pp))
         return serving_ledgers(
             self.config,
             layout,
@@ -137,29 +134,7 @@ class Job:
     def fits_within(self, layout: Layout, limit_bytes: int) -> bool:
         """Return whether no stage of a layout holds more than `limit_bytes`."""
         if self.mode == "train":
-            for stage in range(layout.pp):
-                saved = saved_rows(
-                    self.config,
-                    layout,
-                    stage,
-                    self.precision,
-                    self.gradients,
-                    self.microbatch,
-                    self.offload,
-                )
-                if sum(saved.values()) > limit_bytes:
-                    return False
-            return all(
-                stage.total_bytes <= limit_bytes
-                for stage in training_stages(
-                    self.config,
-                    layout,
-                    self.precision,
-                    self.gradients,
-                    self.microbatch,
-                    self.offload,
-                )
-            )
+            return self.training_memory(layout).fits_within(limit_bytes)
         return all(stage.total_bytes <= limit_bytes for stage in self.ledgers(layout))
 
     def candidate(self, layout: Layout, replicas: int = 1) -> Candidate:
@@ -175,25 +150,16 @@ class Job:
     def on_one_gpu(self) -> Candidate:
         return self.candidate(Layout(recompute=self.recompute))
 
-    def candidates(self, num_gpus: int) -> tuple[Candidate, ...]:
-        """Return the layouts worth comparing on `num_gpus`: first those that fit, then the others
-        by size."""
+    def common_layouts(self, num_gpus: int) -> list[Candidate]:
+        """Return the common layouts on `num_gpus`, simplest first."""
         if num_gpus > MAX_SIZE:
             raise ValueError(f"the number of GPUs must be at most {MAX_SIZE}, not {num_gpus}")
-        if self.mode == "train":
-            layouts = training_layouts(self.config, num_gpus, self.gpus_per_node)
-        else:
-            layouts = serving_layouts(self.config, num_gpus, self.gpus_per_node)
-        found = [
+        layouts = training_layouts if self.mode == "train" else serving_layouts
+        return [
             self.candidate(replace(layout, recompute=self.recompute), num_gpus // layout.world_size)
-            for layout in layouts
+            for layout in layouts(self.config, num_gpus, self.gpus_per_node)
             if self.allows(layout)
         ]
-
-        def order(each: Candidate) -> tuple[bool, int]:
-            return not each.fits, 0 if each.fits else each.peak_bytes
-
-        return tuple(sorted(found, key=order))
 
     def longest_seq_tokens(self, layout: Layout) -> int:
         """Return the longest request that fits on `layout` in serving; 0 where the weights alone do

@@ -8,7 +8,7 @@ from shardwise.layout import Layout
 from shardwise.params import model_specs, num_params
 from shardwise.plan.ledger import BYTES_PER_PARAMETER, NOT_COUNTED
 from shardwise.plan.proposal import MORE_NODES, Proposal
-from shardwise.plan.search import Candidate, Job
+from shardwise.plan.search import Candidate, Job, tensor_sizes
 from shardwise.quant.kv_dtype import vector_bytes
 from shardwise.quant.scheme import AS_STORED
 from shardwise.suggest import listed
@@ -78,7 +78,7 @@ def savings(job: Job, nearest: Candidate) -> Iterator[str]:
     if job.mode == "serve":
         return
     layout = nearest.layout
-    tp = max((size for size in (2, 4, 8) if job.allows(replace(layout, tp=size))), default=1)
+    tp = max(tensor_sizes(job.config, layout.dp, job.gpus_per_node))
     remedies = {
         "recompute (rc-full)": (job, replace(layout, recompute="full")),
         "ZeRO-3": (job, replace(layout, shard="zero3", shard_group=None)),
@@ -88,7 +88,7 @@ def savings(job: Job, nearest: Candidate) -> Iterator[str]:
             layout,
         ),
     }
-    if layout.tp == 1 and tp > 1 and layout.dp % tp == 0:
+    if layout.tp == 1 and tp > 1:
         sharded = replace(layout, dp=layout.dp // tp, tp=tp, sequence_parallel=True)
         remedies[f"tp{tp} with sp"] = (job, sharded)
     found = []

@@ -56,7 +56,8 @@ class LLM:
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts or prompt_token_ids, one of them")
-        prompt_list = as_list(prompts if prompt_token_ids is None else prompt_token_ids)  # type: ignore[arg-type]
+        given: Any = prompt_token_ids if prompts is None else prompts
+        prompt_list = as_list(given)
         with Progress(
             TextColumn("[bold]generate"),
             BarColumn(),

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import sys
-from contextlib import suppress
 
 from shardwise.serve.engine_client import EngineClient, EngineDied, Stats
 
@@ -33,15 +32,18 @@ def log_request(method: str, path: str, status: int | None, seconds: float, name
 
 
 async def log_throughput(engine: EngineClient, interval_s: float = INTERVAL_S) -> None:
-    """Log what the engine did in each interval in which it did anything, until it ends."""
+    """Log the throughput of each interval in which the engine took a step, forever. A restarted
+    engine counts from 0."""
     before = Stats()
-    with suppress(EngineDied):
-        while True:
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
             now = await engine.stats()
-            if now.steps > before.steps:
-                LOG.info("%s", throughput(before, now, interval_s))
-            before = now
-            await asyncio.sleep(interval_s)
+        except EngineDied:
+            now = Stats()
+        if now.steps > before.steps:
+            LOG.info("%s", throughput(before, now, interval_s))
+        before = now
 
 
 def throughput(before: Stats, now: Stats, seconds: float) -> str:
