@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -26,26 +25,19 @@ import torch
 from torch import Tensor
 
 from shardwise.formats.tokenizers.train_bpe import train_bpe
-from shardwise.kernels.page_table import TokenSpan
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.layout import Layout
-from shardwise.measure.perplexity import (
-    ROWS,
-    ReferenceComparison,
-    RowLogits,
-    compare_predictions,
-    compare_with_reference,
-    row_logits,
-)
+from shardwise.measure.perplexity import ReferenceComparison, RowLogits, compare_with_reference
+from shardwise.measure.reference_model import ReferenceModel, load_reference_model
+from shardwise.measure.served_model import ServedModel
 from shardwise.parallel.mesh import make_mesh
 from shardwise.quant.format import QuantizedMatrix, dequantize
 from shardwise.quant.kv_dtype import KvDtype, vector_bytes
 from shardwise.quantize.quant_config import METHODS, Method, QuantConfig
 from shardwise.quantize.quantizer import Quantizer
 from shardwise.serve.engine.runner import Runner
-from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.train.calibration import calibration_text
 from shardwise.train.data.batches import TokenFile
 from shardwise.train.data.corpus_builder import build_corpus
@@ -66,7 +58,7 @@ WITH_OFFSETS: tuple[tuple[str, tuple[Method, ...]], ...] = (
 class Task:
     """An fp32 model, a calibration text [sequences, tokens], and the tokens of a held-out text."""
 
-    model: LoadedModel
+    model: ReferenceModel
     calibration: Tensor
     held_out: Sequence[int]
     context: int
@@ -126,21 +118,11 @@ def schemes(task: Task) -> Iterator[tuple[str, Sequence[Method]]]:
 
 
 def measure(task: Task, asked: Iterable[tuple[str, Sequence[Method]]]) -> Iterator[Row]:
-    yield Row(
-        "none",
-        None,
-        16.0,
-        compare_with_reference(task.model, task.model, task.held_out, task.context),
-    )
+    yield Row("none", None, 16.0, compare(task, task.model.logits))
     for name, methods in asked:
         for method in methods:
             quantized, bits = quantize(task, QuantConfig.parse(name, method))
-            yield Row(
-                name,
-                method,
-                bits,
-                compare_with_reference(quantized, task.model, task.held_out, task.context),
-            )
+            yield Row(name, method, bits, compare(task, quantized.logits))
 
 
 def measure_cache(task: Task) -> Iterator[Row]:
@@ -151,12 +133,8 @@ def measure_cache(task: Task) -> Iterator[Row]:
             * vector_bytes(kv_dtype, 4).of(task.model.config.head_dim)
             / task.model.config.head_dim
         )
-        plain = partial(row_logits, task.model)
-        ids = torch.tensor(task.held_out)
-        served = over_pages(task.model, task.context, REFERENCE, kv_dtype)
-        yield Row(
-            f"KV {kv_dtype}", None, bits, compare_predictions(served, plain, ids, task.context)
-        )
+        logits = served(task.model, task.context, REFERENCE, kv_dtype)
+        yield Row(f"KV {kv_dtype}", None, bits, compare(task, logits))
 
 
 def measure_served(task: Task, path: Path) -> Iterator[Row]:
@@ -164,41 +142,32 @@ def measure_served(task: Task, path: Path) -> Iterator[Row]:
     stored, where native kernels round activations of products to 8 bits."""
     kernels = serving_kernels(torch.device("cpu"), torch.bfloat16)
     device = torch.device("cpu")
-    plain = partial(row_logits, task.model)
-    ids = torch.tensor(task.held_out)
     for quant in (None, "as-stored"):
-        model = load_model(path, torch.bfloat16, device, quant)
-        served = over_pages(model, task.context, kernels, "auto")
+        model = load_reference_model(path, torch.bfloat16, device, quant)
+        logits = served(model, task.context, kernels, "auto")
         name = f"{quant or 'dequantized'}, bf16, {kernels.name} kernels"
-        yield Row(
-            name,
-            None,
-            5.0 if quant else 16.0,
-            compare_predictions(served, plain, ids, task.context),
-        )
+        yield Row(name, None, 5.0 if quant else 16.0, compare(task, logits))
 
 
-def over_pages(
-    model: LoadedModel, context: int, kernels: ServingKernels, kv_dtype: KvDtype
+def served(
+    model: ReferenceModel, context: int, kernels: ServingKernels, kv_dtype: KvDtype
 ) -> RowLogits:
-    """Return a function that computes logits as the server does."""
+    """Return the logits of the model as the server computes them."""
     page_tokens = 16
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
-    runner = Runner(
-        model.config, dict(model.weights), mesh, model.dtype, page_tokens, kernels, kv_dtype
-    )
+    weights = dict(model.weights)
+    runner = Runner(model.config, weights, mesh, model.dtype, page_tokens, kernels, kv_dtype)
     num_pages = -(-context // page_tokens)
     runner.make_pages(num_pages)
-
-    def logits(ids: Tensor) -> Iterator[Tensor]:
-        batch = runner.attention.batch([TokenSpan(0, len(ids), tuple(range(num_pages)))])
-        for rows in runner.hidden(ids, torch.arange(len(ids)), batch).split(ROWS):
-            yield runner.logits(rows)
-
-    return logits
+    return ServedModel(runner, num_pages).logits
 
 
-def quantize(task: Task, quant_config: QuantConfig) -> tuple[LoadedModel, float]:
+def compare(task: Task, logits: RowLogits) -> ReferenceComparison:
+    """Compare a model with the unquantized model on the held-out text."""
+    return compare_with_reference(logits, task.model.logits, task.held_out, task.context)
+
+
+def quantize(task: Task, quant_config: QuantConfig) -> tuple[ReferenceModel, float]:
     """Return the model quantized and dequantized again, and the bits per weight of its blocks."""
     quantizer = Quantizer(task.model.config, quant_config, torch.bfloat16)
     text = task.calibration if quant_config.calibrated else None
@@ -271,7 +240,7 @@ def train_small(folder: Path, steps: int = 2400, vocab_size: int = 512) -> Path:
 
 
 def small(run: Path, calibration_tokens: int, held_out_tokens: int) -> Task:
-    model = load_model(run, torch.float32, torch.device("cpu"))
+    model = load_reference_model(run, torch.float32, torch.device("cpu"))
     data = run.parent / "data"
     held_out = TokenFile(data, "held_out")
     tokens = held_out.window(0, min(held_out_tokens + 1, held_out.num_tokens)).tolist()
@@ -281,7 +250,7 @@ def small(run: Path, calibration_tokens: int, held_out_tokens: int) -> Task:
 
 def smollm2(calibration_tokens: int, held_out_tokens: int) -> Task:
     """Return SmolLM2, calibrated on the docstrings of every second module, tested on the others."""
-    model = load_model(smollm2_file(), torch.float32, torch.device("cpu"))
+    model = load_reference_model(smollm2_file(), torch.float32, torch.device("cpu"))
     files = python_source_files()
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "calibration.txt"

@@ -43,20 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(file: Path, python: str) -> int:
     import torch
 
-    from shardwise.measure.perplexity import row_logits
-    from shardwise.serve.generate import load_model
+    from shardwise.measure.reference_model import load_reference_model
 
     command = [python, __file__, str(file), "--python", "--as-llama-cpp"]
     answer = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     )
-    model = load_model(file, torch.float32, torch.device("cpu"))
+    model = load_reference_model(file, torch.float32, torch.device("cpu"))
     tokens = model.tokenizer.encode(TEXT, special_tokens=True)
     if tokens != answer["tokens"]:
         print(f"{file.name}: tokens differ: {tokens} here, {answer['tokens']} in llama.cpp")
         return 1
-    with torch.inference_mode():
-        ours = torch.cat(list(row_logits(model, torch.tensor(tokens)))).log_softmax(-1)
+    ours = torch.cat(list(model.logits(torch.tensor(tokens), len(tokens)))).log_softmax(-1)
     theirs = torch.tensor(answer["logits"]).log_softmax(-1)
     kl = float((ours.exp() * (ours - theirs)).sum(-1).mean())
     same = float((ours.argmax(-1) == theirs.argmax(-1)).float().mean())

@@ -1,5 +1,6 @@
 """Engines in the process of the test, their outputs, and an audit after each of their steps."""
 
+from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,11 +13,10 @@ from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.kv_cache import KVPages
-from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.layout import Layout
-from shardwise.model.layers import Causal
+from shardwise.measure.reference_model import ReferenceModel
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import make_mesh
 from shardwise.quant.kv_dtype import KvDtype
@@ -25,7 +25,6 @@ from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.engine.scheduler import Limits, Scheduler
 from shardwise.serve.engine.sequence import Sequence
-from shardwise.serve.generate import LoadedModel
 from shardwise.serve.request import Delta, Logprob, Request, SamplingParams
 from tiny_models import our_weights, tiny_model
 
@@ -33,16 +32,18 @@ BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
 LIMITS = Limits(512, 32, 1024)
 
 
-def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object) -> LoadedModel:
+def tiny(
+    name: str = "llama", dtype: torch.dtype = torch.float32, **changes: object
+) -> ReferenceModel:
     """A random model over bytes, which has no end token."""
     theirs = tiny_model(name, dtype, **BYTES, **changes)
     tokenizer = replace(byte_tokenizer(), eos_ids=frozenset())
     config = from_hugging_face(theirs.config.to_dict())
-    return LoadedModel(config, our_weights(theirs), tokenizer, dtype, torch.device("cpu"))
+    return ReferenceModel(config, our_weights(theirs), tokenizer, dtype, torch.device("cpu"))
 
 
 def runner_of(
-    model: LoadedModel, kv_dtype: KvDtype = "auto", kernels: ServingKernels | None = None
+    model: ReferenceModel, kv_dtype: KvDtype = "auto", kernels: ServingKernels | None = None
 ) -> Runner:
     mesh = make_mesh(Layout(), 0, model.device, model.config.num_kv_heads)
     return Runner(model.config, dict(model.weights), mesh, model.dtype, 16, kernels, kv_dtype)
@@ -199,12 +200,8 @@ def drawn_tokens(num_tokens: int, seed: int, vocab_size: int = 256) -> tuple[int
 
 
 @torch.inference_mode()
-def plain_logprobs(model: LoadedModel, tokens: tuple[int, ...]) -> Tensor:
+def plain_logprobs(model: ReferenceModel, tokens: abc.Sequence[int]) -> Tensor:
     """Return log_softmax [T, V] of one forward over all tokens, with logits in fp32."""
-
-    ids = torch.tensor([list(tokens)])
-    plain = Transformer(model.config, REFERENCE)
-    hidden = plain.hidden(
-        model.weights, ids, torch.arange(len(tokens))[None], Causal(model.config, causal_attention)
-    )[0]
-    return (hidden.float() @ model.weights[plain.head_name].float().T).log_softmax(-1)
+    hidden = model.hidden(torch.tensor(tokens))
+    head = Transformer(model.config, REFERENCE).head_name
+    return (hidden.float() @ model.weights[head].float().T).log_softmax(-1)

@@ -87,7 +87,6 @@ SAME_FILE_NAMES: dict[str, str] = {
     "batch": "a micro-batch of the model, and a step's tables in Triton",
     "convert": "the command, and what it does",
     "data": "the command, data parallel, and training data",
-    "generate": "the command, and what it does",
     "metrics": "of the server, and of training",
     "parity": "the command, and what it does",
     "sampling": "the reference, and the native one",

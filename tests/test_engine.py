@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -24,13 +24,15 @@ from engines import (
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
+from shardwise.measure.reference_model import ReferenceModel, load_reference_model
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.serve.engine.runner import Logits, PromptLogprobs, Runner
 from shardwise.serve.engine.scheduler import Limits, QueueFull
 from shardwise.serve.engine.sequence import Batch, BatchEntry
-from shardwise.serve.generate import LoadedModel, generate, load_model
 from shardwise.serve.request import Request, SamplingParams
+from shardwise.serve.sampling.penalties import SamplerState
+from shardwise.serve.sampling.sampler import sample_tokens
 from smollm2 import smollm2_gguf
 from tiny_models import MODELS
 
@@ -40,12 +42,12 @@ MARK = 255
 
 
 @pytest.fixture(scope="module")
-def model() -> LoadedModel:
+def model() -> ReferenceModel:
     return tiny()
 
 
 @pytest.fixture(scope="module")
-def runner(model: LoadedModel) -> Runner:
+def runner(model: ReferenceModel) -> Runner:
     return runner_of(model)
 
 
@@ -56,8 +58,15 @@ def values(got: Got) -> torch.Tensor:
 # -- against other definitions
 
 
+def assert_greedy(model: ReferenceModel, prompt: Sequence[int], got: Got) -> None:
+    """Each token is the most likely one of a forward pass over all tokens before it."""
+    rows = plain_logprobs(model, [*prompt, *got.tokens])[len(prompt) - 1 : -1]
+    assert got.tokens == rows.argmax(-1).tolist()
+    torch.testing.assert_close(values(got), rows.amax(-1), rtol=0, atol=ERROR)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_plain_generation(name: str) -> None:
+def test_greedy_tokens_are_those_of_a_plain_forward(name: str) -> None:
     model = tiny(name)
     prompts = [drawn_tokens(count, count) for count in (1, 5, 16, 33, 50)]
     found = answers(
@@ -65,16 +74,11 @@ def test_tokens_are_those_of_plain_generation(name: str) -> None:
         [Request(prompt, greedy(14)) for prompt in prompts],
     )
     for prompt, (got,) in zip(prompts, found, strict=True):
-        expected = generate(model, prompt, greedy(14))
-        assert (got.tokens, got.text, got.reason) == (
-            list(expected.tokens),
-            expected.text,
-            "length",
-        )
-        torch.testing.assert_close(values(got), torch.tensor(expected.logprobs), rtol=0, atol=ERROR)
+        assert_greedy(model, prompt, got)
+        assert (got.text, got.reason) == (model.tokenizer.decode(got.tokens), "length")
 
 
-def test_drawn_tokens_are_those_of_plain_generation(model: LoadedModel, runner: Runner) -> None:
+def test_drawn_tokens_follow_from_a_plain_forward(model: ReferenceModel, runner: Runner) -> None:
     requests = [
         Request(
             drawn_tokens(9, seed),
@@ -82,28 +86,28 @@ def test_drawn_tokens_are_those_of_plain_generation(model: LoadedModel, runner: 
         )
         for seed in range(4)
     ]
-    for request, (got,) in zip(
-        requests, answers(engine_of(runner, model.tokenizer), requests), strict=True
-    ):
-        assert got.tokens == list(generate(model, request.tokens, request.params).tokens)
+    found = answers(engine_of(runner, model.tokenizer), requests)
+    for request, (got,) in zip(requests, found, strict=True):
+        rows = plain_logprobs(model, [*request.tokens, *got.tokens])[len(request.tokens) - 1 : -1]
+        sampler = SamplerState(request.params, request.tokens, frozenset(), 0)
+        for row, token in zip(rows, got.tokens, strict=True):
+            assert sample_tokens(row[None], [sampler])[0] == [token]
+            sampler.add(token)
 
 
-def test_smollm2_in_fp32_says_what_plain_generation_says() -> None:
-    model = load_model(smollm2_gguf(), torch.float32, torch.device("cpu"))
+def test_smollm2_in_fp32_follows_a_plain_forward() -> None:
+    model = load_reference_model(smollm2_gguf(), torch.float32, torch.device("cpu"))
     prompts = [model.tokenizer.encode(text) for text in ("Once upon a time", "def fibonacci(n):\n")]
     requests = [Request(tuple(prompt), greedy(12)) for prompt in prompts]
-    for prompt, (got,) in zip(
-        prompts, answers(engine_of(runner_of(model), model.tokenizer), requests), strict=True
-    ):
-        expected = generate(model, prompt, greedy(12))
-        assert got.tokens == list(expected.tokens)
-        torch.testing.assert_close(values(got), torch.tensor(expected.logprobs), rtol=0, atol=ERROR)
+    found = answers(engine_of(runner_of(model), model.tokenizer), requests)
+    for prompt, (got,) in zip(prompts, found, strict=True):
+        assert_greedy(model, prompt, got)
 
 
 @pytest.mark.parametrize("num_pages", [128, 9])
 @pytest.mark.parametrize("budget", [11, 40, 512])
 def test_logprobs_of_a_prompt_are_those_of_a_plain_forward(
-    model: LoadedModel, runner: Runner, num_pages: int, budget: int
+    model: ReferenceModel, runner: Runner, num_pages: int, budget: int
 ) -> None:
     prompts = [drawn_tokens(count, count) for count in (1, 2, 12, 30, 41, 50)]
     engine = engine_of(runner, model.tokenizer, num_pages, Limits(budget, 8, 64))
@@ -179,7 +183,7 @@ def company(num: int = 6) -> list[Request]:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("budget", [40, 512])
 def test_a_request_that_fails_inside_the_model_fails_alone(
-    model: LoadedModel,
+    model: ReferenceModel,
     runner: Runner,
     error: type[Exception],
     n: int,
@@ -207,7 +211,7 @@ def test_a_request_that_fails_inside_the_model_fails_alone(
 
 @pytest.mark.parametrize("failing", [{1}, {2}, {3}, {1, 2, 3}])
 def test_an_answer_that_fails_takes_those_to_the_same_prompt_with_it(
-    model: LoadedModel, runner: Runner, failing: set[int]
+    model: ReferenceModel, runner: Runner, failing: set[int]
 ) -> None:
     """After its fork, in a later step; those of the others before and after it were run already, or
     not yet."""
@@ -230,7 +234,9 @@ def test_an_answer_that_fails_takes_those_to_the_same_prompt_with_it(
     ]
 
 
-def test_a_batch_that_is_too_much_is_run_part_by_part(model: LoadedModel, runner: Runner) -> None:
+def test_a_batch_that_is_too_much_is_run_part_by_part(
+    model: ReferenceModel, runner: Runner
+) -> None:
     wanted = answers(engine_of(runner, model.tokenizer), company(8))
     engine = engine_of(
         runner, model.tokenizer, runs=Failing(runner, lambda batch: len(batch.entries) > 1)
@@ -256,7 +262,7 @@ class Damaged(AsDriver):
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_logits_that_are_no_numbers_end_one_request(
-    model: LoadedModel, runner: Runner, temperature: float
+    model: ReferenceModel, runner: Runner, temperature: float
 ) -> None:
     wanted = answers(engine_of(runner, model.tokenizer), company())
     engine = engine_of(runner, model.tokenizer, runs=Damaged(runner))
@@ -269,7 +275,7 @@ def test_logits_that_are_no_numbers_end_one_request(
 
 
 @pytest.mark.parametrize("moment", ["queued", "prompt", "first", "answering", "ended", "twice"])
-def test_an_abort_leaves_nothing_behind(model: LoadedModel, runner: Runner, moment: str) -> None:
+def test_an_abort_leaves_nothing_behind(model: ReferenceModel, runner: Runner, moment: str) -> None:
     requests = company()
     wanted = answers(engine_of(runner, model.tokenizer), requests)
     asked = Asked(engine_of(runner, model.tokenizer, limits=Limits(40, 8, 64)))
@@ -304,7 +310,7 @@ def test_an_abort_leaves_nothing_behind(model: LoadedModel, runner: Runner, mome
     ]
 
 
-def test_a_full_queue_says_when_to_come_back(model: LoadedModel, runner: Runner) -> None:
+def test_a_full_queue_says_when_to_come_back(model: ReferenceModel, runner: Runner) -> None:
     engine = engine_of(runner, model.tokenizer, limits=Limits(9, 1, 2))
     for name in range(2):
         engine.add(Request((1, 2, 3), greedy(5), request_id=name))
@@ -337,7 +343,7 @@ def test_a_full_queue_says_when_to_come_back(model: LoadedModel, runner: Runner)
     ],
 )
 def test_what_can_never_be_served_is_refused_when_it_is_added(
-    model: LoadedModel, runner: Runner, wrong: Request, said: str
+    model: ReferenceModel, runner: Runner, wrong: Request, said: str
 ) -> None:
     engine = engine_of(runner, model.tokenizer)
     with pytest.raises(ValueError, match=said):
@@ -347,14 +353,14 @@ def test_what_can_never_be_served_is_refused_when_it_is_added(
     assert_empty(engine)
 
 
-def test_a_request_beyond_all_pages_is_refused(model: LoadedModel, runner: Runner) -> None:
+def test_a_request_beyond_all_pages_is_refused(model: ReferenceModel, runner: Runner) -> None:
     engine = engine_of(runner, model.tokenizer, num_pages=2)
     with pytest.raises(ValueError, match="max_tokens=23 works"):
         engine.add(Request((1,) * 10, greedy(30)))
     assert len(answers(engine, [Request((1,) * 10, greedy(23))])[0][0].tokens) == 23
 
 
-def test_lengths_are_kept(model: LoadedModel, runner: Runner) -> None:
+def test_lengths_are_kept(model: ReferenceModel, runner: Runner) -> None:
     engine = engine_of(runner, model.tokenizer)
     (whole,) = answers(engine, [Request((1, 2, 3), greedy(30))])[0]
     end = next(token for token in whole.tokens if whole.tokens.index(token) > 3)
@@ -377,7 +383,7 @@ def test_lengths_are_kept(model: LoadedModel, runner: Runner) -> None:
 
 
 def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(
-    model: LoadedModel, runner: Runner
+    model: ReferenceModel, runner: Runner
 ) -> None:
     pytest.importorskip("llguidance")
     engine = engine_of(runner, byte_tokenizer(), limits=Limits(20, 4, 4))
@@ -408,7 +414,7 @@ def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(
 # -- many
 
 
-def test_a_thousand_requests_leave_nothing_behind(model: LoadedModel, runner: Runner) -> None:
+def test_a_thousand_requests_leave_nothing_behind(model: ReferenceModel, runner: Runner) -> None:
     """Some are aborted, some fail, memory is short."""
     chance = random.Random(0)
     runs = Failing(runner, lambda batch: any(map(is_marked, batch.entries)))

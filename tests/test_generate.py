@@ -1,5 +1,4 @@
-"""Generation against transformers and against its own definition, and what `shardwise generate`
-promises."""
+"""Generation against transformers, and what `shardwise generate` promises."""
 
 import io
 import json
@@ -7,195 +6,72 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engines import BYTES, Got, answers, engine_of, greedy, runner_of, tiny
 from shardwise.cli import main
-from shardwise.formats.huggingface.hf_config import from_hugging_face
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
-from shardwise.serve import generate as generation
-from shardwise.serve.generate import Generated, LoadedModel, generate, load_model
-from shardwise.serve.request import SamplingParams
+from shardwise.measure.reference_model import ReferenceModel, load_reference_model
+from shardwise.serve.request import Request, SamplingParams
 from smollm2 import smollm2_gguf
-from tiny_models import MODELS, our_weights, tiny_model
+from tiny_models import MODELS, tiny_model
 
 LOGPROB = 1e-5  # absolute, in fp32
 PROMPT = list(b"Hello, world")
-BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
 
 
-def tiny(name: str) -> tuple[PreTrainedModel, LoadedModel]:
-    """A drawn model that talks bytes and, since its weights are drawn, never comes to an end by
-    itself."""
-    theirs = tiny_model(name, **BYTES)
-    config = from_hugging_face(theirs.config.to_dict())
-    tokenizer = replace(byte_tokenizer(), eos_ids=frozenset())
-    return theirs, LoadedModel(
-        config, our_weights(theirs), tokenizer, torch.float32, torch.device("cpu")
-    )
-
-
-def greedy(max_tokens: int = 30, **changes: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **changes)
+def generate(model: ReferenceModel, prompt: list[int], params: SamplingParams) -> Got:
+    """Complete a prompt in an engine of its own."""
+    engine = engine_of(runner_of(model), model.tokenizer)
+    ((got,),) = answers(engine, [Request(tuple(prompt), replace(params, logprobs=0))])
+    return got
 
 
 @torch.no_grad()
-def their_logprobs(model: PreTrainedModel, prompt: list[int], answer: Generated) -> Tensor:
-    """log_softmax [new tokens, V] of what transformers computes for prompt and answer at once."""
-    logits = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0]
+def their_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> Tensor:
+    """log_softmax [new tokens, V] of what transformers computes for prompt and tokens at once."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
 
-def assert_logprobs(model: PreTrainedModel, prompt: list[int], answer: Generated) -> None:
-    expected = their_logprobs(model, prompt, answer).gather(
-        1, torch.tensor(answer.tokens)[:, None]
-    )[:, 0]
-    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=LOGPROB)
+def assert_logprobs(model: PreTrainedModel, prompt: list[int], got: Got) -> None:
+    rows = their_logprobs(model, prompt, got.tokens)
+    expected = rows.gather(1, torch.tensor(got.tokens)[:, None])[:, 0]
+    found = torch.tensor([each.logprob for each in got.logprobs])
+    torch.testing.assert_close(found, expected, rtol=0, atol=LOGPROB)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_the_likeliest_token_at_every_step(name: str) -> None:
-    theirs, model = tiny(name)
-    answer = generate(model, PROMPT, greedy(40))
-    assert answer.tokens == tuple(their_logprobs(theirs, PROMPT, answer).argmax(-1).tolist())
-    assert_logprobs(theirs, PROMPT, answer)
-    assert (len(answer.tokens), answer.prompt_tokens, answer.finish_reason) == (
-        40,
-        len(PROMPT),
-        "length",
-    )
+    theirs = tiny_model(name, **BYTES)
+    got = generate(tiny(name), PROMPT, greedy(40))
+    assert got.tokens == their_logprobs(theirs, PROMPT, got.tokens).argmax(-1).tolist()
+    assert_logprobs(theirs, PROMPT, got)
+    assert (len(got.tokens), got.reason) == (40, "length")
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_logprobs_of_drawn_tokens_are_of_the_unmodified_distribution(name: str) -> None:
-    theirs, model = tiny(name)
-    answer = generate(
-        model, PROMPT, SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=3, max_tokens=40)
-    )
-    assert_logprobs(theirs, PROMPT, answer)
-    ranks = (their_logprobs(theirs, PROMPT, answer).argsort(-1, descending=True)).tolist()
-    places = [row.index(token) for row, token in zip(ranks, answer.tokens, strict=True)]
+    theirs = tiny_model(name, **BYTES)
+    params = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=3, max_tokens=40)
+    got = generate(tiny(name), PROMPT, params)
+    assert_logprobs(theirs, PROMPT, got)
+    ranks = their_logprobs(theirs, PROMPT, got.tokens).argsort(-1, descending=True).tolist()
+    places = [row.index(token) for row, token in zip(ranks, got.tokens, strict=True)]
     assert max(places) < 20 and any(places)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-@pytest.mark.parametrize("chunk", [1, 5, 12, 13])
-def test_chunks_of_the_prompt_change_nothing(
-    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, model = tiny(name)
-    whole = generate(model, PROMPT, greedy())
-    monkeypatch.setattr(generation, "PREFILL_TOKENS", chunk)
-    answer = generate(model, PROMPT, greedy())
-    assert answer.tokens == whole.tokens and answer.text == whole.text
-    assert answer.logprobs == pytest.approx(whole.logprobs, abs=LOGPROB)
-
-
-def test_a_token_is_run_once_and_the_last_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 12 prompt and 5 new tokens, 16 go through the model: nothing follows the fifth."""
-    _, model = tiny("llama")
-    ran: list[int] = []
-    run = generation.compute
-
-    def counting(decoder: Any, model: Any, cache: Any, tokens: Any) -> Tensor:
-        ran.append(len(tokens))
-        return run(decoder, model, cache, tokens)
-
-    monkeypatch.setattr(generation, "compute", counting)
-    generate(model, PROMPT, greedy(5))
-    assert ran == [12, 1, 1, 1, 1]
-
-
 def test_a_seed_repeats_itself() -> None:
-    _, model = tiny("qwen3")
+    model = tiny("qwen3")
     params = SamplingParams(temperature=1.5, max_tokens=30, seed=1)
     first = generate(model, PROMPT, params)
     assert generate(model, PROMPT, params).tokens == first.tokens
     assert generate(model, PROMPT, replace(params, seed=2)).tokens != first.tokens
     assert generate(model, PROMPT, replace(params, seed=None)).tokens != first.tokens
-
-
-def test_an_end_token_ends_and_is_not_part() -> None:
-    _, model = tiny("llama")
-    tokens = generate(model, PROMPT, greedy()).tokens
-    for at in (0, 1, 17):
-        end = tokens[at]
-        ending = replace(model, tokenizer=replace(model.tokenizer, eos_ids=frozenset({end, 256})))
-        answer = generate(ending, PROMPT, greedy())
-        assert answer.tokens == tokens[: tokens.index(end)] and answer.finish_reason == "stop"
-        assert len(answer.logprobs) == len(answer.tokens)
-
-
-def shown_by(model: LoadedModel, params: SamplingParams) -> tuple[list[str], Generated]:
-    pieces: list[str] = []
-    return pieces, generate(model, PROMPT, params, pieces.append)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_is_streamed_is_the_text(name: str) -> None:
-    _, model = tiny(name)
-    pieces, answer = shown_by(model, SamplingParams(temperature=1.0, max_tokens=45, seed=0))
-    assert "".join(pieces) == answer.text == model.tokenizer.decode(answer.tokens)
-    assert all(pieces) and len(pieces) > 10
-
-
-def test_text_stops_before_a_stop_string() -> None:
-    _, model = tiny("gpt2")
-    params = SamplingParams(temperature=1.0, max_tokens=50, seed=5)
-    whole = generate(model, PROMPT, params).text
-    for start, length in ((0, 1), (10, 3), (20, 8)):
-        stop = whole[start : start + length]
-        pieces, answer = shown_by(model, replace(params, stop=("not in it", stop)))
-        assert "".join(pieces) == answer.text == whole[: whole.index(stop)]
-        assert answer.finish_reason == "stop" and len(answer.logprobs) == len(answer.tokens) < 50
-    pieces, answer = shown_by(model, replace(params, stop=("not in it", whole[-3:] + "?")))
-    assert "".join(pieces) == answer.text == whole and answer.finish_reason == "length"
-
-
-def test_times_are_of_this_run() -> None:
-    _, model = tiny("llama")
-    assert (one := generate(model, PROMPT, greedy(1))).tokens_per_s == 0 and one.first_token_s > 0
-    assert generate(model, PROMPT, greedy(2)).tokens_per_s > 1
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "said"),
-    [
-        (0, 1, "the prompt is empty; give it at least one token"),
-        (
-            64,
-            1,
-            "64 prompt tokens and max_tokens=1 exceed the 64 tokens that a request may have; a "
-            "prompt of 63 tokens works",
-        ),
-        (
-            100,
-            1,
-            "100 prompt tokens and max_tokens=1 exceed the 64 tokens that a request may have; a "
-            "prompt of 63 tokens works",
-        ),
-        (
-            60,
-            5,
-            "60 prompt tokens and max_tokens=5 exceed the 64 tokens that a request may have; "
-            "max_tokens=4 works",
-        ),
-    ],
-)
-def test_limits_are_sentences(prompt: int, max_tokens: int, said: str) -> None:
-    _, model = tiny("gpt2")
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        generate(model, [65] * prompt, greedy(max_tokens))
-
-
-def test_every_position_can_be_used() -> None:
-    _, model = tiny("gpt2")  # whose positions are rows of a table: one more would be an error
-    assert len(generate(model, [65] * 60, greedy(4)).tokens) == 4
-    assert len(generate(model, [65] * 63, greedy(1)).tokens) == 1
 
 
 # The command
@@ -224,49 +100,64 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-def test_the_command_says_what_generate_does(folder: Path, command: Command) -> None:
+def test_the_command_says_what_the_engine_says(folder: Path, command: Command) -> None:
     words = ("--prompt", "Hello", "--max-tokens", 20, "--seed", 4, "--top-k", 50, "--dtype", "fp32")
-    params = SamplingParams(max_tokens=20, seed=4, top_k=50)
-    expected = generate(
-        load_model(folder, torch.float32, torch.device("cpu")), list(b"Hello"), params
-    )
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"))
+    expected = generate(model, list(b"Hello"), SamplingParams(max_tokens=20, seed=4, top_k=50))
     code, out, err = command(folder, *words)
     assert (code, out) == (0, expected.text + "\n")
-    assert re.fullmatch(r"20 tokens, the first after \d+\.\d\d s, then [\d,]+ tokens/s\n", err)
+    assert re.fullmatch(
+        r"20 tokens: model loaded in \d+\.\d\d s, first token after \d+\.\d\d s, then "
+        r"[\d,]+ tokens/s\n",
+        err,
+    )
     code, out, err = command(folder, *words, "--json")
     told = json.loads(out)  # exactly one object, or this raises
     assert (code, err) == (0, "") and out.count("\n") == 1
     assert told.keys() >= {"text", "tokens", "logprobs", "prompt_tokens", "tokens_per_s"}
-    assert (told["text"], told["tokens"], told["prompt_tokens"]) == (
-        expected.text,
-        list(expected.tokens),
-        5,
-    )
-    assert told["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB)
-    assert (
-        told["finish_reason"] == "length" and told["tokens_per_s"] > 0 and told["first_token_s"] > 0
-    )
+    assert (told["text"], told["tokens"]) == (expected.text, expected.tokens)
+    assert told["logprobs"] == [each.logprob for each in expected.logprobs]
+    assert (told["prompt_tokens"], told["finish_reason"]) == (5, "length")
+    assert told["tokens_per_s"] > 0 and told["first_token_s"] > 0 and told["load_s"] > 0
 
 
-def test_quantized_weights_answer(folder: Path, command: Command) -> None:
-    words = (
-        "--prompt",
-        "Hello",
-        "--max-tokens",
-        12,
-        "--temperature",
-        0,
-        "--dtype",
-        "fp32",
-        "--json",
-    )
-    model = load_model(folder, torch.float32, torch.device("cpu"), "int3-g32")
+def test_an_end_token_is_not_part_of_a_completion(folder: Path, command: Command) -> None:
+    """A token that the model generates is made its end token."""
+    model = tiny_model("llama", **BYTES)
+    words = ("--prompt", "Hello", "--temperature", 0, "--max-tokens", 30, "--dtype", "fp32")
+    tokens = json.loads(command(folder, *words, "--json")[1])["tokens"]
+    ending = folder.parent / "ending"
+    model.save_pretrained(ending)
+    replace(byte_tokenizer(), eos_ids=frozenset({tokens[17]})).save(ending)
+    told = json.loads(command(ending, *words, "--json")[1])
+    assert told["tokens"] == tokens[: tokens.index(tokens[17])]
+    assert told["finish_reason"] == "stop" and len(told["logprobs"]) == len(told["tokens"])
+
+
+def test_a_model_that_computes_nan_is_a_sentence(tmp_path: Path, command: Command) -> None:
+    model = tiny_model("llama", **BYTES)
+    model.lm_head.weight.data[:] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save(tmp_path / "model")
+    said = "the model's logits are not numbers: its weights are damaged, or it diverged in training"
+    assert_refused(command(tmp_path / "model", "--prompt", "x", "--max-tokens", 2), said)
+
+
+def test_one_token_has_no_rate(folder: Path, command: Command) -> None:
+    told = json.loads(command(folder, "--prompt", "Hi", "--max-tokens", 1, "--json")[1])
+    assert told["tokens_per_s"] == 0 and told["first_token_s"] > 0
+
+
+def test_quantized_weights_complete(folder: Path, command: Command) -> None:
+    words = ("--prompt", "Hello", "--max-tokens", 12, "--temperature", 0, "--dtype", "fp32")
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"), "int3-g32")
     expected = generate(model, list(b"Hello"), SamplingParams(temperature=0, max_tokens=12))
     told, plain = (
-        json.loads(command(folder, *words, *more)[1]) for more in (("--quant", "int3-g32"), ())
+        json.loads(command(folder, *words, "--json", *more)[1])
+        for more in (("--quant", "int3-g32"), ())
     )
-    assert told["tokens"] == list(expected.tokens)
-    assert told["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB) != plain["logprobs"]
+    assert told["tokens"] == expected.tokens
+    assert told["logprobs"] == [each.logprob for each in expected.logprobs] != plain["logprobs"]
 
 
 def test_the_prompt_may_come_from_stdin(

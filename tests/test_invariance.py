@@ -22,9 +22,9 @@ from engines import (
     tiny,
 )
 from examples import examples
+from shardwise.measure.reference_model import ReferenceModel, load_reference_model
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.engine.scheduler import Limits
-from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.serve.request import Request, SamplingParams
 from smollm2 import smollm2_gguf
 
@@ -40,16 +40,16 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> LoadedModel:
-    return load_model(smollm2_gguf(), torch.bfloat16, torch.device("cpu"))
+def smollm2() -> ReferenceModel:
+    return load_reference_model(smollm2_gguf(), torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def smollm2_runner(smollm2: LoadedModel) -> Runner:
+def smollm2_runner(smollm2: ReferenceModel) -> Runner:
     return runner_of(smollm2)
 
 
-def test_smollm2_matches_a_plain_forward(smollm2: LoadedModel, smollm2_runner: Runner) -> None:
+def test_smollm2_matches_a_plain_forward(smollm2: ReferenceModel, smollm2_runner: Runner) -> None:
     prompts = [
         smollm2.tokenizer.encode(text) for text in ("The capital of France is", "1, 2, 3, 4,")
     ]
@@ -67,7 +67,7 @@ def test_smollm2_matches_a_plain_forward(smollm2: LoadedModel, smollm2_runner: R
 
 
 @pytest.fixture(scope="module")
-def requests(smollm2: LoadedModel) -> list[Request]:
+def requests(smollm2: ReferenceModel) -> list[Request]:
     """24 greedy requests; the last 8 share a prefix."""
     shared = smollm2.tokenizer.encode(
         "You are a helpful assistant who answers every question in one short sentence. "
@@ -99,7 +99,9 @@ def requests(smollm2: LoadedModel) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def alone(smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request]) -> list[list[Got]]:
+def alone(
+    smollm2: ReferenceModel, smollm2_runner: Runner, requests: list[Request]
+) -> list[list[Got]]:
     """The completion of each request in an engine of its own."""
     engine = engine_of(smollm2_runner, smollm2.tokenizer)
     found = []
@@ -117,7 +119,7 @@ def assert_same(found: Sequence[Sequence[Got]], wanted: Sequence[Sequence[Got]])
 
 @pytest.mark.parametrize(("budget", "num_running"), [(65, 8), (512, 32)])
 def test_smollm2_is_batch_invariant(
-    smollm2: LoadedModel,
+    smollm2: ReferenceModel,
     smollm2_runner: Runner,
     requests: list[Request],
     alone: list[list[Got]],
@@ -135,7 +137,7 @@ def test_smollm2_is_batch_invariant(
 
 
 def test_smollm2_is_invariant_to_preemption(
-    smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request]
+    smollm2: ReferenceModel, smollm2_runner: Runner, requests: list[Request]
 ) -> None:
     longer = [replace(request, params=greedy(20)) for request in requests[:8]]
     engine = engine_of(smollm2_runner, smollm2.tokenizer)
@@ -146,7 +148,7 @@ def test_smollm2_is_invariant_to_preemption(
 
 
 def test_smollm2_is_invariant_to_other_kinds_of_requests(
-    smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request], alone: list[list[Got]]
+    smollm2: ReferenceModel, smollm2_runner: Runner, requests: list[Request], alone: list[list[Got]]
 ) -> None:
     pytest.importorskip("llguidance")
     engine = engine_of(smollm2_runner, smollm2.tokenizer)
@@ -226,7 +228,7 @@ def test_random_batches_do_not_change_completions(dtype: torch.dtype) -> None:
 
 
 def test_smollm2_completes_json_next_to_other_requests(
-    smollm2: LoadedModel, smollm2_runner: Runner, requests: list[Request], alone: list[list[Got]]
+    smollm2: ReferenceModel, smollm2_runner: Runner, requests: list[Request], alone: list[list[Got]]
 ) -> None:
     pytest.importorskip("llguidance")
     asked = Asked(engine_of(smollm2_runner, smollm2.tokenizer))

@@ -26,6 +26,7 @@ from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.registry import serving_kernels
 from shardwise.layout import Layout
+from shardwise.measure.reference_model import load_reference_model
 from shardwise.parallel.launch import Place
 from shardwise.parallel.memory import container_bytes
 from shardwise.precision import Precision
@@ -36,7 +37,6 @@ from shardwise.serve.engine.runner import LOGPROB_ROWS
 from shardwise.serve.engine.scheduler import QueueFull
 from shardwise.serve.engine.sequence import Batch
 from shardwise.serve.engine_client import EngineDied
-from shardwise.serve.generate import load_model
 from shardwise.serve.request import MAX_LOGPROBS, Request, SamplingParams
 from shardwise.serve.settings import EngineSettings
 from smollm2 import smollm2_gguf
@@ -344,7 +344,7 @@ def test_it_ends_with_its_server(folder: Path, tmp_path: Path, end: str, code: i
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_two_ranks_say_what_one_says(folder: Path, dtype: Precision) -> None:
-    model = load_model(folder, worker.DTYPES[dtype], torch.device("cpu"))
+    model = load_reference_model(folder, worker.DTYPES[dtype], torch.device("cpu"))
     prompts = [tuple(range(5, 5 + count)) for count in (1, 17, 90)]
     expected = answers(
         engine_of(runner_of(model), model.tokenizer), [Request(prompt, SHORT) for prompt in prompts]
@@ -446,7 +446,7 @@ def test_ranks_are_kept_alive_while_only_questions_come(
     """Questions that come more often than IDLE_S do not keep the ranks waiting for a batch until
     they give up."""
     monkeypatch.setattr(worker, "IDLE_S", 1e6)
-    model = load_model(folder, torch.float32, torch.device("cpu"))
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"))
     runner = runner_of(model)
     runs = Idle(runner)
     ours, its = Pipe()
@@ -473,7 +473,7 @@ def test_ranks_are_kept_alive_while_only_questions_come(
 
 
 def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> None:
-    model = load_model(folder, torch.float32, torch.device("cpu"))
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"))
     engine = engine_of(runner_of(model), model.tokenizer)
     ours, its = Pipe()
     ours.send(("add", 0, Request(PROMPT, SHORT)))
@@ -531,7 +531,7 @@ def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder:
 
 
 def test_scored_prompts_are_in_what_a_batch_is_measured_with(folder: Path) -> None:
-    model = load_model(folder, torch.float32, torch.device("cpu"))
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"))
     runner = runner_of(model)
     seen = list[Batch]()
     genuine = runner.run
@@ -549,7 +549,7 @@ def test_scored_prompts_are_in_what_a_batch_is_measured_with(folder: Path) -> No
 
 def test_logits_of_a_scored_prompt_are_held_in_pieces(folder: Path) -> None:
     """No more than LOGPROB_ROWS of them at a time, whatever the chunk."""
-    model = load_model(folder, torch.float32, torch.device("cpu"))
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"))
     runner = runner_of(model)
     rows = list[int]()
     genuine = runner.logits

@@ -27,6 +27,7 @@ from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Coord, Layout
 from shardwise.measure.perplexity import perplexity
+from shardwise.measure.reference_model import load_reference_model
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import make_mesh
@@ -41,7 +42,6 @@ from shardwise.quantize.load_quantized import load_quantized
 from shardwise.serve.engine.remote import RemoteEngine
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.engine.sequence import Batch, BatchEntry
-from shardwise.serve.generate import load_model
 from shardwise.serve.request import Request
 from shardwise.serve.settings import EngineSettings
 from shardwise.shards import boxes
@@ -253,7 +253,7 @@ def test_smollm2_log_probabilities_are_near_those_of_dequantized_weights() -> No
 
 def test_quantized_weights_are_batch_invariant() -> None:
     """A request alone and in a batch with five others (docs/decisions/0004-invariance.md)."""
-    model = load_model(smollm2_gguf(), torch.bfloat16, torch.device("cpu"), "as-stored")
+    model = load_reference_model(smollm2_gguf(), torch.bfloat16, torch.device("cpu"), "as-stored")
     texts = (
         "The capital of France is",
         "a",
@@ -373,7 +373,7 @@ def test_loading_never_holds_more_than_a_layer_unquantized(tmp_path: Path) -> No
 def test_two_ranks_generate_what_one_generates(folder: Path) -> None:
     """Greedy decoding in fp32; each rank has its slices of the weights and its heads of the KV
     cache."""
-    model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g16")
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"), "int4-g16")
     request = Request(tuple(range(5, 40)), greedy(8))
     ((wanted,),) = answers(engine_of(runner_of(model, "int8"), model.tokenizer), [request])
     (planned,) = serving_ledgers(model.config, Layout(tp=2), 16, "fp32", kv_dtype="int8")
@@ -396,7 +396,7 @@ def test_two_ranks_generate_what_one_generates(folder: Path) -> None:
 
 def test_an_engine_generates_with_quantized_weights(folder: Path) -> None:
     """Log-probabilities in fp32 equal those of a forward with the rounded weights to 1e-4."""
-    model = load_model(folder, torch.float32, torch.device("cpu"), "int4-g32")
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"), "int4-g32")
     llm = LLM(str(folder), dtype="fp32", quant="int4-g32", kv_bytes=1 << 20)
     (output,) = llm.generate(
         "abc",
@@ -423,7 +423,7 @@ def test_perplexity_of_rounded_weights(
     model's."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 3)
-    model = load_model(folder, torch.float32, torch.device("cpu"))
+    model = load_reference_model(folder, torch.float32, torch.device("cpu"))
     tokens = model.tokenizer.encode(text.read_text(), special_tokens=True)
     rounded = {
         spec.name: dequantize(
@@ -432,10 +432,9 @@ def test_perplexity_of_rounded_weights(
         for spec in model_specs(model.config)
         if quantizable(spec)
     }
-    wanted = perplexity(
-        replace(model, weights=model.weights | rounded), tokens, 64, 64, lambda done: None
-    )
-    plain = perplexity(model, tokens, 64, 64, lambda done: None)
+    quantized = replace(model, weights=model.weights | rounded)
+    wanted = perplexity(quantized.logits, tokens, 64, 64, lambda done: None)
+    plain = perplexity(model.logits, tokens, 64, 64, lambda done: None)
     command = [
         "eval",
         "perplexity",

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines import (
     Got,
-    LoadedModel,
+    ReferenceModel,
     answers,
     drawn_tokens,
     engine_of,
@@ -412,7 +412,7 @@ def record(step: Step) -> Step:
 
 def answered(
     runner: Runner,
-    model: LoadedModel,
+    model: ReferenceModel,
     requests: Sequence[Request],
     capture: Callable[[Step], Step] | None = None,
 ) -> list[Got]:
@@ -423,7 +423,9 @@ def answered(
     return [got for (got,) in answers(engine, requests)]
 
 
-def assert_served(model: LoadedModel, kv_dtype: KvDtype, error: float, num_tokens: int = 2) -> None:
+def assert_served(
+    model: ReferenceModel, kv_dtype: KvDtype, error: float, num_tokens: int = 2
+) -> None:
     """Completions match those with torch kernels, in fp32 with equal tokens, and are bit-identical
     in a batch, in captured steps, and alone."""
     requests = [Request(drawn_tokens(n, n), greedy(num_tokens)) for n in (17, 4)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engines import LoadedModel, tiny
+from engines import ReferenceModel, tiny
 from examples import examples
 from shardwise.kernels.reference.batch_invariant import Head, RowWeight
 from shardwise.quant.dynamic import dequantize_fp64
@@ -72,15 +72,23 @@ def head_of(held: QuantizedMatrix, dtype: torch.dtype) -> TritonQuantized:
 
 
 def assert_defined(found: Tensor, x: Tensor, held: QuantizedMatrix) -> None:
-    """Products of codes are exact, so only the fp32 sums differ from the definition in fp64."""
-    plain = dequantize_fp64(held)
+    """Products equal the definition in fp64 up to fp32 roundings: of each term, of the sum of K
+    terms, of its scale, of the minimum's term, and of adding that."""
     wide = x.double()
-    most = (
-        wide.abs() @ plain.abs().t()
-        + 8 * wide.abs().sum(1, keepdim=True) * held.scales.double().abs().max()
-    )
+    roundings = held.shape[1] + 5
+    bound = roundings * 2.0**-24 * (wide.abs() @ term_sizes(held).t())
     assert found.dtype == FP32
-    assert ((found - wide @ plain.t()).abs() <= held.shape[1] * 2.0**-23 * most).all()
+    assert ((found - wide @ dequantize_fp64(held).t()).abs() <= bound).all()
+
+
+def term_sizes(held: QuantizedMatrix) -> Tensor:
+    """Return the size of what is added up for each weight [N, K]: scale times code less zero point,
+    or scale times code and, apart from it, the minimum."""
+    weights = dequantize_fp64(held)
+    if held.zeros is None or held.zeros.dtype == torch.uint8:
+        return weights.abs()
+    minima = held.zeros.double().repeat_interleave(weights.shape[1] // held.zeros.shape[1], 1)
+    return (weights - minima).abs() + minima.abs()
 
 
 # -- products
@@ -227,7 +235,7 @@ def test_weights_without_triton_product_use_torch() -> None:
             assert isinstance(head, Head) and isinstance(looked_up, QuantizedTable)
 
 
-def quantized_model(name: str, dtype: torch.dtype, scheme: str) -> LoadedModel:
+def quantized_model(name: str, dtype: torch.dtype, scheme: str) -> ReferenceModel:
     """A model with the matrices of its blocks, and a tied embedding, in integers."""
     model = tiny(name, dtype, num_hidden_layers=1)
     weights: dict[str, Any] = dict(model.weights)

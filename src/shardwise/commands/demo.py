@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.terminal import format_rate, result_console
+from shardwise.commands.terminal import result_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -266,25 +266,18 @@ def stream(
     console: "Console", path: Path, prompt: str, chat: bool, temperature: float, max_tokens: int
 ) -> str:
     """Load a model, print a completion as it is generated, and its speed; return its text."""
-    import torch
-
-    from shardwise.commands.generate import prompt_tokens
-    from shardwise.serve.generate import generate, load_model
+    from shardwise.commands.generate import complete, prompt_tokens
+    from shardwise.formats.open_model import open_model
     from shardwise.serve.request import SamplingParams
 
-    start = time.perf_counter()
-    model = load_model(path, torch.bfloat16, torch.device("cpu"))
-    loaded_s = time.perf_counter() - start
+    model = open_model(path)
     tokens = prompt_tokens(model.tokenizer, prompt, chat)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
-    completion = generate(
+    completed = complete(
         model, tokens, params, lambda text: console.print(text, end="", markup=False)
     )
-    console.print(
-        f"\n\n[dim]loaded in {loaded_s:.1f} s, first token after {completion.first_token_s:.2f} s, "
-        f"then {format_rate(completion.tokens_per_s)} tokens/s[/]"
-    )
-    return completion.text
+    console.print(f"\n\n[dim]{completed.summary()}[/]")
+    return completed.text
 
 
 def show_next_steps(console: "Console", run: Path) -> None:

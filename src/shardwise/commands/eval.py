@@ -24,7 +24,7 @@ def add_eval(subparsers: Any) -> None:
         "perplexity",
         help="exp of the mean negative log-likelihood per token",
         description="Measure the perplexity of a text: exp of the mean negative log-likelihood "
-        "per token.",
+        "per token, computed as `serve` computes it: same kernels, quantized weights and KV cache.",
     )
     add_text_flags(perplexity)
     perplexity.add_argument(
@@ -34,7 +34,7 @@ def add_eval(subparsers: Any) -> None:
         help="tokens scored per window of --context tokens; smaller strides give each token more "
         "context (default: --context, no overlap)",
     )
-    add_flags(perplexity, EngineSettings, ["dtype", "quant"])
+    add_flags(perplexity, EngineSettings, ["dtype", "quant", "kv_dtype"])
     perplexity.set_defaults(run=run_perplexity)
     logprobs = metrics.add_parser(
         "logprobs",
@@ -61,23 +61,29 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_perplexity(args: argparse.Namespace) -> int:
-    from shardwise.formats.catalogue import find_model, model_path
-    from shardwise.measure.perplexity import perplexity
-    from shardwise.model.layers import DTYPES
-    from shardwise.parallel.launch import device_of
-    from shardwise.serve.generate import load_model
+    from shardwise.formats.catalogue import find_model, model_source
+    from shardwise.formats.model_source import source_path
+    from shardwise.formats.open_model import open_model
+    from shardwise.measure.perplexity import check_windows, perplexity
+    from shardwise.measure.served_model import start_model
 
     check_at_least_one(args, ["context", "stride"])
-    path = model_path(find_model(args.model))
-    settings = EngineSettings(path, **given_values(args, EngineSettings))
-    text = read_utf8(Path(args.data))
+    opened = open_model(model_source(find_model(args.model)))
+    max_positions = opened.config.max_positions
+    context = args.context or max_positions
+    stride = args.stride or context
+    check_windows(context, stride, max_positions)
+    tokens = opened.tokenizer.encode(read_utf8(Path(args.data)), special_tokens=True)
+    settings = EngineSettings(
+        source_path(opened.source),
+        **given_values(args, EngineSettings),
+        max_len=min(max_positions, max(2, min(context, len(tokens)))),
+        max_running=1,
+    )
     with progress_bar() as advance:
-        model = load_model(path, DTYPES[settings.dtype], device_of(0, 1), settings.quant)
-        tokens = model.tokenizer.encode(text, special_tokens=True)
-        context = args.context or model.config.max_positions
-        stride = args.stride or context
+        model = start_model(settings, opened)
         result = perplexity(
-            model, tokens, context, stride, lambda done: advance("perplexity", done)
+            model.logits, tokens, context, stride, lambda done: advance("perplexity", done)
         )
     if args.json:
         print(json.dumps(asdict(result)))

@@ -3,15 +3,18 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import format_rate
-from shardwise.serve.request import SamplingParams
+from shardwise.serve.request import CompletionOutput, Request, SamplingParams, check_length
 from shardwise.serve.settings import EngineSettings
 
 if TYPE_CHECKING:
+    from shardwise.formats.open_model import OpenModel
     from shardwise.formats.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 256
@@ -62,15 +65,13 @@ def add_generate(subparsers: Any) -> None:
         metavar="TEXT",
         help="end the completion before this text; repeatable",
     )
-    add_flags(parser, EngineSettings, ["dtype", "quant"])
+    add_flags(parser, EngineSettings, ["dtype", "quant", "kv_dtype"])
     parser.set_defaults(run=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    from shardwise.formats.catalogue import find_model, model_path
-    from shardwise.model.layers import DTYPES
-    from shardwise.parallel.launch import device_of
-    from shardwise.serve.generate import generate, load_model
+    from shardwise.formats.catalogue import find_model, model_source
+    from shardwise.formats.open_model import open_model
 
     params = SamplingParams(
         temperature=args.temperature,
@@ -80,37 +81,113 @@ def run_generate(args: argparse.Namespace) -> int:
         seed=args.seed,
         max_tokens=DEFAULT_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
         stop=tuple(args.stop),
+        logprobs=0 if args.json else None,
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.system and not args.chat:
         raise ValueError("--system requires --chat")
-    path = model_path(find_model(args.model))
-    settings = EngineSettings(path, **given_values(args, EngineSettings))
-    model = load_model(path, DTYPES[settings.dtype], device_of(0, 1), settings.quant)
+    model = open_model(model_source(find_model(args.model)))
     tokens = prompt_tokens(model.tokenizer, prompt, args.chat, args.system)
     capacity = model.config.max_positions - len(tokens)
     if args.max_tokens is None and 0 < capacity < DEFAULT_MAX_TOKENS:
         params = replace(params, max_tokens=capacity)
-    completion = generate(model, tokens, params, ignore_text if args.json else write_stdout)
+    show = ignore_text if args.json else write_stdout
+    completed = complete(model, tokens, params, show, **given_values(args, EngineSettings))
     if args.json:
-        result = {
-            "text": completion.text,
-            "tokens": completion.tokens,
-            "logprobs": completion.logprobs,
-            "prompt_tokens": completion.prompt_tokens,
-            "tokens_per_s": completion.tokens_per_s,
-            "first_token_s": completion.first_token_s,
-            "finish_reason": completion.finish_reason,
-        }
-        print(json.dumps(result))
+        print(json.dumps(asdict(completed)))
     else:
         write_stdout("\n")
-        print(
-            f"{len(completion.tokens)} tokens, the first after {completion.first_token_s:.2f} s, "
-            f"then {format_rate(completion.tokens_per_s)} tokens/s",
-            file=sys.stderr,
-        )
+        print(completed.summary(), file=sys.stderr)
     return 0
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A completion with its timing.
+
+    Attributes:
+        tokens: Its tokens, without the end token.
+        logprobs: Their log-probabilities under the unmodified logits, if requested.
+        load_s: Seconds to load the model.
+        first_token_s: Seconds for the prompt and the first token.
+        tokens_per_s: Rate of the tokens after the first.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    prompt_tokens: int
+    finish_reason: str
+    load_s: float
+    first_token_s: float
+    tokens_per_s: float
+
+    def summary(self) -> str:
+        return (
+            f"{len(self.tokens)} tokens: model loaded in {self.load_s:.2f} s, first token after "
+            f"{self.first_token_s:.2f} s, then {format_rate(self.tokens_per_s)} tokens/s"
+        )
+
+
+def complete(
+    model: "OpenModel",
+    prompt: list[int],
+    params: SamplingParams,
+    show: Callable[[str], None],
+    **settings: Any,
+) -> Completed:
+    """Load a model and complete a prompt, in an engine just large enough for it; `settings` are
+    further fields of EngineSettings, and `show` gets text as soon as no later token can change it.
+
+    Raises ValueError for a prompt and completion that exceed the context length, and if the model
+    computes logits that are not numbers.
+    """
+    from shardwise.formats.model_source import source_path
+    from shardwise.parallel.launch import Place, device_of
+    from shardwise.serve.engine.worker import make_engine, start_rank
+
+    max_tokens = check_length(len(prompt), params.max_tokens, model.config.max_positions)
+    for_one = EngineSettings(
+        source_path(model.source),
+        **settings,
+        max_len=len(prompt) + max_tokens,
+        max_running=1,
+        max_batch_tokens=max(2, min(len(prompt), EngineSettings.max_batch_tokens)),
+    )
+    start_s = time.perf_counter()
+    place = Place(0, 1, device_of(0, 1))
+    engine = make_engine(start_rank(place, for_one, opened=model), for_one)
+    loaded_s = time.perf_counter()
+    first_s = 0.0
+    output = CompletionOutput(0)
+    engine.add(Request(tuple(prompt), params))
+    while engine.has_work:
+        for delta in engine.step():
+            first_s = first_s or time.perf_counter()
+            output.add(delta)
+            if delta.text:
+                show(delta.text)
+    end_s = time.perf_counter()
+    if output.finish_reason == "error":
+        raise ValueError(
+            "the model's logits are not numbers: its weights are damaged, or it diverged in "
+            "training"
+        )
+    assert output.finish_reason is not None
+    tokens = output.token_ids
+    rate = (len(tokens) - 1) / (end_s - first_s) if len(tokens) > 1 else 0.0
+    if tokens[-1] in engine.tokenizer.eos_ids:
+        tokens = tokens[:-1]
+    return Completed(
+        output.text,
+        tokens,
+        [each.logprob for each in output.logprobs[: len(tokens)]],
+        len(prompt),
+        output.finish_reason,
+        loaded_s - start_s,
+        first_s - loaded_s,
+        rate,
+    )
 
 
 def prompt_tokens(

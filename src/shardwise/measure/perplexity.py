@@ -7,25 +7,19 @@ Shapes: T tokens, V vocabulary.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwise.kernels.reference.attention import causal_attention
-from shardwise.kernels.reference.serving import REFERENCE
-from shardwise.model.layers import DTYPES, Causal
-from shardwise.model.transformer import Transformer
+from shardwise.measure.reference_model import ROWS, load_reference_model, training_logprobs
+from shardwise.model.layers import DTYPES
 from shardwise.precision import Precision
-from shardwise.serve.generate import LoadedModel, load_model
 from shardwise.serve.request import SamplingParams
 
-ROWS = 64
-"""Rows of logits in memory at a time."""
-
-RowLogits = Callable[[Tensor], Iterator[Tensor]]
-"""Yields fp32 logits [ROWS, V] after each of the tokens [T], a few rows at a time."""
+RowLogits = Callable[[Tensor, int], Iterator[Tensor]]
+"""row_logits(ids [T], n) yields fp32 logits [ROWS, V] after each of the last n tokens, a few rows
+at a time."""
 Advance = Callable[[float], None]
 """advance(fraction done, from 0 to 1)."""
 
@@ -91,100 +85,69 @@ def windows(num_tokens: int, context: int, stride: int) -> Iterator[Window]:
         start = start + stride
 
 
+@torch.inference_mode()
 def perplexity(
-    model: LoadedModel, tokens: Sequence[int], context: int, stride: int, advance: Advance
+    logits: RowLogits, tokens: Sequence[int], context: int, stride: int, advance: Advance
 ) -> Perplexity:
     """Compute the perplexity of a text with a sliding window, as Hugging Face documents it.
 
     In contrast to theirs, without overlap the first token of a window is scored too, after the last
-    token of the window before. Raises ValueError for a text, stride or context that cannot be used.
+    token of the window before. Raises ValueError for a text of fewer than 2 tokens.
     """
     check_text(tokens)
-    max_positions = model.config.max_positions
-    if not 1 <= stride <= context <= max_positions:
-        raise ValueError(
-            f"stride {stride} and context {context} do not go together: the stride must be from 1 "
-            f"to the context, and the context at most the model's {max_positions} tokens"
-        )
     total = 0.0
     count = len(tokens) - 1
+    ids = torch.tensor(tokens)
     for window in windows(len(tokens), context, stride):
-        logprobs = training_logprobs(
-            model, tokens[window.start : window.stop + 1], window.num_scored
-        )
-        total -= float(logprobs.double().sum())
+        targets = ids[window.stop + 1 - window.num_scored : window.stop + 1].split(ROWS)
+        chunks = logits(ids[window.start : window.stop], window.num_scored)
+        for rows, row_targets in zip(chunks, targets, strict=True):
+            total += nll_sum(rows.log_softmax(-1), row_targets)
         advance(window.stop / count)
     nll = total / count
     return Perplexity(math.exp(nll) if nll < 700 else math.inf, count, nll)
 
 
+def nll_sum(logprobs: Tensor, targets: Tensor) -> float:
+    """Return the sum of -log p of `targets` [T] under log-probabilities [T, V]."""
+    picked = logprobs.gather(1, targets.to(logprobs.device)[:, None])
+    return -float(picked.sum(dtype=torch.float64))
+
+
+def check_windows(context: int, stride: int, max_positions: int) -> None:
+    """Raise ValueError for a stride or context that cannot be used with the model."""
+    if not 1 <= stride <= context <= max_positions:
+        raise ValueError(
+            f"stride {stride} and context {context} do not go together: the stride must be from 1 "
+            f"to the context, and the context at most the model's {max_positions} tokens"
+        )
+
+
 @torch.inference_mode()
-def training_logprobs(
-    model: LoadedModel, tokens: Sequence[int], num_scored: int | None = None
-) -> Tensor:
-    """Return log p of each token after those before it, fp32 [T - 1], or of the last `num_scored`.
-
-    Uses the model and attention of training; logits have the dtype of the weights, as in the loss.
-    """
-    decoder = Transformer(model.config, REFERENCE)
-    ids = torch.tensor(tokens, device=model.device)
-    positions = torch.arange(len(ids) - 1, device=model.device)[None]
-    x = decoder.hidden(
-        model.weights, ids[None, :-1], positions, Causal(model.config, causal_attention)
-    )[0]
-    targets = ids[1:]
-    if num_scored is not None:
-        x = x[-num_scored:]
-        targets = targets[-num_scored:]
-    logprobs = [
-        decoder.logits(model.weights, rows).float().log_softmax(-1).gather(1, row_targets[:, None])
-        for rows, row_targets in zip(x.split(ROWS), targets.split(ROWS), strict=True)
-    ]
-    return torch.cat(logprobs)[:, 0].cpu()
-
-
 def compare_with_reference(
-    model: LoadedModel, reference: LoadedModel, tokens: Sequence[int], context: int
-) -> ReferenceComparison:
-    """Compare a quantized model with the model that it was made from."""
-    ids = torch.tensor(tokens, device=model.device)
-    return compare_predictions(
-        partial(row_logits, model), partial(row_logits, reference), ids, context
-    )
-
-
-@torch.inference_mode()
-def compare_predictions(
-    logits: RowLogits, reference_logits: RowLogits, tokens: Tensor, context: int
+    logits: RowLogits, reference_logits: RowLogits, tokens: Sequence[int], context: int
 ) -> ReferenceComparison:
     """Compare the predictions q of a model with a reference p, in windows without overlap.
 
     The KL divergence is sum p log(p / q).
     """
     check_text(tokens)
+    all_ids = torch.tensor(tokens)
     nll = kl = 0.0
     num_same = 0
     count = len(tokens) - 1
     for window in windows(len(tokens), context, context):
-        ids = tokens[window.start : window.stop + 1]
+        ids = all_ids[window.start : window.stop + 1]
         targets = ids[1:].split(ROWS)
-        chunks = zip(logits(ids[:-1]), reference_logits(ids[:-1]), targets, strict=True)
+        each_logits = (each(ids[:-1], len(ids) - 1) for each in (logits, reference_logits))
+        chunks = zip(*each_logits, targets, strict=True)
         for model_rows, reference_rows, row_targets in chunks:
             num_same += int((model_rows.argmax(-1) == reference_rows.argmax(-1)).sum())
             log_q = model_rows.log_softmax(-1)
             log_p = reference_rows.log_softmax(-1)
-            nll -= float(log_q.gather(1, row_targets[:, None]).sum(dtype=torch.float64))
+            nll += nll_sum(log_q, row_targets)
             kl += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
     return ReferenceComparison(math.exp(nll / count), num_same / count, kl / count, count)
-
-
-def row_logits(model: LoadedModel, ids: Tensor) -> Iterator[Tensor]:
-    """Yield fp32 logits [ROWS, V] after each of the tokens [T], a few rows at a time."""
-    decoder = Transformer(model.config, REFERENCE)
-    positions = torch.arange(len(ids), device=model.device)[None]
-    x = decoder.hidden(model.weights, ids[None], positions, Causal(model.config, causal_attention))
-    for rows in x[0].split(ROWS):
-        yield decoder.logits(model.weights, rows).float()
 
 
 def compare_trainer_with_server(
@@ -195,7 +158,7 @@ def compare_trainer_with_server(
     from shardwise.serve.llm import LLM
 
     check_text(tokens)
-    model = load_model(path, DTYPES[dtype], device_of(0, 1))
+    model = load_reference_model(path, DTYPES[dtype], device_of(0, 1))
     # A prompt has one token more than the trainer runs, and its completion has one more.
     limit = model.config.max_positions - 2
     size = min(limit, context or limit)
@@ -216,7 +179,7 @@ def compare_trainer_with_server(
     return LogprobDifference(float(difference.max()), float(difference.mean()), len(difference))
 
 
-def check_text(tokens: Sequence[int] | Tensor) -> None:
+def check_text(tokens: Sequence[int]) -> None:
     """Raise ValueError for a text of fewer than 2 tokens: the first has no probability."""
     if len(tokens) < 2:
         raise ValueError(

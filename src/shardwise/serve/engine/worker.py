@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shardwise.config import ModelConfig
-from shardwise.formats.model_source import ModelSource, open_source, read_config
-from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
-from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
+from shardwise.formats.open_model import OpenModel, open_model
+from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.launch import STOP_SIGNALS, Place, end_with_parent, run_ranks
 from shardwise.parallel.memory import available_bytes, peak_memory_bytes, reset_peaks
@@ -141,21 +140,23 @@ def make_engine(started: StartedRank, settings: EngineSettings) -> Engine:
 
 
 def start_rank(
-    place: Place, settings: EngineSettings, phase: Phase = lambda name: nullcontext()
+    place: Place,
+    settings: EngineSettings,
+    phase: Phase = lambda name: nullcontext(),
+    opened: OpenModel | None = None,
 ) -> StartedRank:
-    """Load the model and allocate pages in the memory that is left.
+    """Load the model and allocate pages in the memory that is left. `opened` is the model of the
+    settings, if it is already open.
 
     Raises ValueError for what does not fit, with what does.
     """
-    source = open_source(settings.model)
-    config = read_config(source)
+    model = opened or open_model(settings.model)
+    config = model.config
     check_shape(settings, config)
     max_len = settings.max_len or config.max_positions
     mesh = make_mesh(settings.layout, place.rank, place.device, config.num_kv_heads)
     with phase("weights"):
-        tokenizer = load_tokenizer(source)
-        check_vocabulary(tokenizer, config.vocab_size)
-        runner = load_runner(place, settings, source, config, mesh)
+        runner = load_runner(place, settings, model, mesh)
     with phase(f"one full batch with {runner.kernels.name} kernels, for its memory"):
         num_sharing = 1 if place.device.type == "cuda" else place.world_size
         free_bytes = available_bytes(place.device) // num_sharing
@@ -176,16 +177,15 @@ def start_rank(
     if runner.attention.is_capturable and mesh.tp.size == 1:
         with phase("graphs of decode steps"):
             capture_graphs(runner, settings, max_len)
-    return StartedRank(runner, tokenizer, num_pages, max_len)
+    return StartedRank(runner, model.tokenizer, num_pages, max_len)
 
 
-def load_runner(
-    place: Place, settings: EngineSettings, source: ModelSource, config: ModelConfig, mesh: Mesh
-) -> Runner:
+def load_runner(place: Place, settings: EngineSettings, model: OpenModel, mesh: Mesh) -> Runner:
     """Load this rank's shard of the weights."""
+    config = model.config
     dtype = DTYPES[settings.dtype]
     weights = load_quantized(
-        source,
+        model.source,
         config,
         model_specs(config),
         settings.layout,
