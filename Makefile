@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Two test files at a time, each with its own rank processes, which take a core each.
-TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+# Two test files at a time, each with its own rank processes, which take a core each. Processes that tests start share
+# compiled modules, so these are written whatever the environment says.
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 CREATED := $(VENV)/created
 PACKAGES := $(VENV)/packages

@@ -142,11 +142,11 @@ def measure_served(task: Task, path: Path) -> Iterator[Row]:
     stored, where native kernels round activations of products to 8 bits."""
     kernels = serving_kernels(torch.device("cpu"), torch.bfloat16)
     device = torch.device("cpu")
-    for quant in (None, "as-stored"):
+    for quant in ("none", "as-stored"):
         model = load_reference_model(path, torch.bfloat16, device, quant)
         logits = served(model, task.context, kernels, "auto")
-        name = f"{quant or 'dequantized'}, bf16, {kernels.name} kernels"
-        yield Row(name, None, 5.0 if quant else 16.0, compare(task, logits))
+        name = f"{'dequantized' if quant == 'none' else quant}, bf16, {kernels.name} kernels"
+        yield Row(name, None, 16.0 if quant == "none" else 5.0, compare(task, logits))
 
 
 def served(

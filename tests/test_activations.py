@@ -463,20 +463,8 @@ def kept_on(
 
 
 PIPELINES = [
-    *(
-        "pp2.gpipe.m3",
-        "pp2.1f1b.m4",
-        "pp3.1f1b.m4",
-        "pp2.interleaved.v2.m4",
-        "pp3.zb-h1.m4",
-        "pp2.zb-h2.m4",
-    ),
-    *(
-        "pp2.zb-auto@2.m4",
-        "pp2.1f1b.m3.rc-selective",
-        "pp2.zb-h1.m3.rc-selective",
-        "pp2.1f1b.m3.rc-full",
-    ),
+    *("pp2.gpipe.m3", "pp3.1f1b.m4", "pp2.interleaved.v2.m4", "pp3.zb-h1.m4", "pp2.zb-h2.m4"),
+    *("pp2.zb-auto@2.m4", "pp2.zb-h1.m3.rc-selective", "pp2.1f1b.m3.rc-full"),
     *(
         "pp3.zb-h1.m4.rc-full",
         "pp2.interleaved.v2.m4.rc-full",

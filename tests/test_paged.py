@@ -385,7 +385,6 @@ def test_smollm2_is_batch_invariant() -> None:
     weights = load_weights(path, config, model_specs(config), one, one.coord(0), dtype)
     random = torch.Generator().manual_seed(0)
     texts = [
-        torch.randint(0, config.vocab_size, (n,), generator=random).tolist()
-        for n in (19, 5, 35, 17)
+        torch.randint(0, config.vocab_size, (n,), generator=random).tolist() for n in (17, 5, 19)
     ]
     assert_same_bits(served(config, weights, dtype), texts)

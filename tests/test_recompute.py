@@ -161,11 +161,10 @@ def run_on(
     ("short", "models"),
     [
         ("dp1.m2", [*MODELS]),
-        ("tp2", ["qwen3", "biased"]),
+        ("tp2", ["qwen3"]),
         ("tp2.sp", ["gpt2", "biased"]),
         ("cp2", ["qwen3", "mistral"]),
         ("cp2.a2a", ["biased"]),
-        ("dp2.z3", ["gpt2"]),
         ("dp2.z3.keep.m2", ["llama-tied"]),
         ("dp2.fsdp", ["qwen3"]),
         ("tp2.cp2.z2.sp", ["biased"]),

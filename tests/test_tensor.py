@@ -471,12 +471,9 @@ ON_TWO = [
 ]  # fmt: skip
 ON_THREE = [Case("tp3", "odd"), Case("tp3.m2", "odd-gpt2"), Case("tp3.z1", "odd")]
 ON_FOUR = [
-    Case("tp4", "llama-tied"), Case("tp4", "gpt2"), Case("tp4.sp.m2", "qwen3"),
-    Case("tp4.sp", "one-kv"),
-    Case("tp4", "few"), Case("dp2.tp2", "gpt2"), Case("dp2.tp2.z1", "qwen3"),
-    Case("dp2.tp2.z2.m2", "llama-tied"),
-    Case("dp2.tp2.sp.z1.m2", "biased"), Case("dp2.tp2.sp.z2", "one-kv"),
-    Case("dp2.tp2.sp.z3.keep.m2", "qwen3"),
+    Case("tp4", "llama-tied"), Case("tp4.sp.m2", "qwen3"), Case("tp4.sp", "one-kv"),
+    Case("tp4", "few"), Case("dp2.tp2", "gpt2"), Case("dp2.tp2.z2.m2", "llama-tied"),
+    Case("dp2.tp2.sp.z1.m2", "biased"), Case("dp2.tp2.sp.z3.keep.m2", "qwen3"),
     Case("dp2.tp2.z3.s1", "mistral"),
 ]  # fmt: skip
 

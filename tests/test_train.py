@@ -43,7 +43,14 @@ pytestmark = pytest.mark.usefixtures("default_signals")
 
 DEADLINE_S = 90.0
 LOOK_S = 0.05
-STEPS = 90
+STEPS = 50
+EVAL_EVERY = 30
+STRAIGHT: dict[str, Any] = {
+    "layout": "dp2",
+    "steps": STEPS,
+    "eval_every": EVAL_EVERY,
+    "save_every": 0,
+}
 SIZES = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_positions")
 GIVEN = [word for key in SIZES for word in ("--set", f"model.{key}=0")] + [
     "--set",
@@ -196,7 +203,7 @@ def straight(
 ) -> Iterator[tuple[Path, str, str]]:
     """A run on two ranks from its first step to its last: its folder, stdout and stderr."""
     folder = tmp_path_factory.mktemp("straight")
-    path = config_file(folder, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0)
+    path = config_file(folder, data, **STRAIGHT)
     with Training(str(path), "--json") as training:
         code, out, err = training.end()
     assert code == 0, err
@@ -222,9 +229,9 @@ def test_two_ranks_train_and_report(straight: tuple[Path, str, str]) -> None:
     steps = [row for row in rows if "loss" in row]
     held_out = {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
-    assert list(held_out) == [0, 50, STEPS]
+    assert list(held_out) == [0, EVAL_EVERY, STEPS]
     assert answer["loss"] == steps[-1]["loss"] < steps[0]["loss"] - 1.5
-    assert answer["held_out_loss"] == held_out[STEPS] < held_out[50] < held_out[0] - 1.0
+    assert answer["held_out_loss"] == held_out[STEPS] < held_out[EVAL_EVERY] < held_out[0] - 1.0
     config = validated_run(read_settings(run / "config.toml")).config
     padded = sum(
         Layout(dp=2).padded(num_params(owned)) for owned in units(model_specs(config)).values()
@@ -247,7 +254,7 @@ def test_a_stopped_run_resumes_to_the_same_end(
 ) -> None:
     """SIGTERM to the launcher alone, then Ctrl-C in the terminal: each saves and stops; the third
     part ends bit for bit where the straight run ended."""
-    path = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0)
+    path = config_file(tmp_path, data, **STRAIGHT)
     run = tmp_path / "run"
     with Training(str(path)) as training:
         training.wait_for_step(run, 2)
@@ -281,7 +288,7 @@ def test_a_stopped_run_resumes_to_the_same_end(
 def test_torchrun_joins_and_computes_the_same(
     straight: tuple[Path, str, str], data: Path, tmp_path: Path
 ) -> None:
-    path = config_file(tmp_path, data, layout="dp2", steps=STEPS, eval_every=50, save_every=0)
+    path = config_file(tmp_path, data, **STRAIGHT)
     run = tmp_path / "run"
     torchrun = (
         sys.executable,

@@ -254,15 +254,10 @@ ON_THREE = [
     Case("dp3.z3", "qwen2"), Case("dp3.z1", "odd-untied", bucket_bytes=100, poisoned=True),
 ]  # fmt: skip
 ON_FOUR = [
-    Case("dp4.z1", "gpt2"), Case("dp4.z2.m3", "qwen3"), Case("dp4.z3.m4", "llama"),
-    Case("dp4.z1.s2.m3", "llama-tied"), Case("dp4.z2.s2.m2", "gpt2"),
-    Case("dp4.z3.s2.keep", "qwen2"),
+    Case("dp4.z1.s2.m3", "llama-tied"), Case("dp4.z2.s2.m2", "gpt2"), Case("dp4.z3.m4", "llama"),
     Case("dp4.z3.s1.m2", "odd"), Case("dp4.z3.s2.m3", "odd", bucket_bytes=64),
 ]  # fmt: skip
-ON_FIVE = [
-    Case("dp5.z2.m2", "llama-tied"),
-    Case("dp5.z3", "odd-untied", bucket_bytes=150, poisoned=True),
-]
+ON_FIVE = [Case("dp5.z3.m2", "odd-untied", bucket_bytes=150, poisoned=True)]
 ON_EIGHT = [Case("dp8.z1.s4.m2", "odd"), Case("dp8.z3", "odd", poisoned=True)]
 
 

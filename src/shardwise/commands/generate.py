@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from shardwise.formats.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 256
+SAMPLING_FLAGS = {
+    "temperature": (float, "T", "sampling temperature; 0 is greedy"),
+    "top_k": (int, "K", "sample from the K most likely tokens; 0 for all"),
+    "top_p": (float, "P", "nucleus sampling: the fewest tokens whose probabilities sum to P"),
+    "min_p": (float, "P", "drop tokens less than P times as likely as the top one"),
+}
+"""Flags with the names of fields of SamplingParams: their type, metavar and help."""
 
 
 def add_generate(subparsers: Any) -> None:
@@ -44,18 +51,13 @@ def add_generate(subparsers: Any) -> None:
         help=f"maximum number of new tokens (default: {DEFAULT_MAX_TOKENS}, or as many as the "
         "model's context length allows)",
     )
-    for name, value_type, metavar, text in (
-        ("temperature", float, "T", "sampling temperature; 0 is greedy"),
-        ("top_k", int, "K", "sample from the K most likely tokens; 0 for all"),
-        ("top_p", float, "P", "nucleus sampling: the fewest tokens whose probabilities sum to P"),
-        ("min_p", float, "P", "drop tokens less than P times as likely as the top one"),
-    ):
+    for name, (value_type, metavar, text) in SAMPLING_FLAGS.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=value_type,
-            default=getattr(SamplingParams, name),
             metavar=metavar,
-            help=f"{text} (default: %(default)s)",
+            help=f"{text} (default: the model's generation_config.json, else "
+            f"{getattr(SamplingParams, name):g})",
         )
     parser.add_argument("--seed", type=int, metavar="S", help="random seed (default: random)")
     parser.add_argument(
@@ -65,34 +67,34 @@ def add_generate(subparsers: Any) -> None:
         metavar="TEXT",
         help="end the completion before this text; repeatable",
     )
-    add_flags(parser, EngineSettings, ["dtype", "quant", "kv_dtype"])
+    add_flags(parser, EngineSettings, ["dtype", "quant", "kv_dtype", "generation_config"])
     parser.set_defaults(run=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:
     from shardwise.formats.catalogue import find_model, model_source
     from shardwise.formats.open_model import open_model
+    from shardwise.serve.default_params import default_params
 
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        max_tokens=DEFAULT_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
-        stop=tuple(args.stop),
-        logprobs=0 if args.json else None,
-    )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.system and not args.chat:
         raise ValueError("--system requires --chat")
     model = open_model(model_source(find_model(args.model)))
+    values = given_values(args, EngineSettings)
+    given = {name: getattr(args, name) for name in (*SAMPLING_FLAGS, "seed")}
+    params = replace(
+        default_params(model.source, values.get("generation_config", "auto")),
+        **{name: value for name, value in given.items() if value is not None},
+        max_tokens=DEFAULT_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
+        stop=tuple(args.stop),
+        logprobs=0 if args.json else None,
+    )
     tokens = prompt_tokens(model.tokenizer, prompt, args.chat, args.system)
     capacity = model.config.max_positions - len(tokens)
     if args.max_tokens is None and 0 < capacity < DEFAULT_MAX_TOKENS:
         params = replace(params, max_tokens=capacity)
     show = ignore_text if args.json else write_stdout
-    completed = complete(model, tokens, params, show, **given_values(args, EngineSettings))
+    completed = complete(model, tokens, params, show, **values)
     if args.json:
         print(json.dumps(asdict(completed)))
     else:

@@ -72,7 +72,7 @@ def add_plan(subparsers: Any) -> None:
     parser.add_argument(
         "--quant",
         metavar="Q",
-        help="serving: quantization of the weights, as in `shardwise serve` (default: none)",
+        help="serving: quantization of the weights, as in `shardwise serve` (default: auto)",
     )
     parser.add_argument(
         "--kv-dtype",

@@ -1,6 +1,7 @@
 """`shardwise serve`: an OpenAI-compatible HTTP server for one model."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,7 @@ from shardwise.layout import Layout
 from shardwise.serve.settings import EngineSettings, ServerSettings, check_model
 
 if TYPE_CHECKING:
-    from shardwise.config import ModelConfig
-    from shardwise.formats.tokenizers.tokenizer import Tokenizer
+    from shardwise.formats.open_model import OpenModel
 
 
 def add_serve(subparsers: Any) -> None:
@@ -51,20 +51,24 @@ def add_serve(subparsers: Any) -> None:
 
 ENGINE_FLAGS = (
     "dtype", "quant", "kv_dtype", "kv_bytes", "memory_share", "max_len", "max_batch_tokens",
-    "max_running", "max_queued",
+    "max_running", "max_queued", "generation_config",
 )  # fmt: skip
 
 
 def run_serve(args: argparse.Namespace) -> int:
     """Exit 0 after a signal if every request finished, 1 if some did not or the engine died."""
     from shardwise.serve.api.server import bind, serve_forever
+    from shardwise.serve.default_params import default_params
     from shardwise.serve.engine.remote import RemoteEngine
     from shardwise.serve.engine_client import EngineDied
 
     default_names = {"model_names": (default_model_name(args.model),)}
     settings = ServerSettings(**default_names | given_values(args, ServerSettings))
     with bind(args.host, args.port) as listener:
-        engine = RemoteEngine(*describe_engine(args), log)
+        model, engine_settings = describe_engine(args)
+        sampling = default_params(model.source, engine_settings.generation_config)
+        settings = replace(settings, default_params=sampling)
+        engine = RemoteEngine(engine_settings, model.config, model.tokenizer, log)
         try:
             num_cut_off = serve_forever(engine, settings, listener)
         except EngineDied as died:
@@ -81,17 +85,16 @@ def default_model_name(model: str) -> str:
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
-def describe_engine(args: argparse.Namespace) -> "tuple[EngineSettings, ModelConfig, Tokenizer]":
-    """Return what `RemoteEngine` needs. Raises ValueError if the model cannot be served so."""
+def describe_engine(args: argparse.Namespace) -> "tuple[OpenModel, EngineSettings]":
+    """Return the model and how to serve it. Raises ValueError if it cannot be served so."""
     from shardwise.formats.catalogue import find_model, model_source
     from shardwise.formats.model_source import source_path
-    from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+    from shardwise.formats.open_model import open_model
 
-    found = find_model(args.model)
-    source = model_source(found)
+    model = open_model(model_source(find_model(args.model)))
     values = given_values(args, EngineSettings)
     if args.tp is not None:
         values["layout"] = Layout.parse(f"tp{args.tp}")
-    settings = EngineSettings(source_path(source), **values)
-    check_model(settings, found.config, source)
-    return settings, found.config, load_tokenizer(source)
+    settings = EngineSettings(source_path(model.source), **values)
+    check_model(settings, model.config, model.source)
+    return model, settings

@@ -19,38 +19,58 @@ from shardwise.layout import Layout
 from shardwise.params import ParamSpec, model_specs
 from shardwise.quant.scheme import (
     AS_STORED,
+    AUTO,
+    UNQUANTIZED,
+    StorageFormat,
     StorageFormats,
     can_stay_quantized,
     check_groups,
     check_shards,
     ggml_format,
+    has_product,
     parse_quant,
     quantizable,
 )
 
 
 def quantized_formats(
-    source: ModelSource | None, config: ModelConfig, layout: Layout, quant: str
+    source: ModelSource | None,
+    config: ModelConfig,
+    layout: Layout,
+    quant: str,
+    has_kernels: bool = True,
 ) -> StorageFormats:
     """Return the storage formats that `quant` selects: those of the model's files, or a scheme's.
 
-    `source` is None for a shape without weights. Raises ValueError if `quant` is unknown, if it is
-    `as-stored` and the model is not quantized, if it is a scheme and the model is quantized, and if
-    the layout would split groups of columns.
+    `source` is None for a shape without weights. `has_kernels` states whether the device has
+    kernels that multiply by codes; without, `auto` selects none. Raises ValueError if `quant` is
+    unknown, if it is `as-stored` and the model is not quantized, if it is a scheme and the model is
+    quantized, and if the layout would split groups of columns.
     """
     stored = {} if source is None else stored_formats(source, config)
     path = None if source is None else source_path(source)
-    return choose_formats(stored, path, config, layout, quant)
+    return choose_formats(stored, path, config, layout, quant, has_kernels)
 
 
 def choose_formats(
-    stored: StorageFormats, path: Path | None, config: ModelConfig, layout: Layout, quant: str
+    stored: StorageFormats,
+    path: Path | None,
+    config: ModelConfig,
+    layout: Layout,
+    quant: str,
+    has_kernels: bool = True,
 ) -> StorageFormats:
     """Return the storage formats that `quant` selects for a model stored in the formats `stored`.
 
     Raises ValueError as `quantized_formats` does.
     """
     scheme = parse_quant(quant)
+    if quant == UNQUANTIZED:
+        return {}
+    if quant == AUTO:
+        kept = formats_with_product(stored, config) if has_kernels else {}
+        check_formats(config, kept, layout)
+        return kept
     if scheme is None:
         if not stored:
             model = "this shape without weights" if path is None else str(path)
@@ -71,6 +91,19 @@ def choose_formats(
     return {
         (spec.name, part.name): scheme.storage_format() for spec in specs for part in spec.all_parts
     }
+
+
+def formats_with_product(stored: StorageFormats, config: ModelConfig) -> StorageFormats:
+    """Return the formats of matrices that kernels multiply by: all parts of a matrix are stored in
+    one format that has a product."""
+    kept: dict[tuple[str, str], StorageFormat] = {}
+    for spec in model_specs(config):
+        parts = [(spec.name, part.name) for part in spec.all_parts]
+        formats = [stored.get(part) for part in parts]
+        first = formats[0]
+        if first is not None and has_product(first) and all(each == first for each in formats):
+            kept |= dict.fromkeys(parts, first)
+    return kept
 
 
 def check_formats(config: ModelConfig, formats: StorageFormats, layout: Layout) -> None:

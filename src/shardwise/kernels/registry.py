@@ -43,6 +43,7 @@ def native_kernels(name: str) -> ServingKernels:
     return replace(
         REFERENCE,
         name=f"native {name}",
+        multiplies_codes=True,
         rms_norm=native.rms_norm,
         gated=native.gated,
         paged_attention=paged_attention,
@@ -62,6 +63,7 @@ def triton_kernels() -> ServingKernels:
     return replace(
         REFERENCE,
         name="Triton",
+        multiplies_codes=True,
         rms_norm=pointwise.rms_norm,
         gated=pointwise.gated,
         paged_attention=attention.TritonAttention.of,

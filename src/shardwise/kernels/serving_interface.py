@@ -103,6 +103,8 @@ class ServingKernels(ModelKernels):
     """Operations of serving.
 
     Attributes:
+        multiplies_codes: Products run on 8- and 4-bit codes; otherwise quantized weights are
+            dequantized for every product.
         paged_attention: Makes the attention for a shape.
         pack_weights: Packs the weights of a model for its products and removes them from the dict.
         pack_head: (weight [V, D], dtype) -> the output projection, and the embedding table if the
@@ -114,6 +116,7 @@ class ServingKernels(ModelKernels):
         log_probabilities: (rows of logits, tokens, number of most probable tokens).
     """
 
+    multiplies_codes: bool
     paged_attention: Callable[[AttentionShape], PagedAttention]
     pack_weights: Callable[[dict[str, Tensor | QuantizedWeight]], Any]
     pack_head: Callable[[Tensor | QuantizedWeight, torch.dtype], tuple[Any, Any]]

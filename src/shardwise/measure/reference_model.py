@@ -20,6 +20,7 @@ from shardwise.layout import Layout
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
+from shardwise.quant.scheme import UNQUANTIZED
 from shardwise.quantize.load_quantized import load_quantized
 
 ROWS = 64
@@ -55,7 +56,7 @@ class ReferenceModel:
 
 
 def load_reference_model(
-    path: Path, dtype: torch.dtype, device: torch.device, quant: str | None = None
+    path: Path, dtype: torch.dtype, device: torch.device, quant: str = UNQUANTIZED
 ) -> ReferenceModel:
     """Load a Hugging Face folder, a GGUF file or a run, with its tokenizer. `quant` as in
     `load_quantized`; products dequantize its weights.

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import FoundModel, find_model
-from shardwise.formats.storage_formats import quantized_formats
+from shardwise.formats.storage_formats import choose_formats, stored_formats
 from shardwise.hardware import GPUS_PER_NODE, MARGIN, Device, find_device
 from shardwise.layout import Layout, Recompute
 from shardwise.params import model_specs, num_params
@@ -16,7 +16,7 @@ from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_not, why_one_is_not_enough
 from shardwise.precision import PRECISIONS, GradientPrecision, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype, vector_bytes
-from shardwise.quant.scheme import StorageFormats
+from shardwise.quant.scheme import AS_STORED, AUTO, UNQUANTIZED, StorageFormats
 
 DEFAULT_SEQ_TOKENS = 8192
 
@@ -160,7 +160,8 @@ def plan(
             model's context length if that is shorter
         micro_batch: sequences per micro-batch and data rank in training; by default 1
         recompute: recompute of all training layouts
-        quant: quantization of the weights in serving, as `shardwise serve` takes it
+        quant: quantization of the weights in serving, as `shardwise serve` takes it; by default
+            auto, as the device has kernels
         kv_dtype: dtype of the KV cache in serving
         gradients: dtype of the gradients in training, as `run.gradients`
         offload: whether training keeps optimizer states in host memory
@@ -178,7 +179,8 @@ def plan(
     check_limits(margin, gpus_per_node)
     check_training_choices(mode, micro_batch, recompute, requested, offload)
     check_kv_choice(kv_dtype, mode)
-    formats = NOT_QUANTIZED if quant is None else served_formats(quant, found, mode, requested)
+    stored, formats = served_formats(quant, found, mode, requested)
+    served_as = served_quant(quant or AUTO, formats)
     trained = requested
     if requested and recompute:
         trained = replace(requested, recompute=recompute)
@@ -193,8 +195,9 @@ def plan(
         device,
         precision,
         seq_tokens,
-        quant=quant,
+        quant=served_as,
         formats=formats,
+        stored=stored,
         kv_dtype=kv_dtype,
         margin=margin,
         gpus_per_node=gpus_per_node,
@@ -216,7 +219,7 @@ def plan(
         if mode in (None, job.mode)
     )
     return Plan(
-        found, device, num_gpus, precision, seq_tokens, num_sequences, modes, quant, kv_dtype
+        found, device, num_gpus, precision, seq_tokens, num_sequences, modes, served_as, kv_dtype
     )
 
 
@@ -308,14 +311,31 @@ def check_kv_choice(kv_dtype: KvDtype, mode: Mode | None) -> None:
 
 
 def served_formats(
-    quant: str, found: FoundModel, mode: Mode | None, layout: Layout | None
-) -> StorageFormats:
-    """Return the storage formats of the weights in serving. Raises ValueError for a quantization
-    that does not apply."""
+    quant: str | None, found: FoundModel, mode: Mode | None, layout: Layout | None
+) -> tuple[StorageFormats, StorageFormats]:
+    """Return the storage formats of the weights in the model's files, and in serving. Raises
+    ValueError for a quantization that does not apply."""
     if mode == "train":
-        raise ValueError("quant applies to serving only; leave it out with mode train")
+        if quant is not None:
+            raise ValueError("quant applies to serving only; leave it out with mode train")
+        return NOT_QUANTIZED, NOT_QUANTIZED
+    stored = NOT_QUANTIZED
+    if (source := found.gguf or found.path) is not None:
+        try:
+            stored = stored_formats(source, found.config)
+        except ValueError:
+            if quant is not None:
+                raise
+            # a folder with no weights, or with weights that cannot be read, still has a shape
     served = Layout(tp=layout.tp) if layout and serves(layout) else Layout()
-    return quantized_formats(found.gguf or found.path, found.config, served, quant)
+    return stored, choose_formats(stored, found.path, found.config, served, quant or AUTO)
+
+
+def served_quant(quant: str, formats: StorageFormats) -> str | None:
+    """Return the quantization that `quant` amounts to; None for unquantized weights."""
+    if quant == AUTO and formats:
+        return AS_STORED
+    return None if quant in (AUTO, UNQUANTIZED) else quant
 
 
 def check_layout(layout: Layout, config: ModelConfig, num_gpus: int, mode: Mode | None) -> None:

@@ -27,6 +27,7 @@ from shardwise.plan.search import (
     tensor_sizes,
 )
 from shardwise.quant.kv_dtype import KvDtype
+from shardwise.quant.scheme import AS_STORED
 
 MATMUL_SHARE = 0.5
 """Share of the peak that matrix products reach."""
@@ -52,6 +53,8 @@ MOST_GPUS = 100_000
 QUANTIZED: tuple[tuple[str | None, KvDtype], ...] = (
     (None, "auto"),
     (None, "int8"),
+    (AS_STORED, "auto"),
+    (AS_STORED, "int8"),
     ("int8", "auto"),
     ("int8", "int8"),
     ("int4-g128", "auto"),
@@ -246,8 +249,9 @@ def serving_options(job: Job, num_gpus: int) -> Iterator[Option]:
             changed = replace(job, kv_dtype=kv_dtype if kv_dtype != "auto" else job.kv_dtype)
             if quant:
                 try:
-                    formats = choose_formats({}, None, job.config, Layout(tp=layout.tp), quant)
-                except ValueError:  # groups that the layout would split
+                    sharded = Layout(tp=layout.tp)
+                    formats = choose_formats(job.stored, None, job.config, sharded, quant)
+                except ValueError:  # of another model, or groups that the layout would split
                     continue
                 changed = replace(changed, quant=quant, formats=formats)
             if changed.allows(layout):

@@ -71,6 +71,7 @@ class Job:
         num_sequences: sequences per micro-batch in training
         recompute: recompute of the layouts that training searches
         quant, formats: quantization in serving, by name and as storage formats of the parameters
+        stored: storage formats in the files of the model
         kv_dtype: dtype of the KV cache in serving
         gradients: dtype of the gradients in training
         offload: whether training keeps optimizer states in host memory
@@ -87,6 +88,7 @@ class Job:
     recompute: Recompute = "none"
     quant: str | None = None
     formats: StorageFormats = field(default_factory=dict)
+    stored: StorageFormats = field(default_factory=dict)
     kv_dtype: KvDtype = "auto"
     gradients: GradientPrecision = "same"
     offload: bool = False

@@ -25,9 +25,15 @@ GGUF_SCHEMES = {"Q8_0": "int8-g32", "Q4_0": "int4-g32", "Q4_1": "int4z-g32"}
 columns."""
 AS_STORED = "as-stored"
 """The value of `--quant` that serves a quantized model with the codes that it stores."""
+AUTO = "auto"
+"""The value of `--quant` that keeps the stored codes of matrices that kernels multiply by."""
+UNQUANTIZED = "none"
+"""The value of `--quant` that dequantizes a quantized model while it is loaded."""
 COMMON_GROUPS = (32, 64, 128, 256)
 GROUP_MULTIPLE = 8
 """Group sizes are multiples of it, so that groups begin at whole bytes for any number of bits."""
+PRODUCT_COLUMNS = 32
+"""Integer kernels multiply by this many columns with one scale, or a multiple."""
 SCALE_BYTES = 2
 ZERO_BYTES = 1
 
@@ -106,9 +112,9 @@ class Scheme:
 
 
 def parse_quant(name: str) -> Scheme | None:
-    """Return the scheme of a value of `--quant`, or None for `as-stored`. Raises ValueError for any
-    other value."""
-    if name == AS_STORED:
+    """Return the scheme of a value of `--quant`, or None for `auto`, `as-stored` and `none`. Raises
+    ValueError for any other value."""
+    if name in (AUTO, AS_STORED, UNQUANTIZED):
         return None
     try:
         return Scheme.parse(name)
@@ -158,6 +164,17 @@ def ggml_format(kind: str) -> StorageFormat | None:
     bits = 8 * block.num_bytes // block.num_elements
     scale_bytes = block.num_bytes - block.num_elements * bits // 8
     return StorageFormat(kind, bits, block.num_elements, scale_bytes)
+
+
+def has_product(format: StorageFormat) -> bool:
+    """Return whether native and Triton kernels multiply by the codes of a format: integers of 8 or
+    4 bits, in groups of whole blocks of columns."""
+    name = GGUF_SCHEMES.get(format.name, format.name)
+    if not NAME.fullmatch(name):
+        return False
+    scheme = Scheme.parse(name)
+    aligned = scheme.group is None or scheme.group % PRODUCT_COLUMNS == 0
+    return scheme.kind == "int" and scheme.bits in (4, 8) and aligned
 
 
 def quantizable(spec: ParamSpec) -> bool:
@@ -215,8 +232,14 @@ def check_shards(
 ) -> None:
     """Raise ValueError if a shard of a matrix does not end with a group, with the tensor parallel
     sizes that work. `groups` maps the names of quantized matrices to their group sizes."""
-    units = [(spec, groups[spec.name] or GROUP_MULTIPLE) for spec in specs if spec.name in groups]
-    for spec, unit in units:
+    quantized = [spec for spec in specs if spec.name in groups]
+    # the blocks of a model have the same matrices: one of each shape is checked
+    units = {
+        (spec.shape, spec.dims, spec.parts, spec.head_dim, unit): (spec, unit)
+        for spec in reversed(quantized)
+        for unit in (groups[spec.name] or GROUP_MULTIPLE,)
+    }.values()
+    for spec, unit in reversed(units):
         if not is_aligned(spec, unit, layout):
             what = f"groups of {unit} columns" if groups[spec.name] else f"{unit} columns (bytes)"
             works = [

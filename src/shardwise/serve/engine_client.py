@@ -55,11 +55,26 @@ class Stats:
 
 @dataclass(frozen=True)
 class Ready:
-    """Report of an engine that has started: the most tokens per request, and its pages."""
+    """Report of an engine that has started.
+
+    Attributes:
+        max_len: The most tokens per request.
+        num_pages, page_tokens: The KV cache.
+        weights: How the weights are held, in words.
+        kernels: The kernels, in words.
+    """
 
     max_len: int
     num_pages: int
     page_tokens: int
+    weights: str
+    kernels: str
+
+    def __str__(self) -> str:
+        num_requests = self.num_pages * self.page_tokens // self.max_len
+        plural = "s" * (num_requests != 1)
+        room = f"room for {num_requests:,} request{plural} of {self.max_len:,} tokens"
+        return f"{self.weights}, {self.kernels}, {room}"
 
 
 class EngineClient(Protocol):

@@ -41,6 +41,8 @@ def settings_of_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
         if field in found:
             raise ValueError(f"{name} and {field} are one setting; give one of them")
         found[field] = value
+    if found.get("quant", "") is None:  # vLLM's default
+        del found["quant"]
     if "dtype" in found:
         found["dtype"] = dtype_of(found["dtype"])
     if isinstance(tp := found.get("layout"), int):

@@ -7,8 +7,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwise.formats.catalogue import find_model, model_path
+from shardwise.formats.catalogue import find_model, model_source
+from shardwise.formats.model_source import source_path
+from shardwise.formats.open_model import open_model
 from shardwise.parallel.launch import Place, device_of
+from shardwise.serve.default_params import default_params
 from shardwise.serve.engine.worker import make_engine, start_rank
 from shardwise.serve.keywords import settings_of_keywords
 from shardwise.serve.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
@@ -30,15 +33,21 @@ class LLM:
     """
 
     def __init__(self, model: str, *, seed: int | None = None, **settings: Any) -> None:
-        self.settings = EngineSettings(
-            model_path(find_model(model)), **settings_of_keywords(settings)
-        )
+        opened = open_model(model_source(find_model(model)))
+        path = source_path(opened.source)
+        self.settings = EngineSettings(path, **settings_of_keywords(settings))
         self.seed = seed
         if self.settings.layout.world_size > 1:
             raise ValueError("LLM runs on one device; `shardwise serve --tp N` serves over several")
-        started = start_rank(Place(0, 1, device_of(0, 1)), self.settings)
+        self.default_params = default_params(opened.source, self.settings.generation_config)
+        started = start_rank(Place(0, 1, device_of(0, 1)), self.settings, opened=opened)
         self.engine = make_engine(started, self.settings)
         self.next_id = 0
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts without any: those of the model's
+        `generation_config.json`."""
+        return self.default_params
 
     def generate(
         self,
@@ -125,7 +134,7 @@ class LLM:
     ) -> list[tuple[Request, str | None]]:
         """Return a request for each prompt, and its text if it was given as text."""
         if not isinstance(params, Sequence):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"{len(params)} parameters for {len(prompts)} prompts; give one for each, or one "

@@ -3,7 +3,7 @@
 The flags of `shardwise serve`, `bench serve`, `generate` and `eval` are generated from the fields.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,8 +12,9 @@ from shardwise.kernels.page_table import BLOCK_TOKENS
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype
-from shardwise.quant.scheme import parse_quant
+from shardwise.quant.scheme import AUTO, parse_quant
 from shardwise.serve.engine.scheduler import Limits
+from shardwise.serve.request import SamplingParams
 from shardwise.setting import REQUIRED, setting
 
 if TYPE_CHECKING:
@@ -34,13 +35,12 @@ class EngineSettings:
         Layout(), "how the model is sharded over devices, for example tp2", metavar="L"
     )
     dtype: Precision = setting("bf16", "dtype of weights, activations and KV cache")
-    quant: str | None = setting(
-        None,
+    quant: str = setting(
+        AUTO,
         "quantize the weights of the blocks while loading: int8, int4-g64 (groups of 64), "
-        "int4z-g64 (with zero points), int3-g32, fp8, ...; as-stored keeps the codes of a "
-        "quantized model",
+        "int4z-g64 (with zero points), int3-g32, fp8, ...; auto keeps the codes of a quantized "
+        "model where the device has kernels for them, as-stored keeps all, none dequantizes",
         metavar="Q",
-        default_help="unquantized weights in --dtype; a quantized model is dequantized",
     )
     kv_dtype: KvDtype = setting(
         "auto",
@@ -62,6 +62,12 @@ class EngineSettings:
     page_tokens: int = 16
     max_batch_tokens: int = setting(512, "maximum tokens per engine step")
     max_running: int = setting(64, "maximum sequences in the batch")
+    generation_config: Literal["auto", "none"] = setting(
+        "auto",
+        "sampling parameters of requests that leave them out: auto takes temperature, top_k, "
+        "top_p, min_p and repetition_penalty from the model's generation_config.json, none does "
+        "not",
+    )
     max_queued: int = setting(
         1024, "length of the queue; further requests get status 429 with Retry-After"
     )
@@ -75,8 +81,7 @@ class EngineSettings:
             )
         if self.dtype not in PRECISIONS:
             raise ValueError(f"dtype is {self.dtype}, but must be {' or '.join(PRECISIONS)}")
-        if self.quant is not None:
-            parse_quant(self.quant)
+        parse_quant(self.quant)
         check_kv_dtype(self.kv_dtype)
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise ValueError(
@@ -101,6 +106,8 @@ class EngineSettings:
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings of the HTTP server: the names of its model, API keys, and limits of requests.
+
+    `default_params` are the sampling parameters of requests that leave them out.
 
     Raises ValueError for names, keys or limits that cannot work.
     """
@@ -134,6 +141,7 @@ class ServerSettings:
     )
     no_access_log: bool = setting(False, "log no line per request", default_help="a line each")
     no_docs: bool = setting(False, "serve no pages at /docs", default_help="Swagger UI at /docs")
+    default_params: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -159,8 +167,7 @@ def check_model(
     )
 
     check_shape(settings, config)
-    if settings.quant is not None:
-        quantized_formats(source or settings.model, config, settings.layout, settings.quant)
+    quantized_formats(source or settings.model, config, settings.layout, settings.quant)
 
 
 def check_shape(settings: EngineSettings, config: ModelConfig) -> None:

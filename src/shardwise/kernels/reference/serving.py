@@ -72,6 +72,7 @@ def no_decoder(
 
 REFERENCE = ServingKernels(
     name="torch",
+    multiplies_codes=False,
     rms_norm=rms_norm,
     gated=gated,
     apply_rope=apply_rope,

@@ -27,7 +27,7 @@ async def chat_request(service: Service, body: ChatRequest) -> Request:
     Raises ValueError, or ApiError for an unknown model, if the body cannot be served.
     """
     service.model_name(body)
-    params = body.params()
+    params = body.params(service.settings.default_params)
     return service.make_request(await service.chat_tokens(body), params, body)
 
 

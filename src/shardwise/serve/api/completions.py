@@ -18,7 +18,7 @@ async def completion_requests(service: Service, body: CompletionRequest) -> list
     Raises ValueError, or ApiError for an unknown model, if the body cannot be served.
     """
     service.model_name(body)
-    params = body.params()
+    params = body.params(service.settings.default_params)
     requests = []
     for prompt in body.prompt:
         tokens = await service.prompt_tokens(prompt, body.add_special_tokens is not False)

@@ -196,8 +196,13 @@ class GenerationRequest(BaseRequest):
             )
         return grammar
 
-    def to_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raise ValueError for values out of range and for fields that conflict."""
+    def to_params(
+        self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """Return `defaults` with the fields that were given.
+
+        Raises ValueError for values out of range and for fields that conflict.
+        """
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options must be combined with stream: true")
         if self.stream and self.prompt_logprobs is not None:
@@ -205,7 +210,8 @@ class GenerationRequest(BaseRequest):
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         bias = {token_id(name): value for name, value in (self.logit_bias or {}).items()}
-        return SamplingParams(
+        return replace(
+            defaults,
             **given,
             max_tokens=max_tokens,
             logprobs=logprobs,
@@ -229,7 +235,8 @@ class CompletionRequest(GenerationRequest):
     best_of: Int64 | None = None
     suffix: str | None = None
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """Return `defaults` with the fields of the request."""
         if self.suffix:
             raise ValueError("suffix must be left out: fill-in-the-middle is not supported")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -241,7 +248,7 @@ class CompletionRequest(GenerationRequest):
         if self.echo and self.logprobs is not None and self.stream and (self.n or 1) > 1:
             raise ValueError("n must be 1 in a stream with echo and logprobs")
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens or 1
-        params = self.to_params(max_tokens, self.logprobs)
+        params = self.to_params(defaults, max_tokens, self.logprobs)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             return replace(params, prompt_logprobs=self.logprobs)
         return params
@@ -276,7 +283,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: Any = None
     add_generation_prompt: bool | None = None
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """Return `defaults` with the fields of the request."""
         if (self.tools or self.functions) and self.tool_choice != "none":
             raise ValueError("tools are not supported: leave them out, or set tool_choice to none")
         if self.top_logprobs is not None and not self.logprobs:
@@ -284,7 +292,8 @@ class ChatRequest(GenerationRequest):
         max_tokens = (
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
-        return self.to_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.to_params(defaults, max_tokens, logprobs)
 
 
 class EmbeddingRequest(BaseRequest):

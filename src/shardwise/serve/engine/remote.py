@@ -89,11 +89,7 @@ class RemoteEngine:
 
         process.listen(receive)
         started = await ready
-        num_tokens = started.num_pages * started.page_tokens
-        self.report(
-            f"{started.num_pages:,} pages of {started.page_tokens} tokens: {num_tokens:,} in all, "
-            f"{self.max_len:,} in a request at most"
-        )
+        self.report(str(started))
 
     async def start_again(self) -> None:
         try:

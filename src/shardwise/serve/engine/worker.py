@@ -18,7 +18,10 @@ from typing import Any
 
 from shardwise.config import ModelConfig
 from shardwise.formats.open_model import OpenModel, open_model
+from shardwise.formats.storage_formats import choose_formats, stored_formats
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
+from shardwise.kernels.registry import serving_kernels
+from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.launch import STOP_SIGNALS, Place, end_with_parent, run_ranks
 from shardwise.parallel.memory import available_bytes, peak_memory_bytes, reset_peaks
@@ -31,6 +34,7 @@ from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.runner import LOGPROB_ROWS, Runner
 from shardwise.serve.engine.scheduler import QueueFull, Scheduler
 from shardwise.serve.engine.sequence import Batch, BatchEntry
+from shardwise.serve.engine.startup_report import kernels_in_words, weights_in_words
 from shardwise.serve.engine.tensor_ranks import (
     DriverRunner,
     OutOfStep,
@@ -99,7 +103,7 @@ def serve_rank(place: Place, settings: EngineSettings, address: str) -> str | No
             worker_loop(started.runner)
         else:
             engine = make_engine(started, settings)
-            server.send(("ready", Ready(started.max_len, started.num_pages, settings.page_tokens)))
+            server.send(("ready", report_of(started, settings)))
             serve_until_gone(server, engine)
             broadcast_command(tp, None)
     except OutOfStep as error:
@@ -119,12 +123,30 @@ def connect(address: str) -> Connection:
 
 @dataclass(frozen=True)
 class StartedRank:
-    """A rank with its model and its pages; `max_len` is the most tokens that a request may have."""
+    """A rank with its model and its pages.
+
+    Attributes:
+        max_len: The most tokens that a request may have.
+        weights: How the weights are held, in words.
+    """
 
     runner: Runner
     tokenizer: Tokenizer
     num_pages: int
     max_len: int
+    weights: str
+
+
+def report_of(started: StartedRank, settings: EngineSettings) -> Ready:
+    kernels = started.runner.kernels.name
+    device_type = started.runner.mesh.device.type
+    return Ready(
+        started.max_len,
+        started.num_pages,
+        settings.page_tokens,
+        started.weights,
+        kernels_in_words(kernels, device_type, settings.dtype),
+    )
 
 
 Phase = Callable[[str], Any]
@@ -156,14 +178,24 @@ def start_rank(
     max_len = settings.max_len or config.max_positions
     mesh = make_mesh(settings.layout, place.rank, place.device, config.num_kv_heads)
     with phase("weights"):
-        runner = load_runner(place, settings, model, mesh)
-    with phase(f"one full batch with {runner.kernels.name} kernels, for its memory"):
+        kernels = serving_kernels(place.device, DTYPES[settings.dtype])
+        stored = stored_formats(model.source, config)
+        kept = choose_formats(
+            stored,
+            settings.model,
+            config,
+            settings.layout,
+            settings.quant,
+            kernels.multiplies_codes,
+        )
+        runner = load_runner(place, settings, model, mesh, kernels)
+    with phase("memory of a full batch"):
         num_sharing = 1 if place.device.type == "cuda" else place.world_size
         free_bytes = available_bytes(place.device) // num_sharing
         num_pages, batch = largest_batch(config, settings)
         runner.make_pages(num_pages)
         free_bytes -= measure_batch_bytes(runner, batch)
-    with phase("pages"):
+    with phase("KV cache"):
         free_bytes = -int(mesh.world.max(-free_bytes)[0])  # the least of all ranks
         num_pages = choose_num_pages(runner, settings, max_len, free_bytes)
         try:
@@ -177,10 +209,13 @@ def start_rank(
     if runner.attention.is_capturable and mesh.tp.size == 1:
         with phase("graphs of decode steps"):
             capture_graphs(runner, settings, max_len)
-    return StartedRank(runner, model.tokenizer, num_pages, max_len)
+    weights = weights_in_words(stored, kept, settings.quant, settings.dtype)
+    return StartedRank(runner, model.tokenizer, num_pages, max_len, weights)
 
 
-def load_runner(place: Place, settings: EngineSettings, model: OpenModel, mesh: Mesh) -> Runner:
+def load_runner(
+    place: Place, settings: EngineSettings, model: OpenModel, mesh: Mesh, kernels: ServingKernels
+) -> Runner:
     """Load this rank's shard of the weights."""
     config = model.config
     dtype = DTYPES[settings.dtype]
@@ -193,8 +228,10 @@ def load_runner(place: Place, settings: EngineSettings, model: OpenModel, mesh: 
         dtype,
         settings.quant,
         place.device,
+        kernels.multiplies_codes,
     )
-    return Runner(config, weights, mesh, dtype, settings.page_tokens, kv_dtype=settings.kv_dtype)
+    page_tokens = settings.page_tokens
+    return Runner(config, weights, mesh, dtype, page_tokens, kernels, settings.kv_dtype)
 
 
 def capture_graphs(runner: Runner, settings: EngineSettings, max_len: int) -> None:
