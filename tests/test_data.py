@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +21,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from examples import examples
 from shardwise.cli import main
+from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.model.loss import IGNORE_INDEX
 from shardwise.train.data import documents
 from shardwise.train.data.batches import Batches, Order, TokenFile, held_out_batches
 from shardwise.train.data.corpus import read_corpus
 from shardwise.train.data.corpus_builder import build_corpus, staged
 from shardwise.train.data.documents import python_source_files
+from smollm2 import smollm2_gguf
 
 
 class Bytes:
@@ -36,6 +42,10 @@ class Bytes:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        assert not add_generation_prompt
+        return "".join(f"<{each['role']}>{each['content']}" for each in messages)
 
     def save(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")
@@ -196,7 +206,7 @@ def test_long_documents_are_read_in_chunks(tmp_path: Path, suffix: str) -> None:
         source.write_text(text, newline="")
     else:
         write_jsonl(source, [text])
-    pieces = list(documents.read_file(source, "text"))
+    pieces = list(documents.read_file(source, "text", never))
     assert len(pieces) > 3
     assert max(len(piece.text) for piece in pieces) <= 2 * documents.CHUNK_CHARACTERS
     assert pieces[0].text.endswith("\n")
@@ -253,6 +263,77 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"needs an extra: in the clone, pip install"):
         build_corpus(path, tmp_path / "other", Bytes())
+
+
+# -- conversations
+
+CHAT = [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "Ho"}]
+
+
+def never(messages: Sequence[Mapping[str, Any]]) -> str:
+    raise AssertionError("a text is not rendered")
+
+
+@pytest.mark.parametrize("field", ["messages", "conversation"])
+def test_messages_are_rendered_with_the_chat_template(field: str, tmp_path: Path) -> None:
+    """From the field `messages` without being asked, in lines that may also hold texts."""
+    lines = [{field: CHAT}, {field: CHAT[:1], "id": 3}]
+    named = None if field == "messages" else field
+    if named is None:
+        lines.append({"text": "plain", "messages": CHAT})
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    build_corpus(source, tmp_path / "data", Bytes(), field=named)
+    found = [bytes(tokens[:-1]).decode() for tokens in read_documents(tmp_path / "data", "train")]
+    assert found == ["<user>Hi é<assistant>Ho", "<user>Hi é", "plain"][: len(lines)]
+
+
+def test_messages_in_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"messages": [CHAT, CHAT[:1]]}), tmp_path / "d.parquet")
+    build_corpus(tmp_path / "d.parquet", tmp_path / "data", Bytes())
+    found = [bytes(tokens[:-1]).decode() for tokens in read_documents(tmp_path / "data", "train")]
+    assert found == ["<user>Hi é<assistant>Ho", "<user>Hi é"]
+
+
+def test_a_real_template_makes_its_own_tokens(tmp_path: Path) -> None:
+    """The tokens of a conversation are those that the server reads, without the prompt for the next
+    answer; `build_corpus` appends the end of text."""
+    tokenizer = load_tokenizer(smollm2_gguf())
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": CHAT}) + "\n")
+    build_corpus(source, tmp_path / "data", tokenizer)
+    (tokens,) = read_documents(tmp_path / "data", "train")
+    text = tokenizer.chat(CHAT, add_generation_prompt=False)
+    assert "<|im_start|>assistant\nHo<|im_end|>" in text
+    assert tokens == [*tokenizer.encode(text), min(tokenizer.eos_ids)]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([], "has no messages"),
+        ([1], 'is neither text nor messages: item 1 must look like {"role": "user"'),
+        ([*CHAT, {"content": "a"}], "is neither text nor messages: item 3"),
+        ({"role": "user"}, "is not text but"),
+    ],
+)
+def test_what_is_no_conversation_is_named(value: object, says: str, tmp_path: Path) -> None:
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"messages": value}))
+    where = re.escape(f'The field "messages" of {source}, line 2 {says}')
+    with pytest.raises(ValueError, match=where):
+        build_corpus(source, tmp_path / "data", Bytes())
+
+
+def test_a_template_that_refuses_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": CHAT}))
+    with pytest.raises(ValueError, match=r"line 1 cannot be rendered .* no chat template"):
+        build_corpus(source, tmp_path / "data", byte_tokenizer())
+    words = [str(source), str(tmp_path / "data"), "--tokenizer", "bpe:300"]
+    assert main(["data", "build", *words]) == 2
 
 
 # -- bad input

@@ -11,7 +11,8 @@ from shardwise.formats.catalogue import CATALOGUE, FoundModel
 from shardwise.formats.model_source import read_config
 from shardwise.formats.storage_formats import choose_formats, stored_formats
 from shardwise.hardware import find_device
-from shardwise.kernels.native import library as native_library
+from shardwise.kernels import description
+from shardwise.kernels.description import kernels_in_words
 from shardwise.layout import Layout
 from shardwise.params import model_specs
 from shardwise.plan import plan
@@ -28,8 +29,7 @@ from shardwise.quant.scheme import (
     has_product,
 )
 from shardwise.quant.weight import QuantizedWeight
-from shardwise.serve.engine import startup_report
-from shardwise.serve.engine.startup_report import kernels_in_words, weights_in_words
+from shardwise.serve.engine.startup_report import weights_in_words
 from shardwise.serve.engine_client import Ready
 from smollm2 import smollm2_gguf
 
@@ -131,8 +131,8 @@ def test_words_about_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp32 == "torch operations (native kernels are for bf16)"
     chosen_so = kernels_in_words("torch", "cpu", "bf16")
     assert chosen_so == "torch operations (SHARDWISE_KERNELS=torch)"
-    assert native_library.library is not None
-    monkeypatch.setattr(startup_report, "library", None)
+    assert description.library is not None
+    monkeypatch.setattr(description, "library", None)
     assert "install a C++ compiler" in kernels_in_words("torch", "cpu", "bf16")
 
 

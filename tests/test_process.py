@@ -24,6 +24,7 @@ from engines import AsDriver, answers, drawn_tokens, engine_of, greedy, plain_lo
 from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
+from shardwise.kernels.description import kernels_in_words
 from shardwise.kernels.registry import serving_kernels
 from shardwise.layout import Layout
 from shardwise.measure.reference_model import load_reference_model
@@ -36,7 +37,6 @@ from shardwise.serve.engine.remote import RemoteEngine
 from shardwise.serve.engine.runner import LOGPROB_ROWS
 from shardwise.serve.engine.scheduler import QueueFull
 from shardwise.serve.engine.sequence import Batch
-from shardwise.serve.engine.startup_report import kernels_in_words
 from shardwise.serve.engine_client import EngineDied
 from shardwise.serve.request import MAX_LOGPROBS, Request, SamplingParams
 from shardwise.serve.settings import EngineSettings

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +51,9 @@ def add_data(subparsers: Any) -> None:
     )
     build.add_argument(
         "--field",
-        default="text",
         metavar="NAME",
-        help="field of .jsonl or column of .parquet that holds the text (default: %(default)s)",
+        help="field of .jsonl or column of .parquet that holds a document: a text, or a list of "
+        "messages, rendered with the model's chat template (default: text, or else messages)",
     )
     build.set_defaults(run=run_data_build)
 
@@ -88,7 +88,7 @@ def run_data_build(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_tokenizer(name: str, source: "Path | list[Path]", field: str) -> "Tokenizer":
+def make_tokenizer(name: str, source: "Path | list[Path]", field: str | None) -> "Tokenizer":
     """Return the tokenizer that --tokenizer names; `bpe:N` is trained on the source."""
     from shardwise.formats.catalogue import find_model, model_path
     from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
@@ -108,7 +108,10 @@ def make_tokenizer(name: str, source: "Path | list[Path]", field: str) -> "Token
     return load_tokenizer(path if path.exists() else model_path(find_model(name)))
 
 
-def document_texts(source: "Path | list[Path]", field: str) -> Iterator[str]:
+def document_texts(source: "Path | list[Path]", field: str | None) -> Iterator[str]:
     from shardwise.train.data.documents import read_file, source_files
 
-    return (piece.text for file in source_files(source) for piece in read_file(file, field))
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        raise ValueError("a new tokenizer has no chat template; give --tokenizer a chat model")
+
+    return (piece.text for file in source_files(source) for piece in read_file(file, field, render))

@@ -25,7 +25,7 @@ from shardwise.formats.convert import (
 from shardwise.formats.families import family_of
 from shardwise.formats.gguf.gguf_config import config_metadata
 from shardwise.formats.gguf.gguf_file import read_gguf
-from shardwise.formats.gguf.write_gguf import import_gguf, write_gguf
+from shardwise.formats.gguf.write_gguf import write_gguf
 from shardwise.formats.gguf.write_gguf_tokenizer import tokenizer_metadata
 from shardwise.formats.huggingface.hf_config import read_config_json
 from shardwise.formats.huggingface.quantization_config import parse_quantization_config
@@ -110,7 +110,6 @@ def check_unquantized(source: Path) -> None:
 def check_destination(destination: Path, quant_config: QuantConfig, config: ModelConfig) -> None:
     """Raise ValueError unless the quantized model can be written to `destination`."""
     if quant_config.gguf:
-        import_gguf()
         if destination.suffix != ".gguf":
             raise ValueError(f"{destination} must end in .gguf, since --quant gguf writes one file")
         if destination.exists():

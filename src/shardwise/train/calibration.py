@@ -2,6 +2,7 @@
 of one length."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,13 +67,14 @@ def open_data_set(folder: Path, tokenizer: Tokenizer) -> TokenFile:
 def first_tokens(source: Path, tokenizer: Tokenizer, most: int) -> np.ndarray:
     """Return at most `most` token ids from the start of a text."""
     tokens: list[int] = []
-    for text in texts(source):
+    for text in texts(source, tokenizer):
         tokens += tokenizer.encode(text)
         if len(tokens) >= most:
             break
     return np.array(tokens[:most], dtype=np.int64)
 
 
-def texts(source: Path) -> Iterator[str]:
+def texts(source: Path, tokenizer: Tokenizer) -> Iterator[str]:
+    render = partial(tokenizer.chat, add_generation_prompt=False)
     for file in source_files(source):
-        yield from (chunk.text for chunk in read_file(file, "text"))
+        yield from (chunk.text for chunk in read_file(file, None, render))

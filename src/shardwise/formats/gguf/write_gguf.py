@@ -38,10 +38,11 @@ def write_gguf(
     """Write a model as one GGUF file, with the matrices of its blocks quantized to `kind`.
 
     `tensors` come in the order of `model_specs`, one in memory at a time; `tokenizer` is metadata.
-    The file is written under a temporary name and renamed when complete. Raises ValueError if the
-    package gguf is missing, and for what GGUF cannot store.
+    The file is written under a temporary name and renamed when complete. Raises ValueError for what
+    GGUF cannot store.
     """
-    gguf = import_gguf()
+    import gguf  # half a second, which reading does without
+
     metadata = config_metadata(config)
     metadata["general.file_type"] = int(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     try:
@@ -62,17 +63,6 @@ def write_gguf(
             writer.close()
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error}") from error
-
-
-def import_gguf() -> Any:
-    """Return the package gguf. Raises ValueError if it is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError(
-            "writing GGUF files needs an extra: in the clone, pip install '.[gguf]'"
-        ) from None
-    return gguf
 
 
 def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:

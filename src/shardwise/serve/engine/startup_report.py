@@ -1,18 +1,8 @@
-"""Words for the user about what an engine runs: how weights are held, and the kernels."""
+"""How an engine holds the weights of its model, in words for users."""
 
-from shardwise.kernels.native.library import library
 from shardwise.precision import Precision
 from shardwise.quant.scheme import AUTO, StorageFormats, parse_quant
 from shardwise.suggest import listed
-
-INSTRUCTION_SETS = {
-    "avx512_bf16": "AVX-512 BF16",
-    "avx512_vnni": "AVX-512 VNNI",
-    "avx512": "AVX-512",
-    "avx2": "AVX2",
-    "portable": "portable",
-}
-"""Names of instruction sets for people."""
 
 
 def weights_in_words(
@@ -31,18 +21,3 @@ def weights_in_words(
 
 def format_names(formats: StorageFormats) -> str:
     return listed(sorted({format.name for format in formats.values()}))
-
-
-def kernels_in_words(name: str, device_type: str, dtype: Precision) -> str:
-    """Return the kernels of that name, and why they are not faster ones."""
-    if name.startswith("native "):
-        return f"{INSTRUCTION_SETS[name.removeprefix('native ')]} kernels"
-    if name != "torch" or device_type != "cpu":
-        return f"{name} kernels"
-    if library is None:
-        return (
-            "torch operations (native kernels are missing: install a C++ compiler, such as g++, "
-            "and reinstall Shardwise)"
-        )
-    reason = "native kernels are for bf16" if dtype != "bf16" else "SHARDWISE_KERNELS=torch"
-    return f"torch operations ({reason})"

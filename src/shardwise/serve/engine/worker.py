@@ -20,6 +20,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.open_model import OpenModel, open_model
 from shardwise.formats.storage_formats import choose_formats, stored_formats
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
+from shardwise.kernels.description import kernels_in_words
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.model.layers import DTYPES
@@ -34,7 +35,7 @@ from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.runner import LOGPROB_ROWS, Runner
 from shardwise.serve.engine.scheduler import QueueFull, Scheduler
 from shardwise.serve.engine.sequence import Batch, BatchEntry
-from shardwise.serve.engine.startup_report import kernels_in_words, weights_in_words
+from shardwise.serve.engine.startup_report import weights_in_words
 from shardwise.serve.engine.tensor_ranks import (
     DriverRunner,
     OutOfStep,

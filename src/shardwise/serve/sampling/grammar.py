@@ -59,17 +59,12 @@ class GrammarState:
 class GrammarCompiler:
     """Compiles grammars one after another, on a thread next to the engine's.
 
-    Making the first takes a third of a second more, to read the vocabulary. Raises ValueError if
-    the optional dependency is not installed.
+    Making the first takes a third of a second more, to read the vocabulary.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        try:
-            import llguidance
-        except ImportError:
-            raise ValueError(
-                "structured output needs an extra: in the clone, pip install '.[structured]'"
-            ) from None
+        import llguidance
+
         self._library = llguidance
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

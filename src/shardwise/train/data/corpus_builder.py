@@ -7,10 +7,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ BATCH_CHARACTERS = 1 << 22
 BATCH_CHUNKS = 1 << 12
 
 Progress = Callable[[int, int, int], None]  # source bytes done, total, tokens
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Encoder(Protocol):
@@ -35,6 +36,10 @@ class Encoder(Protocol):
 
     def encode_batch(self, texts: list[str], /) -> list[list[int]]: ...
 
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, /
+    ) -> str: ...
+
     def save(self, folder: Path, /) -> object: ...
 
 
@@ -44,7 +49,7 @@ def build_corpus(
     tokenizer: Encoder,
     held_out: float = 0.0,
     progress: Progress | None = None,
-    field: str = "text",
+    field: str | None = None,
 ) -> Corpus:
     """Tokenize text into a data set, and return what it holds.
 
@@ -54,8 +59,10 @@ def build_corpus(
     Args:
         source: a file, a folder (walked in sorted order, without hidden files, `__pycache__` and
             binary files) or a list of files. A `.jsonl` file holds one document per line, a
-            `.parquet` file one per row, under `field`; any other file is one document of UTF-8
-            text. Empty documents are skipped.
+            `.parquet` file one per row; any other file is one document of UTF-8 text. Empty
+            documents are skipped.
+        field: what holds a document in `.jsonl` and `.parquet`: a text, or messages, which are
+            rendered with the tokenizer's chat template; None is `text`, or else `messages`.
         held_out: the share of documents in the held-out split, chosen by a hash of the document's
             number. Each split gets at least one document; a last document that is most of the text
             is split in two.
@@ -207,7 +214,7 @@ def write_splits(
     dtype: np.dtype,
     held_out: float,
     progress: Progress | None,
-    field: str,
+    field: str | None,
 ) -> dict[str, Split]:
     """Tokenize the files into one or two splits in `folder`, and return their sizes."""
     end_of_text = min(tokenizer.eos_ids)
@@ -218,7 +225,11 @@ def write_splits(
         writers = {
             name: SplitWriter(folder, name, dtype, tokenizer.vocab_size, stack) for name in names
         }
-        for batch in batched(chunk for file in files for chunk in read_file(file, field)):
+
+        def render(messages: Messages) -> str:
+            return tokenizer.chat(messages, False)
+
+        for batch in batched(chunk for file in files for chunk in read_file(file, field, render)):
             encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
             for chunk, tokens in zip(batch, encoded, strict=True):
                 writer = writers[HELD_OUT if held_out and is_held_out(number, held_out) else TRAIN]

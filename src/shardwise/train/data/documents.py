@@ -1,5 +1,5 @@
-"""Reading documents from files: plain text, JSON lines and Parquet, and Python's standard library
-as text that every machine has.
+"""Reading documents from files: plain text, JSON lines and Parquet with texts or conversations, and
+Python's standard library as text that every machine has.
 
 Documents come in chunks of about a million characters, so that memory stays bounded however long a
 document is.
@@ -9,11 +9,17 @@ import codecs
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 CHUNK_CHARACTERS = 1 << 20
+TEXT = "text"
+MESSAGES = "messages"
+"""The fields that are read where none is named: a text, or else a conversation."""
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+"""render(messages): the text of a conversation in a model's chat template."""
 
 COMPILED = frozenset({"__pycache__"})
 NOT_LIBRARY = COMPILED | {
@@ -72,12 +78,15 @@ def walk(root: Path, excluded: frozenset[str] = COMPILED) -> list[Path]:
     return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
 
 
-def read_file(path: Path, field: str) -> Iterator[TextChunk]:
-    """Yield the documents of one file. Raises ValueError with the line or row that cannot be
-    read."""
+def read_file(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
+    """Yield the documents of one file.
+
+    `field` holds the document in .jsonl and .parquet; None is "text", or else "messages". A list
+    of messages is rendered as text. Raises ValueError with the line or row that cannot be read.
+    """
     readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
     reader = readers.get(path.suffix.lower())
-    return reader(path, field) if reader else read_text(path)
+    return reader(path, field, render) if reader else read_text(path)
 
 
 def read_text(path: Path) -> Iterator[TextChunk]:
@@ -106,7 +115,7 @@ def read_text(path: Path) -> Iterator[TextChunk]:
                 text = text[end:]
 
 
-def read_jsonl(path: Path, field: str) -> Iterator[TextChunk]:
+def read_jsonl(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
@@ -124,14 +133,17 @@ def read_jsonl(path: Path, field: str) -> Iterator[TextChunk]:
                 raise ValueError(f"{where} is not JSON: {error}.") from error
             if not isinstance(record, dict):
                 raise ValueError(
-                    f'{where} is not a JSON object; each line must look like {{"{field}": "..."}}.'
+                    f"{where} is not a JSON object; each line must look like "
+                    f'{{"{field or TEXT}": "..."}}.'
                 )
-            if field not in record:
-                raise ValueError(f'{where} has no field "{field}", only {names_of(record)}.')
-            yield from text_chunks(record[field], len(line), f'The field "{field}" of {where}')
+            name = field or default_field(record)
+            if name not in record:
+                raise ValueError(f'{where} has no field "{name}", only {names_of(record)}.')
+            place = f'The field "{name}" of {where}'
+            yield from text_chunks(as_text(record[name], render, place), len(line), place)
 
 
-def read_parquet(path: Path, field: str) -> Iterator[TextChunk]:
+def read_parquet(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -142,18 +154,40 @@ def read_parquet(path: Path, field: str) -> Iterator[TextChunk]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            if field not in columns:
-                raise ValueError(f'{path} has no column "{field}", only {names_of(columns)}.')
+            name = field or default_field(columns)
+            if name not in columns:
+                raise ValueError(f'{path} has no column "{name}", only {names_of(columns)}.')
             row = 0
             row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield from text_chunks(
-                        text, row_bytes, f'The column "{field}" of {path}, row {row},'
-                    )
+            for batch in file.iter_batches(batch_size=256, columns=[name]):
+                for value in batch.column(0).to_pylist():
+                    place = f'The column "{name}" of {path}, row {row},'
+                    yield from text_chunks(as_text(value, render, place), row_bytes, place)
                     row += 1
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}.") from error
+
+
+def default_field(names: Mapping[str, object] | Sequence[str]) -> str:
+    return MESSAGES if MESSAGES in names and TEXT not in names else TEXT
+
+
+def as_text(value: object, render: Render, where: str) -> object:
+    """Return a list of messages as text, and anything else as it is; `where` names it in errors."""
+    if not isinstance(value, list):
+        return value
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f'{where} is neither text nor messages: item {number} must look like {{"role": '
+                f'"user", "content": "..."}}.'
+            )
+    if not value:
+        raise ValueError(f"{where} has no messages.")
+    try:
+        return render(value)
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be rendered as text: {error}.") from error
 
 
 def names_of(names: Mapping[str, object] | Sequence[str]) -> str:
