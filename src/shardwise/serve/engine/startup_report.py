@@ -1,4 +1,4 @@
-"""How an engine holds the weights of its model, in words for users."""
+"""The words for users about how an engine holds the weights of its model."""
 
 from shardwise.precision import Precision
 from shardwise.quant.scheme import AUTO, StorageFormats, parse_quant
