@@ -356,12 +356,11 @@ Case = tuple[str, str]
 """A layout and a model."""
 
 ON_FOUR = [
-    ("dp2.tp2.fsdp", "gpt2"), ("dp2.tp2.fsdp", "qwen3"), ("dp2.tp2.fsdp.m2", "one-kv"),
-    ("dp2.tp2.sp.fsdp", "biased"),
+    ("dp2.tp2.fsdp", "gpt2"), ("dp2.tp2.fsdp.m2", "one-kv"),
     ("dp2.tp2.sp.fsdp.keep.m2", "llama-tied"),
 ]  # fmt: skip
-ON_SIX = [("dp2.tp3.fsdp", "odd"), ("dp3.tp2.fsdp", "biased"), ("dp3.tp2.sp.fsdp.m2", "qwen3")]
-ON_EIGHT = [("dp4.tp2.fsdp.s2", "biased"), ("dp2.tp4.fsdp", "few"), ("dp2.tp4.sp.fsdp", "one-kv")]
+ON_SIX = [("dp2.tp3.fsdp", "odd"), ("dp3.tp2.sp.fsdp.m2", "qwen3")]
+ON_EIGHT = [("dp4.tp2.fsdp.s2", "biased"), ("dp2.tp4.fsdp", "few")]
 
 
 def cases_on(

@@ -20,13 +20,13 @@ CLEAN = SoakResult(1.0, {"stays": 1}, {200: 1}, (), 0, {"server": ()}, {"server"
 
 
 def test_clients_leave_nothing_behind(tmp_path: Path) -> None:
-    """500 requests or 20 s; bench/soak.py takes minutes. There are 17 pages, one more than the
+    """300 requests or 20 s; bench/soak.py takes minutes. There are 17 pages, one more than the
     longest request needs, so that sequences are preempted."""
     tiny_model("llama-tied", vocab_size=264, max_position_embeddings=256).save_pretrained(tmp_path)
     replace(byte_tokenizer(), eos_ids=frozenset(), chat_template=TEMPLATE).save(tmp_path)
     sizes = ("--dtype", "fp32", "--kv-bytes", "140000", "--max-running", "16")
     with bench_soak.serving(tmp_path, sizes) as served:
-        found = asyncio.run(soak(served, 20.0, 0, lambda text: None, 500))
+        found = asyncio.run(soak(served, 20.0, 0, lambda text: None, 300))
     assert found.ok, found
     assert found.num_requests > 100 and found.num_preemptions > 0
     assert set(found.behaviours) == set(BEHAVIOURS) and set(found.statuses) == {200, 400}

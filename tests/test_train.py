@@ -43,8 +43,8 @@ pytestmark = pytest.mark.usefixtures("default_signals")
 
 DEADLINE_S = 90.0
 LOOK_S = 0.05
-STEPS = 50
-EVAL_EVERY = 30
+STEPS = 30
+EVAL_EVERY = 20
 STRAIGHT: dict[str, Any] = {
     "layout": "dp2",
     "steps": STEPS,

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
 from shardwise.hardware import GPUS_PER_NODE, MARGIN
+from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from shardwise.formats.catalogue import FoundModel
+    from shardwise.plan.ledger import Mode
 
 
 def add_plan(subparsers: Any) -> None:
@@ -135,13 +137,53 @@ def run_plan(args: argparse.Namespace) -> int:
         model, of_run = choices_of_run(settings, args.layout)
         choices |= of_run | {name: value for name, value in choices.items() if value}
         choices |= {"mode": "train", "precision": of_run["precision"]}
-    result = plan(model, args.gpu, args.gpus, **choices)
+    from shardwise.formats.families import UnknownArchitecture
+
+    try:
+        result = plan(model, args.gpu, args.gpus, **choices)
+    except UnknownArchitecture as unknown:
+        return plan_weights(args, unknown)
     if args.json:
         print(json.dumps(result.to_json()))
     else:
         from shardwise.plan.report import print_plan
 
         print_plan(result, result_console())
+    return 0 if result.fits else 1
+
+
+def plan_weights(args: argparse.Namespace, unknown: ValueError) -> int:
+    """Plan the weights alone of a model whose architecture is unknown, if their size is known."""
+    from shardwise.formats.hub import fetch_config
+    from shardwise.formats.stored_sizes import stored_sizes
+    from shardwise.hardware import find_device
+    from shardwise.plan.planner import check_limits
+    from shardwise.plan.weights_only import WeightsPlan
+
+    path = Path(args.model).expanduser()
+    try:
+        sizes = stored_sizes(path if path.exists() else fetch_config(args.model).parent)
+    except ValueError as error:
+        raise ValueError(
+            f"{unknown}; the size of its weights is not known either: {error}"
+        ) from None
+    check_limits(args.margin, args.gpus_per_node)
+    modes: tuple[Mode, ...] = (args.mode,) if args.mode else ("train", "serve")
+    num_gpus = args.gpus or (Layout.parse(args.layout).world_size if args.layout else 1)
+    result = WeightsPlan(
+        path.name,
+        str(unknown),
+        sizes,
+        find_device(args.gpu),
+        num_gpus,
+        args.precision,
+        args.margin,
+        modes,
+    )
+    if args.json:
+        print(json.dumps(result.to_json()))
+    else:
+        print("\n".join(result.sentences()))
     return 0 if result.fits else 1
 
 
@@ -158,7 +200,6 @@ def choices_of_run(path: Path, layout: str | None) -> tuple["FoundModel", dict[s
     """Return the model of a run, and the arguments of `plan` that describe what `shardwise train`
     would run."""
     from shardwise.formats.catalogue import FoundModel
-    from shardwise.layout import Layout
     from shardwise.train.resolve import resolve_run
     from shardwise.train.settings import read_settings
 

@@ -242,7 +242,7 @@ def find_family(model_type: object, source: str) -> Family:
     """Return the family with that `model_type` in config.json. Raises ValueError if there is
     none."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(unknown_architecture(source, model_type, FAMILIES))
+        raise UnknownArchitecture(source, model_type, FAMILIES)
     return FAMILIES[model_type]
 
 
@@ -253,9 +253,14 @@ def find_gguf_family(architecture: object, source: str) -> Family:
     for family in FAMILIES.values():
         by_architecture.setdefault(family.gguf_architecture, family)
     if not isinstance(architecture, str) or architecture not in by_architecture:
-        raise ValueError(unknown_architecture(source, architecture, by_architecture))
+        raise UnknownArchitecture(source, architecture, by_architecture)
     return by_architecture[architecture]
 
 
-def unknown_architecture(source: str, architecture: object, known: Mapping[str, Family]) -> str:
-    return f"{source}: unknown architecture {architecture!r}; known are {', '.join(known)}"
+class UnknownArchitecture(ValueError):
+    """The architecture of a model is not among the known ones."""
+
+    def __init__(self, source: str, architecture: object, known: Mapping[str, Family]) -> None:
+        super().__init__(
+            f"{source}: unknown architecture {architecture!r}; known are {', '.join(known)}"
+        )
