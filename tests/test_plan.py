@@ -646,3 +646,25 @@ def test_a_run_is_planned_as_it_trains(
     assert planned.rows["optimizer"] == 0
     code, answer = run_json(capsys, str(source), "--gpu", "4090", "--layout", "dp4")
     assert (answer["candidates"][0]["layout"], answer["micro_batch"]) == ("dp4", 6)
+
+
+def test_requests_fill_what_the_weights_leave() -> None:
+    """`max_concurrency`: so many requests fit within the margin, and one more does not; a layout
+    that fits only without the margin serves one."""
+    for gpu, layout in (("h100-80gb", "tp2"), ("h100-80gb", "tp8"), ("b200-192gb", "tp1")):
+        answer = plan("llama-3.1-70b", gpu, layout=layout, mode="serve", seq=32768)
+        (candidate,) = answer.to_json()["candidates"]
+        rows = candidate["ledger"][0]["rows"]
+        number = candidate["serve"]["max_concurrency"]
+        limit = DEVICES[gpu].limit_bytes(0.08)
+        others = candidate["peak_bytes"] - rows["kv"]
+        assert (
+            number >= 1
+            and others + number * rows["kv"] <= limit < others + (number + 1) * rows["kv"]
+        )
+    tight = plan(
+        "llama-3.1-70b", "rtx-4090", 2, "serve", "tp2", 32768, quant="int4-g128", kv_dtype="int8"
+    )
+    assert tight.to_json()["candidates"][0]["serve"]["max_concurrency"] == 1
+    over = plan("llama-3.1-70b", "rtx-4090", 2, "serve", "tp2")
+    assert over.to_json()["candidates"][0]["serve"]["max_concurrency"] == 0

@@ -97,13 +97,13 @@ def term_sizes(held: QuantizedMatrix) -> Tensor:
 @settings(max_examples=examples(12))
 @given(
     scheme=st.sampled_from(SCHEMES),
-    num_rows=st.sampled_from([1, 3, 16, 17, 70]),
+    num_rows=st.sampled_from([1, 3, 16, 17]),
     dtype=st.sampled_from(DTYPES),
     scales=st.sampled_from(DTYPES),
     minima=st.booleans(),
     num_groups=st.integers(1, 2),
     odd=st.integers(1, 140),
-    num_out=st.integers(1, 100),
+    num_out=st.integers(1, 70),
 )
 def test_product_matches_definition_and_is_batch_invariant(
     scheme: str,

@@ -332,9 +332,9 @@ def test_what_only_changes_where_states_lie_changes_no_bit(
     plain = [Case(layout, "odd") for layout in stages]
     last = stages[-1]
     turned = [
-        *(Case(layout, "odd", overlap=False, bucket_bytes=500) for layout in stages[:2]),
+        Case(stages[0], "odd", overlap=False, bucket_bytes=500),
         *(Case(last, "odd", overlap, size) for overlap in (True, False) for size in smallest),
-        *(Case(layout, "odd", poisoned=True, evaluated=True) for layout in stages),
+        *(Case(layout, "odd", poisoned=True, evaluated=True) for layout in stages[1:]),
     ]
     reports = run_cases(ranks, world, [*plain, *turned])
     expected = reports[plain[0]]

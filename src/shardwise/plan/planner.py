@@ -70,11 +70,17 @@ class ModePlan:
     def uncounted(self) -> tuple[str, ...]:
         return NOT_COUNTED[self.job.mode]
 
+    def candidate_json(self, candidate: Candidate) -> dict[str, Any]:
+        if self.job.mode == "train":
+            return candidate.to_json()
+        served = {"max_concurrency": candidate.max_concurrency(self.job.limit_bytes)}
+        return {**candidate.to_json(), "serve": served}
+
     def to_json(self) -> dict[str, Any]:
         return {
             "mode": self.job.mode,
             "not_counted": list(self.uncounted),
-            "candidates": [each.to_json() for each in self.candidates],
+            "candidates": [self.candidate_json(each) for each in self.candidates],
             "one_gpu": self.job.on_one_gpu.to_json(),
             "why_not": self.why_not,
             "smallest_change": self.smallest_change,

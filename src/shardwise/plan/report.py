@@ -60,6 +60,8 @@ def mode_text(plan: Plan, mode: ModePlan, console: Console) -> RenderableType:
     ]
     if mode.job.mode == "train":
         parts.append(sent_note(mode))
+    elif mode.fits:
+        parts.append(room_note(mode))
     if mode.remark:
         parts.insert(1, Text(mode.remark, style="dim"))
     if mode.reasons and not mode.fits:
@@ -74,6 +76,16 @@ def table_width(table: Table, console: Console) -> int:
     """Return the columns that a table needs."""
     unlimited = console.options.update(width=sys.maxsize)
     return Measurement.get(console, unlimited, table).maximum
+
+
+def room_note(mode: ModePlan) -> Text:
+    """Return how many requests of the planned length each layout serves at a time."""
+    limit = mode.job.limit_bytes
+    room = ", ".join(
+        f"{each.layout} {each.max_concurrency(limit):,}" for each in mode.candidates if each.fits
+    )
+    length = f"{mode.job.seq_tokens:,} tokens"
+    return Text(f"Requests of {length} that fit at a time, per replica: {room}.", style="dim")
 
 
 def sent_note(mode: ModePlan) -> Text:

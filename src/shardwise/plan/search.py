@@ -50,6 +50,14 @@ class Candidate:
     def fits(self) -> bool:
         return self.peak_bytes <= self.limit_bytes
 
+    def max_concurrency(self, limit_bytes: int) -> int:
+        """Return how many of the planned requests a replica holds within `limit_bytes`, at least
+        one if it fits at all."""
+        (rank,) = self.ledger
+        per_request = rank.rows["kv"]
+        left = limit_bytes - (rank.total_bytes - per_request)
+        return max(int(self.fits), left // per_request)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "layout": str(self.layout),
