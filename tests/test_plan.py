@@ -506,6 +506,7 @@ def test_json_keys_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
                 "limit_bytes",
                 "ledger",
                 "comm_bytes",
+                *(["serve"] if mode == "serve" else []),
             }
             assert set(candidate["comm_bytes"]) == {"dp", "tp", "pp", "cp"}
             totals = [sum(stage["rows"].values()) for stage in candidate["ledger"]]

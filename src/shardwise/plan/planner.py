@@ -81,7 +81,7 @@ class ModePlan:
             "mode": self.job.mode,
             "not_counted": list(self.uncounted),
             "candidates": [self.candidate_json(each) for each in self.candidates],
-            "one_gpu": self.job.on_one_gpu.to_json(),
+            "one_gpu": self.candidate_json(self.job.on_one_gpu),
             "why_not": self.why_not,
             "smallest_change": self.smallest_change,
         }
