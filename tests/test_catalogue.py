@@ -308,3 +308,13 @@ def test_unknown_devices(name: str, said: str) -> None:
     with pytest.raises(ValueError) as caught:
         find_device(name)
     assert said in str(caught.value)
+
+
+def test_a_missing_path_in_a_folder_of_this_machine(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a hub id, but probably is a run: the folder's content is named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"^runs/frist does not exist; runs has first$"):
+        find_model("runs/frist", cache, local_files_only=True)

@@ -160,6 +160,13 @@ def test_what_cannot_be_is_refused(
     assert sentence in capsys.readouterr().err
 
 
+def test_a_folder_is_no_text(
+    model: tuple[Path, PreTrainedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "perplexity", str(model[0]), "--data", str(tmp_path)]) == 2
+    assert "--data takes a UTF-8 text file, but" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"), [(b"a", "the text has 1 token;"), (b"a\xff", "is not UTF-8 text")]
 )

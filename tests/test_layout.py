@@ -302,3 +302,25 @@ def test_problems_say_what_works(text: str, model: str, sentence: str | None) ->
     else:
         assert len(problems) == 1
         assert sentence in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("dp2,tp2", "dp2.tp2"), ("dp2 tp2", "dp2.tp2"), ("dp2xtp4", "dp2.tp4"),
+        ("dp2-tp2", "dp2.tp2"), ("DP2.TP2", "dp2.tp2"), ("d2", "dp2"), ("d2.t2.p2", "dp2.tp2.pp2"),
+        ("dp4.zero3", "dp4.z3"), ("dp4_stage2", "dp4.z2"), ("dp4.fsdp2", "dp4.fsdp"),
+        ("pp2.zb-h1.m4,tp2", "pp2.zb-h1.m4.tp2"),
+    ],
+)  # fmt: skip
+def test_a_likely_layout_is_proposed(text: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"; did you mean {re.escape(meant)}\?$"):
+        Layout.parse(text)
+    Layout.parse(meant)
+
+
+@pytest.mark.parametrize("text", ["tp3x", "q", "dp2..tp2", "", "dp0", "ddp8"])
+def test_parts_are_listed_where_no_layout_is_likely(text: str) -> None:
+    with pytest.raises(ValueError, match="layout") as refused:
+        Layout.parse(text)
+    assert "did you mean" not in str(refused.value)

@@ -500,6 +500,9 @@ def test_a_port_in_use_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> Non
         (["--max-body-bytes", "1000"], "1 MiB"),
         (["--api-key", ""], "an API key must be"),
         (["--api-kay", "a"], "did you mean --api-key?"),
+        (["--tensor-parallel-size", "2"], "did you mean --tp?"),
+        (["--max-model-len=64"], "did you mean --max-len?"),
+        (["--gpu-memory-utilization", "0.9"], "did you mean --memory-share?"),
     ],
 )
 def test_flags_that_cannot_work(

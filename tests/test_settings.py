@@ -224,3 +224,16 @@ def test_fewer_heads_keep_kv_heads_that_divide(heads: int, kv_heads: int) -> Non
         LLAMA, replace(SECTIONS["model"], num_heads=heads, hidden_size=48), 256, 24, is_count=True
     )
     assert (config.num_heads, config.num_kv_heads) == (heads, kv_heads)
+
+
+def test_settings_that_do_not_exist(tmp_path: Path) -> None:
+    """Next to other runs it is probably a misspelled one; else a file is still to be written."""
+    with pytest.raises(
+        ValueError, match=r"none\.toml does not exist; `shardwise config > run\.toml`"
+    ):
+        read_settings(tmp_path / "none.toml")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").touch()
+    with pytest.raises(ValueError, match=r"does not exist; .* has the runs first and second$"):
+        read_settings(tmp_path / "frist")

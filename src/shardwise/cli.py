@@ -40,10 +40,12 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises ValueError, so that its errors end like every other mistake.
 
     Flags cannot be abbreviated: an abbreviation would change its meaning when a flag is added.
+    `other_names` maps flags of other software to flags of this parser.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self.other_names: Mapping[str, str] = {}
 
     @property
     def flags(self) -> list[str]:
@@ -137,6 +139,8 @@ def check_flags(parser: Parser, words: Sequence[str], siblings: Mapping[str, Par
                 other_name = sibling.removeprefix(f"{PROG} ")
                 raise ValueError(f"{flag} is a flag of `{other_name}`, not of `{name}`")
         near = nearest(flag, parser.flags, most=1)
+        if flag in parser.other_names:
+            near = [parser.other_names[flag]]
         hint = f"did you mean {near[0]}?" if near else f"see `{parser.prog} --help`"
         raise ValueError(f"{name} does not take {flag}; {hint}")
 

@@ -414,6 +414,29 @@ class Layout:
             )
 
 
+def layout_hint(text: str) -> str:
+    """Return what a text that is not a short form probably means, or else the parts of layouts."""
+    if near := likely_form(text):
+        return f"did you mean {near}?"
+    schedules = " ".join(get_args(Schedule))
+    return (
+        f"parts are dpN tpN ppN cpN, z1 z2 z3 fsdp, sN, {schedules}@X, vN, lN-N, mN, sp, a2a, "
+        "keep, rc-selective, rc-full, joined by dots as in dp2.tp2.z1"
+    )
+
+
+def likely_form(text: str) -> str | None:
+    """Return the short form that a text with wrong separators or common names probably means."""
+    form = re.sub(r"[,;+* _]+|(?<=\d)[-x](?=[a-z])", ".", text.strip().lower())
+    form = re.sub(r"\b(fsdp)\d\b", r"\1", form)
+    form = re.sub(r"\b(?:zero|stage)\.?(?=[123]\b)", "z", form)
+    form = re.sub(r"\b([dtpc])(?=\d)", r"\1p", form)
+    try:
+        return form if form != text and Layout.parse(form) else None
+    except ValueError:
+        return None
+
+
 def parse_parts(text: str) -> Iterator[tuple[str, object]]:
     """Yield the fields that a short form sets, with their values. A dot within a memory limit
     (`zb-auto@1.5`) does not separate parts."""
@@ -423,11 +446,8 @@ def parse_parts(text: str) -> Iterator[tuple[str, object]]:
         end = match.end() if match else start
         if match is None or (end < len(text) and text[end] != "."):
             word = text[start:].split(".")[0]
-            schedules = " ".join(get_args(Schedule))
             raise ValueError(
-                f"layout {text!r}: {word!r} is not a part of a layout; parts are dpN tpN ppN cpN, "
-                f"z1 z2 z3 fsdp, sN, {schedules}@X, vN, lN-N, mN, sp, a2a, keep, rc-selective, "
-                "rc-full, joined by dots as in dp2.tp2.z1"
+                f"layout {text!r}: {word!r} is not a part of a layout; {layout_hint(text)}"
             )
         if match["size"]:
             yield SIZES[match["size"]], int(match["number"])

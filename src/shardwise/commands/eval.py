@@ -128,6 +128,8 @@ def check_at_least_one(args: argparse.Namespace, names: list[str]) -> None:
 
 
 def read_utf8(path: Path) -> str:
+    if path.is_dir():
+        raise ValueError(f"--data takes a UTF-8 text file, but {path} is a folder")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

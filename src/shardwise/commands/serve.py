@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import log
 from shardwise.layout import Layout
+from shardwise.serve.keywords import VLLM_FLAGS
 from shardwise.serve.settings import EngineSettings, ServerSettings, check_model
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def add_serve(subparsers: Any) -> None:
         "--tp", type=int, metavar="N", help="tensor-parallel size; short for --layout tpN"
     )
     add_flags(parser, EngineSettings, ENGINE_FLAGS)
+    parser.other_names = VLLM_FLAGS
     parser.set_defaults(run=run_serve)
 
 

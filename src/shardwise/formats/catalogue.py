@@ -182,7 +182,15 @@ def find_model(
     if _looks_like_path(text):
         raise ValueError(f"{text} does not exist; a model is {EXPECTED_MODEL}")
     if HUB_ID.fullmatch(text):
-        folder = fetch_config(text, cache_dir, local_files_only).parent
+        try:
+            folder = fetch_config(text, cache_dir, local_files_only).parent
+        except ValueError as error:
+            if path.parent.is_dir():
+                names = sorted(each.name for each in path.parent.iterdir())
+                raise ValueError(
+                    f"{text} does not exist; {path.parent} has {', '.join(names[:8]) or 'no files'}"
+                ) from error
+            raise
         return FoundModel(text, read_folder_config(folder), "hub", folder)
     near = nearest(text.lower(), [each for each in CATALOGUE if each[0] == text.lower()[:1]])
     hint = f"the nearest names are {', '.join(near)}; a" if near else "a"

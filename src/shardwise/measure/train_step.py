@@ -101,7 +101,7 @@ def check_bench(layout: Layout, workload: Workload) -> None:
     check_joined(layout)
     states = max(stage.state_bytes for stage in training_ledgers(workload.config, layout))
     device = device_of(0, layout.world_size)
-    check_fits(f"the states of {layout}", states, layout, device)
+    check_fits(f"training with {layout}", states, layout, device)
     check_batch(
         workload.sequences * layout.microbatches * layout.dp, workload.length, layout, device
     )

@@ -20,6 +20,11 @@ VLLM_NAMES = {
     "gpu_memory_utilization": "memory_share",
 }
 """vLLM's keyword, and the field of `EngineSettings`."""
+VLLM_FLAGS = {
+    f"--{theirs.replace('_', '-')}": f"--{ours.replace('_', '-')}"
+    for theirs, ours in VLLM_NAMES.items()
+} | {"--tensor-parallel-size": "--tp"}
+"""vLLM's flag, and the flag of `shardwise serve`."""
 VLLM_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
 SUPPORTED = "auto, bfloat16 and float32 are"
 

@@ -19,6 +19,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import BUCKET_BYTES
 from shardwise.precision import GradientPrecision, Precision
 from shardwise.setting import setting
+from shardwise.suggest import listed
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,15 @@ class Run:
     weights: Path | None
 
 
+def what_to_name(path: Path) -> str:
+    """Return what to do about settings that do not exist at `path`: a run or a new file."""
+    folder = path.parent
+    runs = sorted(file.parent.name for file in folder.glob("*/config.toml")) if folder.name else []
+    if path.suffix != ".toml" and runs:
+        return f"{folder} has the run{'s' * (len(runs) > 1)} {listed(runs)}"
+    return "`shardwise config > run.toml` writes a file to start from"
+
+
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings in a TOML file or the folder of a run, with `section.key=value`
     overrides. Raises ValueError for an unknown key, with the nearest one, or a value of the wrong
@@ -177,9 +187,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(
-            f"{path} does not exist; `shardwise config > run.toml` writes a file to start from"
-        ) from None
+        raise ValueError(f"{path} does not exist; {what_to_name(path)}") from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder, not a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

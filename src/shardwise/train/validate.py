@@ -164,7 +164,7 @@ def check_memory(run: Run) -> None:
     needed = planned.total_bytes
     if settings.run.offload == "host":
         offloaded = offloaded_bytes(run.config, layout)
-        check_fits(f"the offloaded states of {layout}", offloaded, layout, torch.device("cpu"))
+        check_fits(f"the offload of {layout}", offloaded, layout, torch.device("cpu"))
         needed += offloaded if device.type == "cpu" else 0
     check_fits(f"{layout} ({largest_rows(planned)})", needed, layout, device)
     check_batch(settings.data.global_batch, settings.data.seq_len, layout, device)
