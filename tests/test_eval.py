@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from shardwise.cli import main
+from shardwise.commands.eval import read_utf8
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.measure.perplexity import windows
+from shardwise.train.data.documents import read_text
 from smollm2 import smollm2_gguf
 from tiny_models import tiny_model
 
@@ -158,6 +160,17 @@ def test_what_cannot_be_is_refused(
     what, *flags = argv
     assert main(["eval", what, str(model[0]), "--data", str(text_file), *flags]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "read"), [(b"a\r\nb\r\n", b"a\r\nb\r\n"), (b"\xef\xbb\xbfab", b"ab")]
+)
+def test_a_text_is_read_as_training_data_is(content: bytes, read: bytes, tmp_path: Path) -> None:
+    """CR LF stays, and a byte order mark is no text."""
+    file = tmp_path / "text.txt"
+    file.write_bytes(content)
+    (chunk,) = read_text(file)
+    assert read_utf8(file).encode() == chunk.text.encode() == read
 
 
 def test_a_folder_is_no_text(

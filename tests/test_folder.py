@@ -142,6 +142,27 @@ def test_buffers_and_a_second_copy_of_a_tied_head_are_ignored(
     assert_same(load_whole(tmp_path), our_weights(tiny_model(name)))
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_a_tied_head_with_other_values_is_refused(saved, tmp_path: Path, name: str) -> None:
+    """One number of the last row is enough; in another dtype equal values are equal."""
+    shutil.copytree(saved(name), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = our_weights(tiny_model(name))["embed"].double()
+    save_file(tensors | {"lm_head.weight": head.float()}, tmp_path / "model.safetensors")
+    assert_same(load_whole(tmp_path), our_weights(tiny_model(name)))
+    head[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": head.float()}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"stores lm_head\.weight with other values than .*embed|wte"
+    ):
+        load_whole(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    untied = json.dumps(config | {"tie_word_embeddings": False})
+    if name != "gpt2":  # which is always tied
+        (tmp_path / "config.json").write_text(untied)
+        assert torch.equal(load_whole(tmp_path)["head"], head.float())
+
+
 class CountingFile:
     """A safetensors file that counts the bytes of the slices taken from it."""
 

@@ -19,7 +19,7 @@ from shardwise.kernels.registry import native_kernels
 from shardwise.kernels.serving_interface import SamplingRow, ServingKernels
 from shardwise.serve.request import Logprob, SamplingParams, check_ids
 from shardwise.serve.sampling.filters import apply_filters, sample_from_logits
-from shardwise.serve.sampling.penalties import SamplerState, generator_for
+from shardwise.serve.sampling.penalties import Draws, SamplerState
 from shardwise.serve.sampling.sampler import sample_by_row, sample_together, sample_tokens
 
 ROWS = st.lists(st.integers(-24, 24).map(lambda quarter: quarter / 4), min_size=1, max_size=12)
@@ -386,9 +386,8 @@ def test_greedy_takes_the_lowest_id_and_draws_nothing(kernels: ServingKernels) -
         [[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, -1.0]]
     )
     sampling = SamplerState(SamplingParams(temperature=0, top_k=2))
-    before = sampling.generator.get_state()
     assert tokens_of(sample(logits, [sampling] * 3, kernels=kernels)) == [1, 0, 2]
-    assert torch.equal(sampling.generator.get_state(), before)
+    assert sampling.draws.num_drawn == 0
 
 
 @pytest.mark.parametrize(
@@ -513,14 +512,28 @@ def test_completions_of_one_request_have_different_seeds() -> None:
 
 
 def test_without_a_seed_requests_differ() -> None:
-    assert (
-        generator_for(SamplingParams()).initial_seed()
-        != generator_for(SamplingParams()).initial_seed()
-    )
-    assert (
-        generator_for(SamplingParams(), 1).initial_seed()
-        != generator_for(SamplingParams(), 1).initial_seed()
-    )
+    for index in (0, 1):
+        assert Draws.of(SamplingParams(), index).next() != Draws.of(SamplingParams(), index).next()
+
+
+def test_every_bit_of_a_seed_counts() -> None:
+    """The index of a sample is no part of the seed: seed 1, sample 0 is not seed 0, sample 1."""
+    seeds = [0, -1, -(2**63), *(1 << bit for bit in range(63))]
+    firsts = [Draws(seed, index).next() for seed in seeds for index in (0, 1, 2)]
+    assert len(set(firsts)) == len(firsts)
+
+
+def test_draws_are_uniform() -> None:
+    """Mean, variance and the share of each tenth of 20,000 numbers, within 4 standard errors."""
+    draws = Draws(7, 0)
+    values = torch.tensor([draws.next() for _ in range(20_000)], dtype=torch.float64)
+    assert values.min() >= 0 and values.max() < 1
+    assert abs(values.mean() - 1 / 2) < 4 * (1 / 12 / 20_000) ** 0.5
+    assert abs(values.var() - 1 / 12) < 4 * (1 / 180 / 20_000) ** 0.5
+    tenths = torch.histc(values, 10, 0, 1) / 20_000
+    assert (tenths - 0.1).abs().max() < 4 * (0.09 / 20_000) ** 0.5
+    pairs = torch.corrcoef(torch.stack((values[:-1], values[1:])))
+    assert abs(pairs[0, 1]) < 4 / 20_000**0.5
 
 
 @pytest.mark.parametrize(

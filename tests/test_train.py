@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from shardwise.cli import main
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.run_checkpoint import list_checkpoints
 from shardwise.layout import Layout
+from shardwise.parallel.cores import usable_cores
 from shardwise.parallel.launch import Place, RankFailed, run_ranks
 from shardwise.parallel.mesh import make_mesh
 from shardwise.params import model_specs, num_params, units
@@ -462,7 +464,9 @@ def fail_on_the_last(place: Place) -> None:
     mesh.world.barrier()
 
 
-def test_the_first_failure_comes_first_and_the_process_is_as_before() -> None:
+def test_the_first_failure_comes_first_and_the_process_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rank 0 fails too, since rank 1 does not come to the barrier; it is not the one that is shown.
     Ranks share the cores, and meet without the look-up of a host name, which may not resolve."""
     handlers = {
@@ -470,11 +474,12 @@ def test_the_first_failure_comes_first_and_the_process_is_as_before() -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with pytest.raises(RankFailed) as caught:
         run_ranks(fail_on_the_last, 2)
     first, *_, last = str(caught.value).splitlines()
     assert first == "Traceback (most recent call last):"
-    threads = max(1, (os.cpu_count() or 1) // 2)
+    threads = max(1, usable_cores() // 2)
     assert f"ValueError: the last rank gives up: {threads} threads, localhost" in str(caught.value)
     assert last == "rank 1 failed first, with exit code 1"
     assert {number: signal.getsignal(number) for number in handlers} == handlers
@@ -531,6 +536,60 @@ def test_one_rank_stops_after_the_step_and_resumes(
         capsys.readouterr().out
         == f"{run}: already finished (6 steps); raise run.steps to continue\n"
     )
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, *words: object, code: int = 143) -> None:
+    with monkeypatch.context() as patch:
+        told_to_stop_at(patch, step, signal.SIGTERM)
+        assert main(["train", *map(str, words), "--json"]) == code
+
+
+def test_a_copied_run_resumes_in_its_own_folder(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the folder or by the config.toml in it; the original stays as it is."""
+    stop_after(monkeypatch, 2, config_file(tmp_path, data, save_every=0))
+    original = files_under(tmp_path / "run")
+    for copy, named in (("one", ""), ("two", "config.toml")):
+        shutil.copytree(tmp_path / "run", tmp_path / copy)
+        assert main(["train", str(tmp_path / copy / named), "--resume"]) == 0
+        assert list_checkpoints(tmp_path / copy / "checkpoints")[-1].name == "step-00000006"
+        assert files_under(tmp_path / "run") == original
+    assert last_state(tmp_path / "one") == last_state(tmp_path / "two")
+
+
+def test_a_moved_run_resumes_from_any_working_directory(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Begun with relative paths. Data that moved is named, and compared by its checksums."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(data, "data")
+    stop_after(monkeypatch, 2, config_file(Path(), Path("data"), save_every=0))
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move("run", "elsewhere/moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    stop_after(monkeypatch, 4, "moved", "--resume")
+    shutil.move(tmp_path / "data", tmp_path / "archive")
+    assert main(["train", "moved", "--resume"]) == 2
+    assert "is not a data set" in capsys.readouterr().err
+    assert main(["train", "moved", "--resume", "--set", f"data.folder={tmp_path}/archive"]) == 0
+    assert not (tmp_path / "run").exists()
+    assert list_checkpoints(Path("moved/checkpoints"))[-1].name == "step-00000006"
+
+
+def test_a_run_resumes_without_the_model_that_it_began_with(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").mkdir()
+    assert main(["train", str(config_file(tmp_path / "base", data, steps=1))]) == 0
+    settings = tiny_settings(data, tmp_path / "run", save_every=0)
+    given = ModelSettings(name=str(tmp_path / "base" / "run"), weights="given")
+    path = tmp_path / "c.toml"
+    path.write_text(to_toml(replace(settings, model=given)))
+    stop_after(monkeypatch, 2, path)
+    shutil.rmtree(tmp_path / "base")
+    assert main(["train", f"{tmp_path}/run", "--resume"]) == 0
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-00000006"
 
 
 def test_a_second_ctrl_c_interrupts_one_rank_at_once(
@@ -614,7 +673,7 @@ def test_the_data_set_cannot_change_on_resume(
     assert (
         capsys.readouterr().err
         == f"shardwise: {data} is not the data set that {run} started with; build the same one "
-        f"again\n"
+        f"again, or name where it is with --set data.folder=DIR\n"
     )
 
 
@@ -733,6 +792,23 @@ def test_tensorboard_gets_all_metrics(data: Path, tmp_path: Path, precision: str
         == 0
     )
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was interrupted at step 5, with the checkpoint of step 3."""
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    path = config_file(tmp_path, data, tensorboard=True, save_every=3)
+    with monkeypatch.context() as patch:
+        told_to_stop_at(patch, 5, signal.SIGINT, signal.SIGINT)
+        assert main(["train", str(path), "--json"]) == 130
+    assert main(["train", str(path), "--resume"]) == 0
+    events = event_accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert "loss" in events.Tags()["scalars"], events.Tags()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
 
 
 # -- what is refused

@@ -1,7 +1,7 @@
 """The environment variables that Shardwise reads; no other file reads any.
 
 RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are those of torchrun. SHARDWISE_KERNELS selects
-the kernels for CPUs.
+the kernels for CPUs. OMP_NUM_THREADS is read by OpenMP itself; here only whether it is set.
 """
 
 import os
@@ -37,6 +37,11 @@ def torchrun_rank() -> TorchrunRank | None:
     local_rank = int(variables.get("LOCAL_RANK", rank))
     local_world_size = int(variables.get("LOCAL_WORLD_SIZE", world_size))
     return TorchrunRank(rank, world_size, local_rank, local_world_size)
+
+
+def sets_threads() -> bool:
+    """Return whether the environment sets the threads of a process, which torch then obeys."""
+    return bool(os.environ.get("OMP_NUM_THREADS"))
 
 
 def cpu_kernels() -> str | None:

@@ -131,7 +131,7 @@ def read_utf8(path: Path) -> str:
     if path.is_dir():
         raise ValueError(f"--data takes a UTF-8 text file, but {path} is a folder")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8-sig")  # as `data build` reads it: CR LF stays
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"

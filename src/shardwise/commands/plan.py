@@ -200,10 +200,11 @@ def choices_of_run(path: Path, layout: str | None) -> tuple["FoundModel", dict[s
     """Return the model of a run, and the arguments of `plan` that describe what `shardwise train`
     would run."""
     from shardwise.formats.catalogue import FoundModel
-    from shardwise.train.resolve import resolve_run
+    from shardwise.train.resolve import resolve_run, resume_run
     from shardwise.train.settings import read_settings
 
-    run = resolve_run(read_settings(path))
+    planned = read_settings(path)
+    run = resume_run(planned) or resolve_run(planned)
     chosen = run.layout if layout is None else Layout.parse(layout)
     settings = run.settings
     choices = {

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.environment import torchrun_rank
+from shardwise.environment import sets_threads, torchrun_rank
+from shardwise.parallel.cores import usable_cores
 from shardwise.parallel.mesh import CollectiveFailed
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -179,8 +180,10 @@ def silent_log() -> Iterator[None]:
 
 
 def run_spawned(num_local: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a rank that `run_ranks` started, with an equal share of the machine's cores."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local))
+    """Run a rank that `run_ranks` started, with an equal share of the usable cores, or as many
+    threads as OMP_NUM_THREADS says."""
+    if not sets_threads():
+        torch.set_num_threads(max(1, usable_cores() // num_local))
     result = run_rank(function, *args)
     # A rank waits until its launcher takes the result; without a launcher it must not wait.
     end_with_parent()

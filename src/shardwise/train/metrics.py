@@ -148,7 +148,7 @@ class Metrics:
         path.write_text("".join(line + "\n" for line in lines if step_of(line) <= resumed_step))
         self._file = path.open("a", buffering=1)
         self._is_written = True
-        self._board = open_tensorboard(folder) if tensorboard else None
+        self._board = open_tensorboard(folder, resumed_step) if tensorboard else None
         self._console = Console(file=cast(TextIO, LastingStream(sys.stderr)))
         self._progress = Progress(
             TextColumn("[bold]train"),
@@ -230,11 +230,12 @@ def step_of(line: str) -> float:
         return float("inf")
 
 
-def open_tensorboard(folder: Path) -> Any:
+def open_tensorboard(folder: Path, step: int) -> Any:
+    """Return a writer of events after `step`; later ones, of a run that was killed, are hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
             "run.tensorboard needs an extra: in the clone, pip install '.[tensorboard]'"
         ) from None
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)

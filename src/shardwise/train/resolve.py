@@ -5,6 +5,8 @@ from pathlib import Path
 
 from shardwise.config import ModelConfig
 from shardwise.formats.catalogue import FoundModel, find_model, model_path
+from shardwise.formats.huggingface.hf_config import read_folder_config
+from shardwise.formats.run_checkpoint import list_checkpoints
 from shardwise.layout import Layout
 from shardwise.train.data.corpus import read_corpus
 from shardwise.train.settings import ModelSettings, Run, Settings
@@ -29,6 +31,17 @@ def resolve_run(settings: Settings) -> Run:
     is_count = found.kind == "count"
     config = resized(found.config, settings.model, vocab_size, settings.data.seq_len, is_count)
     return Run(settings, layout, config, given_weights(settings.model, found))
+
+
+def resume_run(settings: Settings) -> Run | None:
+    """Return the run in the folder of the settings, as its checkpoints and config.json describe it,
+    so that neither base model nor hub is needed; None if it has none yet."""
+    folder = Path(settings.run.folder)
+    model = folder / "model"
+    if not list_checkpoints(folder / "checkpoints") or not (model / "config.json").is_file():
+        return None
+    layout = Layout.parse(settings.run.layout)
+    return Run(settings, layout, read_folder_config(model), None)
 
 
 def given_weights(settings: ModelSettings, found: FoundModel) -> Path | None:

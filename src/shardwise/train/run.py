@@ -11,6 +11,7 @@ import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.atomic import exclusive, partial_path, written_aside
@@ -30,6 +31,10 @@ WRITTEN_FIRST = {"model", "offload", "data.json", partial_path(Path(SETTINGS_FIL
 """Names in the folder of a run that was killed before it wrote its settings."""
 FIXED = {("run", "seed"), ("run", "precision"), ("run", "gradients")}
 """Settings that cannot change when a run resumes, in addition to those of model and data."""
+SAME_WHEREVER = {("run", "folder"), ("data", "folder")}
+"""Folders that may move: that of the run, and that of the data, which checksums compare."""
+PATHS = {("model", "name")}
+"""Settings that may be a path, relative in the settings of earlier versions."""
 
 
 def start_run(
@@ -44,7 +49,7 @@ def start_run(
     each damaged one. `begin` is called with the run once nothing is left to refuse. Raises
     ValueError before anything is written or started.
     """
-    run = validated_run(settings)
+    run = validated_run(settings, resume)
     with locked(Path(settings.run.folder)) if is_first_rank() else nullcontext():
         step = 0
         if is_first_rank():
@@ -132,9 +137,22 @@ def write_run_folder(folder: Path, run: Run) -> None:
         (folder / "model" / "config.json").write_text(config)
         shutil.copyfile(data / "data.json", folder / "data.json")
         with written_aside(folder / SETTINGS_FILE, unique=False) as aside:
-            aside.write_text(to_toml(run.settings), encoding="utf-8")
+            aside.write_text(to_toml(with_absolute_paths(run.settings)), encoding="utf-8")
     except (OSError, UnicodeEncodeError) as error:
         raise not_writable(folder, error) from None
+
+
+def with_absolute_paths(settings: Settings) -> Settings:
+    """Return settings that mean the same in any working directory."""
+    data = replace(settings.data, folder=absolute(settings.data.folder))
+    model = settings.model
+    if Path(model.name).exists():
+        model = replace(model, name=absolute(model.name))
+    return replace(settings, data=data, model=model)
+
+
+def absolute(path: str) -> str:
+    return str(Path(path).resolve())
 
 
 def check_same_run(folder: Path, run: Run, warn: Callable[[str], None]) -> None:
@@ -148,14 +166,17 @@ def check_same_run(folder: Path, run: Run, warn: Callable[[str], None]) -> None:
     data = Path(run.settings.data.folder)
     if (folder / "data.json").read_bytes() != (data / "data.json").read_bytes():
         raise ValueError(
-            f"{data} is not the data set that {folder} started with; build the same one again"
+            f"{data} is not the data set that {folder} started with; build the same one again, or "
+            "name where it is with --set data.folder=DIR"
         )
-    now = tomllib.loads(to_toml(run.settings))
+    now = tomllib.loads(to_toml(with_absolute_paths(run.settings)))
     for section, key in ((name, key) for name, values in now.items() for key in values):
         table = before.get(section)
         old = table.get(key) if isinstance(table, dict) else None
         new = now[section][key]
-        if old == new:
+        if old == new or (section, key) in SAME_WHEREVER:
+            continue
+        if (section, key) in PATHS and isinstance(old, str) and absolute(old) == new:
             continue
         if section in ("model", "data") or (section, key) in FIXED:
             raise ValueError(

@@ -180,10 +180,13 @@ def what_to_name(path: Path) -> str:
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings in a TOML file or the folder of a run, with `section.key=value`
-    overrides. Raises ValueError for an unknown key, with the nearest one, or a value of the wrong
-    type."""
-    if (path / "config.toml").is_file():
-        path = path / "config.toml"  # the folder of a run
+    overrides. The folder of a run is its `run.folder`, also where it was copied or moved.
+
+    Raises ValueError for an unknown key, with the nearest one, or a value of the wrong type.
+    """
+    folder = run_folder(path)
+    if folder is not None:
+        path = folder / "config.toml"
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -192,9 +195,19 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
         raise ValueError(f"{path} is a folder, not a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
+    if folder is not None:
+        override_setting(raw, f"run.folder={json.dumps(str(folder))}")
     for override in overrides:
         override_setting(raw, override)
     return parse_section(Settings, raw, "")
+
+
+def run_folder(path: Path) -> Path | None:
+    """Return the folder of a run that `path` names, as the folder or as its config.toml."""
+    if (path / "config.toml").is_file():
+        return path
+    is_settings = path.name == "config.toml" and (path.parent / "data.json").is_file()
+    return path.parent if is_settings else None
 
 
 def override_setting(raw: dict[str, Any], override: str) -> None:

@@ -25,13 +25,13 @@ from shardwise.params import stage_units
 from shardwise.plan.ledger import shard_sizes
 from shardwise.train.data.batches import Batches, TokenFile
 from shardwise.train.planned_memory import gigabytes, largest_rows, planned_memory
-from shardwise.train.resolve import resolve_run
+from shardwise.train.resolve import resolve_run, resume_run
 from shardwise.train.settings import Run, Settings
 
 
-def validated_run(settings: Settings) -> Run:
-    """Resolve the settings and return the run. Raises ValueError if it cannot start."""
-    run = resolve_run(settings)
+def validated_run(settings: Settings, resume: bool = False) -> Run:
+    """Resolve the settings and return the run. Raises ValueError if it cannot start, or resume."""
+    run = (resume_run(settings) if resume else None) or resolve_run(settings)
     validate_run(run)
     return run
 

@@ -15,9 +15,15 @@ from shardwise.formats.huggingface.quantized_folder import QuantizedFolder
 from shardwise.formats.huggingface.weight_files import headers_of, open_slices
 from shardwise.formats.safetensors import DTYPES
 from shardwise.formats.storage_formats import matrix_formats
-from shardwise.formats.tensor_names import check_stored, fit_prefix, stored_parts, stored_shapes
+from shardwise.formats.tensor_names import (
+    check_stored,
+    distinct_parts,
+    fit_prefix,
+    stored_parts,
+    stored_shapes,
+)
 from shardwise.params import ParamSpec, model_specs
-from shardwise.quant.format import QuantizedMatrix, dequantize
+from shardwise.quant.format import QuantizedMatrix, dequantize, strip_rows
 from shardwise.shards import Box
 
 
@@ -38,9 +44,36 @@ class FolderReader:
             headers = headers_of(self._slices)
             self._quantized = QuantizedFolder.open(folder, headers, shapes, self._tensor)
             check_stored(self._quantized.shapes, specs, self._names, folder)
+            self._check_ties(specs, folder)
             self.dtype = self._common_dtype(specs, folder)
             self._opened = opened.pop_all()
         self.formats = matrix_formats(self._quantized.matrices, specs, self._names)
+
+    def _check_ties(self, specs: Iterable[ParamSpec], folder: Path) -> None:
+        """Raise ValueError if a tied parameter is stored with values of its own."""
+        by_name = {spec.name: spec for spec in specs}
+        for spec in by_name.values():
+            if spec.tied_to is None:
+                continue
+            (copy,) = distinct_parts(spec, self._names)
+            (original,) = distinct_parts(by_name[spec.tied_to], self._names)
+            stored = copy.name in self._slices and original.name in self._slices
+            if stored and not self._are_equal(copy.name, original.name):
+                raise ValueError(
+                    f"{folder} stores {copy.name} with other values than {original.name}, although "
+                    'its config.json says "tie_word_embeddings": true; set that to false to use '
+                    "both"
+                )
+
+    def _are_equal(self, one: str, other: str) -> bool:
+        """Compare two matrices a few rows at a time."""
+        slices = self._slices[one], self._slices[other]
+        if slices[0].get_shape() != slices[1].get_shape():
+            return False
+        return all(
+            torch.equal(*(each[start:stop].float() for each in slices))
+            for start, stop in strip_rows(tuple(slices[0].get_shape()))
+        )
 
     def _common_dtype(self, specs: Iterable[ParamSpec], folder: Path) -> torch.dtype:
         """Return the dtype of most elements; quantized ones count as bf16."""

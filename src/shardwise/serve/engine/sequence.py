@@ -39,7 +39,7 @@ class Sequence:
         max_tokens: Tokens to generate at most, resolved against the context length.
         end_ids: Tokens that end the sequence: end tokens of the model, and stop_token_ids.
         eos_ids: Those of them that are end tokens of the model.
-        sampler: Random generator and penalties.
+        sampler: Random numbers and penalties.
         detokenizer: Text so far, and stop strings.
         grammar: State of structured output; None if the text is free.
         index: Which of the n samples of the request.

@@ -1,4 +1,4 @@
-"""The sampler state of one sequence: its random generator, and how its parameters and tokens modify
+"""The sampler state of one sequence: its random numbers, and how its parameters and tokens modify
 the next logits before any filter.
 
 In the order of vLLM, on a row z of logits:
@@ -17,8 +17,11 @@ modified.
 
 import copy
 import hashlib
+import secrets
+import struct
 from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,8 +30,32 @@ from torch import Tensor
 from shardwise.serve.request import SamplingParams
 
 
+@dataclass
+class Draws:
+    """The random numbers of sample `index` of a request: hashes of (seed, index, how many came
+    before), so that all 64 bits of a seed count.
+    """
+
+    seed: int
+    index: int
+    num_drawn: int = 0
+
+    @classmethod
+    def of(cls, params: SamplingParams, index: int = 0) -> "Draws":
+        """Return the draws of a request's seed, or of a random one without."""
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return cls(seed, index)
+
+    def next(self) -> float:
+        """Return a uniform random number in [0, 1), a multiple of 2^-53."""
+        place = struct.pack("<qqq", self.seed, self.index, self.num_drawn)
+        self.num_drawn += 1
+        digest = hashlib.blake2b(place, digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
 class SamplerState:
-    """Sampling parameters, random generator and token counts of one sequence.
+    """Sampling parameters, random numbers and token counts of one sequence.
 
     It does not depend on pages, so preemption leaves it as it is. Call `add` with each sampled
     token. `index` is which of the request's n samples this is; `end_ids` are the tokens that end
@@ -43,7 +70,7 @@ class SamplerState:
         index: int = 0,
     ) -> None:
         self.params = params
-        self.generator = generator_for(params, index)
+        self.draws = Draws.of(params, index)
         self.num_tokens = 0
         self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
@@ -64,9 +91,9 @@ class SamplerState:
             self._counts[self._slot_of(token)] += 1
 
     def fork(self, index: int) -> "SamplerState":
-        """Return a copy that continues from here with the generator of sample `index`."""
+        """Return a copy that continues from here with the random numbers of sample `index`."""
         other = copy.copy(self)
-        other.generator = generator_for(self.params, index)
+        other.draws = Draws.of(self.params, index)
         other._slots = self._slots.copy()
         other._ids = self._ids[:]
         other._counts = self._counts[:]
@@ -76,7 +103,7 @@ class SamplerState:
         """Return the next random number in [0, 1): one per token, so it depends neither on other
         sequences nor on logits.
         """
-        return float(torch.rand((), generator=self.generator, dtype=torch.float64))
+        return self.draws.next()
 
     @property
     def changes(self) -> bool:
@@ -84,7 +111,7 @@ class SamplerState:
         return bool(self._ids) or len(self._bias_ids) > 0 or self._bans_end
 
     def change(self, logits: Tensor) -> None:
-        """Modify the next logits [V] (fp32) in place; the generator is not touched."""
+        """Modify the next logits [V] (fp32) in place; takes no random number."""
         if self._bans_end:
             logits[self._end_ids.to(logits.device)] = -torch.inf
         if len(self._bias_ids):
@@ -114,21 +141,3 @@ class SamplerState:
             self._ids.append(token)
             self._counts.append(0)
         return slot
-
-
-def generator_for(params: SamplingParams, index: int = 0) -> torch.Generator:
-    """Return the generator of sample `index`: sample 0 has the request's seed, others one derived
-    from (seed, index).
-
-    (seed + index would make sample 1 of one seed equal sample 0 of the next.) Without a seed it
-    starts at random.
-    """
-    generator = torch.Generator()
-    if params.seed is None:
-        generator.seed()
-    elif index == 0:
-        generator.manual_seed(params.seed)
-    else:
-        digest = hashlib.blake2b(f"{params.seed} {index}".encode(), digest_size=8).digest()
-        generator.manual_seed(int.from_bytes(digest, "little", signed=True))
-    return generator
