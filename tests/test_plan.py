@@ -25,6 +25,7 @@ from shardwise.plan.ledger import Mode, Precision, serving_ledgers, training_led
 from shardwise.plan.proposal import LEAST_TOKENS, propose, training_option
 from shardwise.plan.search import Job
 from shardwise.plan.why import count, gb
+from shardwise.precision import GradientPrecision
 from shardwise.train.resolve import resolve_run
 from shardwise.train.settings import to_toml
 from tiny_training import build_data, tiny_settings
@@ -182,7 +183,7 @@ def test_why_a_70b_model_does_not_fit_on_one_80_gb_gpu() -> None:
         assert said in str(serve.why_not)
     # the states alone are 70.6 GB on each of 16 GPUs, and more than 80 GB on 8
     assert str(train.smallest_change).startswith(
-        "tp4.pp4.1f1b.m16.sp.rc-full on 16 GPUs of this type (2 nodes of 8): peak of 76.2 GB"
+        "dp2.tp8.z3.sp.rc-full on 16 GPUs of this type (2 nodes of 8): peak of 73.9 GB"
     )
     assert str(serve.smallest_change).startswith("dp1 with --quant int8 on the same 1 GPU: ")
 
@@ -669,3 +670,19 @@ def test_requests_fill_what_the_weights_leave() -> None:
     assert tight.to_json()["candidates"][0]["serve"]["max_concurrency"] == 1
     over = plan("llama-3.1-70b", "rtx-4090", 2, "serve", "tp2")
     assert over.to_json()["candidates"][0]["serve"]["max_concurrency"] == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "gradients", "bytes_each"),
+    [
+        ("dp2.m4", "auto", 2), ("dp2.m5", "auto", 4), ("dp2.m5", "same", 2), ("dp2", "fp32", 4),
+        ("pp2.1f1b.m8", "auto", 4), ("dp2.z3.m64", "auto", 4),
+    ],
+)  # fmt: skip
+def test_gradients_of_many_micro_batches_take_fp32(
+    layout: str, gradients: GradientPrecision, bytes_each: int
+) -> None:
+    answer = plan("llama-2-7b", "h100-80gb", layout=layout, mode="train", gradients=gradients)
+    for stage in answer.to_json()["candidates"][0]["ledger"]:
+        rows = stage["rows"]
+        assert rows["gradients"] * 2 == rows["parameters"] * bytes_each

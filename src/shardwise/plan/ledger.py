@@ -23,7 +23,7 @@ from shardwise.layout import Coord, Layout, StateAxes
 from shardwise.params import ParamSpec, model_specs, rank_layers, stage_units, unit_axes, units
 from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits_bytes
 from shardwise.plan.buffers import buffer_bytes
-from shardwise.precision import GradientPrecision, Precision
+from shardwise.precision import GradientPrecision, Precision, accumulates_in_fp32
 from shardwise.quant.kv_dtype import KvDtype, vector_bytes
 from shardwise.quant.scheme import StorageFormats, weight_bytes
 from shardwise.shards import local_shape
@@ -83,7 +83,7 @@ def element_bytes(
     """Return the bytes per parameter in training. FSDP has gradients in the dtype of the parameters
     that it shards, so for fp32 gradients of bf16 weights it shards the master weights."""
     each = BYTES_PER_PARAMETER[precision]
-    if gradients == "same":
+    if not accumulates_in_fp32(gradients, layout.microbatches):
         return each
     return BYTES_PER_PARAMETER["fp32"] if layout.shard == "fsdp" else replace(each, gradients=4)
 

@@ -151,7 +151,7 @@ def plan(
     recompute: Recompute | None = None,
     quant: str | None = None,
     kv_dtype: KvDtype = "auto",
-    gradients: GradientPrecision = "same",
+    gradients: GradientPrecision = "auto",
     offload: bool = False,
     margin: float = MARGIN,
     gpus_per_node: int = GPUS_PER_NODE,

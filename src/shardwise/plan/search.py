@@ -98,7 +98,7 @@ class Job:
     formats: StorageFormats = field(default_factory=dict)
     stored: StorageFormats = field(default_factory=dict)
     kv_dtype: KvDtype = "auto"
-    gradients: GradientPrecision = "same"
+    gradients: GradientPrecision = "auto"
     offload: bool = False
     margin: float = MARGIN
     gpus_per_node: int = GPUS_PER_NODE

@@ -15,6 +15,7 @@ from shardwise.parallel.offload import make_offload
 from shardwise.parallel.pipeline.table_csv import read_csv
 from shardwise.parallel.program import Program
 from shardwise.params import flops_per_token
+from shardwise.precision import accumulates_in_fp32
 from shardwise.train.checkpoint import load_state
 from shardwise.train.data.batches import Batches, TokenFile
 from shardwise.train.loop import Outcome, run_steps
@@ -73,7 +74,8 @@ def make_program(run: Run, mesh: Mesh, step: int) -> Program:
     weights if that is 0."""
     settings = run.settings.run
     dtype = DTYPES[settings.precision]
-    grad_dtype = torch.float32 if settings.gradients == "fp32" else dtype
+    in_fp32 = accumulates_in_fp32(settings.gradients, run.layout.microbatches)
+    grad_dtype = torch.float32 if in_fp32 else dtype
     program = apply(
         run.config,
         mesh,

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import BUCKET_BYTES
-from shardwise.precision import GradientPrecision, Precision
+from shardwise.precision import GradientPrecision, Precision, ReductionPrecision
 from shardwise.setting import setting
 from shardwise.suggest import listed
 
@@ -81,9 +81,11 @@ class RunSettings:
         "bf16 (with fp32 master weights) | fp32: dtype of weights, activations and gradients",
     )
     gradients: GradientPrecision = setting(
-        "same", "same (as the weights) | fp32: dtype of gradient accumulation over micro-batches"
+        "auto",
+        "auto (fp32 above 4 micro-batches) | same (as the weights) | fp32: dtype of gradient "
+        "accumulation over micro-batches",
     )
-    reduction: GradientPrecision = setting(
+    reduction: ReductionPrecision = setting(
         "fp32", "fp32 | same (as the gradients): dtype of gradient reduction across ranks"
     )
     overlap: bool = setting(True, "overlap communication with compute")
