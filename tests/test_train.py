@@ -797,8 +797,8 @@ def test_tensorboard_gets_all_metrics(data: Path, tmp_path: Path, precision: str
 
 
 def test_many_micro_batches_add_up_in_fp32(tmp_path: Path) -> None:
-    """The gradient norm of 512 equal sequences in bf16, one at a time, is that of all at once to 1 %;
-    sums in bf16 are off by more, since a sum of 256 equal terms no longer grows by one."""
+    """The gradient norm in bf16 of 512 equal sequences, one by one, is that of all at once within
+    1 %. Sums in bf16 are off by more: one of 256 equal terms no longer grows by one."""
     source = tmp_path / "equal.txt"
     source.write_text("0123456789abcdef" * 1200)
     build_corpus(source, tmp_path / "equal", byte_tokenizer(), held_out=0.0)
