@@ -1,5 +1,6 @@
 """Building a data set, reading it back, and the order and cut of training batches."""
 
+import gzip
 import json
 import os
 import re
@@ -334,6 +335,57 @@ def test_a_template_that_refuses_is_named(tmp_path: Path) -> None:
         build_corpus(source, tmp_path / "data", byte_tokenizer())
     words = [str(source), str(tmp_path / "data"), "--tokenizer", "bpe:300"]
     assert main(["data", "build", *words]) == 2
+
+
+# -- names of files
+
+RECORDS = [{"body": "one é", "id": 1}, {"body": "two"}]
+
+
+def texts_in(folder: Path) -> list[str]:
+    return [bytes(tokens[:-1]).decode() for tokens in read_documents(folder, "train")]
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.ndjson", "c.NDJSON", "c.json", "list.json"])
+@pytest.mark.parametrize("gz", [False, True])
+@pytest.mark.parametrize("field", [None, "body"])
+def test_json_under_any_name_is_read_as_records(
+    name: str, gz: bool, field: str | None, tmp_path: Path
+) -> None:
+    records = RECORDS if field else [{"text": each["body"]} for each in RECORDS]
+    lines = "".join(json.dumps(each) + "\n" for each in records)
+    content = (json.dumps(records, indent=1) if name.startswith("list") else lines).encode()
+    source = tmp_path / (name + ".gz" * gz)
+    source.write_bytes(gzip.compress(content) if gz else content)
+    build_corpus(source, tmp_path / "data", Bytes(), field=field)
+    assert texts_in(tmp_path / "data") == ["one é", "two"]
+
+
+@pytest.mark.parametrize(
+    "content", ['{\n "name": "x"\n}\n', "[1, 2]", '{"name": 1}', "// no\n{}", "[1"]
+)
+def test_json_of_a_program_is_text_unless_a_field_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "package.json").write_text(content)
+    build_corpus(tmp_path / "source", tmp_path / "data", Bytes())
+    assert texts_in(tmp_path / "data") == [content]
+    with pytest.raises(ValueError, match=r"package\.json"):
+        build_corpus(tmp_path / "source", tmp_path / "other", Bytes(), field="body")
+
+
+def test_compressed_text_is_read_and_other_compression_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.txt.gz").write_bytes(gzip.compress(b"text"))
+    (source / "b.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0\0")
+    build_corpus(source, tmp_path / "data", Bytes())
+    assert texts_in(tmp_path / "data") == ["text"]
+    with pytest.raises(ValueError, match=r"b\.jsonl\.zst is compressed in a way that is not read"):
+        build_corpus(source / "b.jsonl.zst", tmp_path / "other", Bytes())
+    for damaged in (gzip.compress(b"text" * 99)[:-9], b"no gzip"):
+        (source / "a.txt.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.txt\.gz is not a complete gzip file"):
+            build_corpus(source / "a.txt.gz", tmp_path / "other", Bytes())
 
 
 # -- bad input

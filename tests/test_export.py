@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.cli import main
 from shardwise.config import RopeScaling
+from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.convert import prompt_logits, random_prompt
 from shardwise.formats.families import FAMILIES, find_gguf_family
 from shardwise.formats.gguf.gguf_blocks import choose_block_scales, to_blocks
@@ -28,13 +29,18 @@ from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.gguf.gguf_tokenizer import tokenizer_from_gguf
 from shardwise.formats.gguf.write_gguf_tokenizer import tokenizer_metadata
 from shardwise.formats.huggingface import compressed_tensors as compressed
-from shardwise.formats.huggingface.hf_config import from_hugging_face
+from shardwise.formats.huggingface.hf_config import (
+    check_expressible,
+    from_hugging_face,
+    read_folder_config,
+)
 from shardwise.formats.huggingface.write_folder import write_folder
 from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.bpe import PRE_TOKENIZERS, byte_level_bpe
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer, train_bpe
+from shardwise.measure.reference_model import load_reference_model
 from shardwise.params import model_specs
 from shardwise.quant.format import dequantize, quantize, round_to_nearest
 from shardwise.quant.scheme import GGUF_SCHEMES, Scheme, quantizable
@@ -194,12 +200,13 @@ def test_blocks_equal_those_of_the_gguf_package(kind: str) -> None:
 @pytest.mark.parametrize("kind", GGUF_SCHEMES)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
 def test_a_gguf_file_is_the_same_model(tmp_path: Path, name: str, kind: str) -> None:
-    """The config is read from it. A Mistral model becomes a llama, as in llama.cpp."""
+    """The config is read from it. A Mistral model, a llama in GGUF, is known by its window."""
     source = saved(tmp_path / "old", name, torch.bfloat16)
     config = read_config(source)
     again = read_config(exported(tmp_path, source, f"gguf:{kind}"))
     reader = find_gguf_family(FAMILIES[config.family].gguf_architecture, "a file")
-    assert replace(config, family=reader.model_type) == replace(again, norm_eps=config.norm_eps)
+    family = config.family if config.sliding_window else reader.model_type
+    assert replace(config, family=family) == replace(again, norm_eps=config.norm_eps)
     assert again.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # an f32 there
     kinds = {each.name: each.kind for each in read_gguf(tmp_path / "new.gguf").tensors.values()}
     assert kinds["blk.0.ffn_down.weight"] == kind.upper() and kinds["token_embd.weight"] == "BF16"
@@ -230,7 +237,7 @@ def test_tensors_have_the_names_and_order_of_llama_cpp(tmp_path: Path, name: str
         found = stored.pop(f"{names.get_name(base)}.{ending}")
         if config.family == "gpt2" and weight.dim() == 2 and ".c_" in key:
             weight = weight.t()
-        if config.family == "llama" and ("q_proj" in key or "k_proj" in key):
+        if config.family in ("llama", "mistral") and ("q_proj" in key or "k_proj" in key):
             weight = permuted(weight, config.num_heads if "q_proj" in key else config.num_kv_heads)
         plain = torch.from_numpy(np.array(gguf.quants.dequantize(found.data, found.tensor_type)))
         assert tuple(int(size) for size in found.shape) == tuple(reversed(weight.shape))
@@ -551,3 +558,34 @@ def test_a_file_with_wrong_logits_is_removed(
     with pytest.raises(ValueError, match="does not compute the same"):
         export(source, tmp_path / "new.gguf", QuantConfig.parse("gguf:q8_0"))
     assert not (tmp_path / "new.gguf").exists()
+
+
+def test_a_sliding_window_survives_gguf(tmp_path: Path) -> None:
+    """A folder of Mistral as GGUF and back computes the same far beyond its window; transformers
+    reads the window too."""
+    source = tmp_path / "old"
+    tiny_model("mistral", vocab_size=290).save_pretrained(source)
+    train_bpe([TEXT], 290).save(source)
+    file = exported(tmp_path, source, "gguf:q8_0")
+    assert main(["convert", str(file), str(tmp_path / "back"), "--dtype", "fp32"]) == 0
+    config = read_folder_config(tmp_path / "back")
+    window = read_folder_config(source).sliding_window
+    assert window is not None and window < 30
+    assert (config.family, config.sliding_window) == ("mistral", window)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert theirs.config.sliding_window == window
+    ids = torch.arange(60) % config.vocab_size
+    ours = load_reference_model(file, torch.float32, torch.device("cpu"))
+    logits = torch.cat(list(ours.logits(ids, 60)))
+    with torch.no_grad():
+        torch.testing.assert_close(logits, theirs(ids[None]).logits[0], rtol=0, atol=1e-4)
+
+
+def test_a_window_that_no_folder_describes_is_refused(tmp_path: Path) -> None:
+    config = CATALOGUE["llama-2-7b"]
+    windowed = replace(
+        config, sliding_window=8, windowed_layers=frozenset(range(config.num_layers))
+    )
+    with pytest.raises(ValueError, match="sliding_window of a llama model cannot be 8; None works"):
+        check_expressible(windowed)
+    check_expressible(config)

@@ -31,8 +31,8 @@ def add_data(subparsers: Any) -> None:
     build.add_argument(
         "source",
         metavar="SOURCE",
-        help="a file or folder of text, .jsonl or .parquet; or `python`, the source of Python's "
-        "standard library",
+        help="a file or folder of text, .jsonl, .json or .parquet, also .gz; or `python`, the "
+        "source of Python's standard library",
     )
     build.add_argument("destination", metavar="DST", help="folder to write")
     build.add_argument(
@@ -52,7 +52,7 @@ def add_data(subparsers: Any) -> None:
     build.add_argument(
         "--field",
         metavar="NAME",
-        help="field of .jsonl or column of .parquet that holds a document: a text, or a list of "
+        help="field of JSON or column of .parquet that holds a document: a text, or a list of "
         "messages, rendered with the model's chat template (default: text, or else messages)",
     )
     build.set_defaults(run=run_data_build)
@@ -70,7 +70,8 @@ def run_data_build(args: argparse.Namespace) -> int:
     with progress_bar() as advance:
 
         def report(done: int, total: int, tokens: int) -> None:
-            advance(f"tokenize, {tokens:,} tokens", done / max(1, total))
+            share = min(1.0, done / max(1, total))  # a compressed file has more than its size
+            advance(f"tokenize, {tokens:,} tokens", share)
 
         corpus = build_corpus(source, destination, tokenizer, args.held_out, report, args.field)
     if isinstance(source, Path) and source.is_dir():

@@ -257,6 +257,16 @@ def find_gguf_family(architecture: object, source: str) -> Family:
     return by_architecture[architecture]
 
 
+def windowed_family(family: Family) -> Family:
+    """Return a family with the same GGUF architecture and sliding windows, if `family` has none:
+    GGUF files of Mistral name the architecture of Llama."""
+    if family.window != "never":
+        return family
+    others = (each for each in FAMILIES.values() if each.window != "never")
+    same = (each for each in others if each.gguf_architecture == family.gguf_architecture)
+    return next(same, family)
+
+
 class UnknownArchitecture(ValueError):
     """The architecture of a model is not among the known ones."""
 

@@ -1,14 +1,14 @@
 """Every reason to refuse a run, checked before its folder is created and a rank starts."""
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from shardwise.config import ModelConfig
-from shardwise.formats.huggingface.hf_config import from_hugging_face, to_hugging_face
+from shardwise.formats.huggingface.hf_config import check_expressible
 from shardwise.formats.load import open_weights
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
@@ -56,18 +56,6 @@ def validate_run(run: Run) -> None:
 
 
 # -- the model and the data
-
-
-def check_expressible(config: ModelConfig) -> None:
-    """Raise ValueError if a config.json cannot describe the model: nothing could load it again."""
-    loaded = from_hugging_face(to_hugging_face(config))
-    for field in fields(config):
-        ours = getattr(config, field.name)
-        theirs = getattr(loaded, field.name)
-        if ours != theirs:
-            raise ValueError(
-                f"{field.name} of a {config.family} model cannot be {ours!r}; {theirs!r} works"
-            )
 
 
 def check_same_tokenizer(weights: Path, tokenizer: Tokenizer, data_folder: str) -> None:

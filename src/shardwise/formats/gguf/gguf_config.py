@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardwise.config import ModelConfig, RopeScaling, check_positive, check_size
 from shardwise.formats.config_files import config_errors
-from shardwise.formats.families import Family, family_of, find_gguf_family
+from shardwise.formats.families import Family, family_of, find_gguf_family, windowed_family
 from shardwise.formats.gguf.gguf_file import Gguf
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -65,7 +65,7 @@ def _config_from_metadata(file: Gguf, family: Family) -> ModelConfig:
     tokens = file.metadata.get("tokenizer.ggml.tokens", ())
     has_window = keys.get("attention.sliding_window", 0) != 0
     return ModelConfig(
-        family=family.model_type,
+        family=(windowed_family(family) if has_window else family).model_type,
         num_layers=layers,
         hidden_size=hidden,
         ffn_size=keys.size("feed_forward_length"),

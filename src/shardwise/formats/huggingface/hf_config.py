@@ -1,5 +1,6 @@
 """config.json of Hugging Face folders, to `ModelConfig` and back."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,18 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         if isinstance(rule, str):
             raw[rule] = has_bias
     return raw | _sliding_window_to_hugging_face(config, family)
+
+
+def check_expressible(config: ModelConfig) -> None:
+    """Raise ValueError if a config.json cannot describe the model: nothing could load it again."""
+    loaded = from_hugging_face(to_hugging_face(config))
+    for field in fields(config):
+        ours = getattr(config, field.name)
+        theirs = getattr(loaded, field.name)
+        if ours != theirs:
+            raise ValueError(
+                f"{field.name} of a {config.family} model cannot be {ours!r}; {theirs!r} works"
+            )
 
 
 def _sliding_window_to_hugging_face(config: ModelConfig, family: Family) -> dict[str, Any]:

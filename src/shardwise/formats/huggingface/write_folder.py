@@ -21,7 +21,7 @@ from shardwise.formats.huggingface.compressed_tensors import (
     compressed_bytes,
     quantization_config,
 )
-from shardwise.formats.huggingface.hf_config import to_hugging_face
+from shardwise.formats.huggingface.hf_config import check_expressible, to_hugging_face
 from shardwise.formats.huggingface.weight_files import INDEX, SINGLE
 from shardwise.formats.tensor_names import TensorNames, distinct_parts, format_shape, stored_shapes
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
@@ -47,11 +47,12 @@ def write_folder(
     with the matrices of blocks quantized to `scheme` if there is one. One file's tensors are in
     memory at a time. A tied head is not written. `tokenizer` is saved, or `tokenizer_files` copied
     instead. The folder appears when it is complete. Raises ValueError for a destination that exists
-    and is not empty or that cannot be written, for a tokenizer with more ids than the vocabulary,
-    and for tensors that do not match `specs`.
+    and is not empty or that cannot be written, for a model that no config.json describes, for a
+    tokenizer with more ids than the vocabulary, and for tensors that do not match `specs`.
     """
     path = Path(path)
     check_vacant(path)
+    check_expressible(config)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size)
     stored = [spec for spec in specs if spec.tied_to is None]

@@ -58,8 +58,9 @@ def build_corpus(
 
     Args:
         source: a file, a folder (walked in sorted order, without hidden files, `__pycache__` and
-            binary files) or a list of files. A `.jsonl` file holds one document per line, a
-            `.parquet` file one per row; any other file is one document of UTF-8 text. Empty
+            binary files) or a list of files, any of them `.gz`. A `.jsonl` or `.ndjson` file
+            holds one document per line, a `.json` file a list of them, a `.parquet` file one per
+            row; any other file is one document of UTF-8 text. Empty
             documents are skipped.
         field: what holds a document in `.jsonl` and `.parquet`: a text, or messages, which are
             rendered with the tokenizer's chat template; None is `text`, or else `messages`.

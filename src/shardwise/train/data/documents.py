@@ -6,12 +6,15 @@ document is.
 """
 
 import codecs
+import gzip
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 CHUNK_CHARACTERS = 1 << 20
 TEXT = "text"
@@ -58,7 +61,7 @@ def text_files(root: Path) -> list[Path]:
 
 def is_binary(path: Path) -> bool:
     """Return whether a file has none of the known formats and a zero byte near its start."""
-    if path.suffix.lower() in (".jsonl", ".parquet"):
+    if format_of(path) in READERS or path.suffix.lower() == ".gz":
         return False
     with path.open("rb") as file:
         return b"\0" in file.read(8192)
@@ -79,21 +82,44 @@ def walk(root: Path, excluded: frozenset[str] = COMPILED) -> list[Path]:
 
 
 def read_file(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
-    """Yield the documents of one file.
+    """Yield the documents of one file, which may be compressed (.gz).
 
-    `field` holds the document in .jsonl and .parquet; None is "text", or else "messages". A list
-    of messages is rendered as text. Raises ValueError with the line or row that cannot be read.
+    `field` holds the document in JSON and .parquet; None is "text", or else "messages". A list of
+    messages is rendered as text. Raises ValueError with the line or row that cannot be read.
     """
-    readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
-    reader = readers.get(path.suffix.lower())
+    if path.suffix.lower() in COMPRESSED:
+        raise ValueError(
+            f"{path} is compressed in a way that is not read; decompress it, or use .gz."
+        )
+    reader = READERS.get(format_of(path))
     return reader(path, field, render) if reader else read_text(path)
+
+
+def format_of(path: Path) -> str:
+    """Return the lower-case suffix of a file, or that before .gz."""
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, decompressed if it ends in .gz. Raises ValueError for damaged ones."""
+    if path.suffix.lower() != ".gz":
+        with path.open("rb") as plain:
+            yield plain
+        return
+    try:
+        with gzip.open(path, "rb") as file:
+            yield cast(BinaryIO, file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a complete gzip file: {error}.") from error
 
 
 def read_text(path: Path) -> Iterator[TextChunk]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
     offset_bytes = reported_bytes = 0
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         while True:
             chunk = file.read(CHUNK_CHARACTERS)
             pending_bytes = len(decoder.getstate()[0])
@@ -115,8 +141,43 @@ def read_text(path: Path) -> Iterator[TextChunk]:
                 text = text[end:]
 
 
+def read_json(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
+    """Yield the documents of a JSON list of objects, or of JSON lines under the name .json.
+
+    Without `field` a file whose first object has no document is itself one, such as the settings of
+    a program among its sources.
+    """
+    with open_bytes(path) as file:
+        first = file.readline().removeprefix(codecs.BOM_UTF8)
+        is_list = first.lstrip().startswith(b"[")
+        content = parsed_json(first + file.read() if is_list else first)
+    if is_list and isinstance(content, list) and (field or has_document(content[:1])):
+        for number, record in enumerate(content, 1):
+            yield from read_record(record, 0, f"{path}, item {number}", field, render)
+    elif not is_list and (field or has_document([content])):
+        yield from read_jsonl(path, field, render)
+    elif field:
+        raise ValueError(f"{path} is neither a JSON list of objects nor JSON lines.")
+    else:
+        yield from read_text(path)
+
+
+def parsed_json(content: bytes) -> object:
+    """Return the value of JSON, or None if it is not JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def has_document(records: Sequence[object]) -> bool:
+    """Return whether the first record has a field that is read where none is named."""
+    first = records[0] if records else None
+    return isinstance(first, dict) and default_field(first) in first
+
+
 def read_jsonl(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
             try:
@@ -131,16 +192,22 @@ def read_jsonl(path: Path, field: str | None, render: Render) -> Iterator[TextCh
                 record = json.loads(line_text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON: {error}.") from error
-            if not isinstance(record, dict):
-                raise ValueError(
-                    f"{where} is not a JSON object; each line must look like "
-                    f'{{"{field or TEXT}": "..."}}.'
-                )
-            name = field or default_field(record)
-            if name not in record:
-                raise ValueError(f'{where} has no field "{name}", only {names_of(record)}.')
-            place = f'The field "{name}" of {where}'
-            yield from text_chunks(as_text(record[name], render, place), len(line), place)
+            yield from read_record(record, len(line), where, field, render)
+
+
+def read_record(
+    record: object, num_bytes: int, where: str, field: str | None, render: Render
+) -> Iterator[TextChunk]:
+    """Yield the document in a field of a JSON object."""
+    if not isinstance(record, dict):
+        raise ValueError(
+            f'{where} is not a JSON object; each must look like {{"{field or TEXT}": "..."}}.'
+        )
+    name = field or default_field(record)
+    if name not in record:
+        raise ValueError(f'{where} has no field "{name}", only {names_of(record)}.')
+    place = f'The field "{name}" of {where}'
+    yield from text_chunks(as_text(record[name], render, place), num_bytes, place)
 
 
 def read_parquet(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
@@ -188,6 +255,16 @@ def as_text(value: object, render: Render, where: str) -> object:
         return render(value)
     except ValueError as error:
         raise ValueError(f"{where} cannot be rendered as text: {error}.") from error
+
+
+READERS: dict[str, Callable[[Path, str | None, Render], Iterator[TextChunk]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".parquet": read_parquet,
+}
+"""The reader of each format; other files are one document of text."""
+COMPRESSED = (".zst", ".bz2", ".xz", ".zip", ".lz4")
 
 
 def names_of(names: Mapping[str, object] | Sequence[str]) -> str:
