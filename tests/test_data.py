@@ -277,7 +277,7 @@ def never(messages: Sequence[Mapping[str, Any]]) -> str:
 
 @pytest.mark.parametrize("field", ["messages", "conversation"])
 def test_messages_are_rendered_with_the_chat_template(field: str, tmp_path: Path) -> None:
-    """From the field `messages` without being asked, in lines that may also hold texts."""
+    """The field `messages` is read by default, in lines that may also hold texts."""
     lines = [{field: CHAT}, {field: CHAT[:1], "id": 3}]
     named = None if field == "messages" else field
     if named is None:

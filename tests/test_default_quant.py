@@ -12,7 +12,7 @@ from shardwise.formats.model_source import read_config
 from shardwise.formats.storage_formats import choose_formats, stored_formats
 from shardwise.hardware import find_device
 from shardwise.kernels import description
-from shardwise.kernels.description import kernels_in_words
+from shardwise.kernels.description import describe_kernels
 from shardwise.layout import Layout
 from shardwise.params import model_specs
 from shardwise.plan import plan
@@ -29,7 +29,7 @@ from shardwise.quant.scheme import (
     has_product,
 )
 from shardwise.quant.weight import QuantizedWeight
-from shardwise.serve.engine.startup_report import weights_in_words
+from shardwise.serve.engine.startup_report import describe_weights
 from shardwise.serve.engine_client import Ready
 from smollm2 import smollm2_gguf
 
@@ -51,13 +51,15 @@ def formats_of(kinds: dict[str, str]) -> StorageFormats:
     return found
 
 
-def chosen(stored: StorageFormats, quant: str = "auto", has_kernels: bool = True) -> StorageFormats:
-    return choose_formats(stored, Path("m.gguf"), CONFIG, ONE, quant, has_kernels)
+def chosen(
+    stored: StorageFormats, quant: str = "auto", multiplies_codes: bool = True
+) -> StorageFormats:
+    return choose_formats(stored, Path("m.gguf"), CONFIG, ONE, quant, multiplies_codes)
 
 
 @pytest.mark.parametrize("name", COMMON)
 def test_formats_with_a_product_are_those_of_the_kernels(name: str) -> None:
-    """As the kernels decide it for a matrix in memory (`QuantizedWeight.integers`)."""
+    """The kernels decide the same for a matrix in memory (`QuantizedWeight.integers`)."""
     scheme = Scheme.parse(name)
     matrix = QuantizedWeight((quantize(torch.randn(4, 384), scheme),))
     assert has_product(scheme.storage_format()) == (matrix.integers(32) is not None)
@@ -72,7 +74,7 @@ def test_three_types_of_gguf_have_products() -> None:
 def test_all_of_a_file_is_kept_if_all_has_products() -> None:
     stored = stored_formats(smollm2_gguf(), read_config(smollm2_gguf()))
     assert chosen(stored) == chosen(stored, "as-stored") == stored
-    assert chosen(stored, has_kernels=False) == chosen(stored, "none") == {}
+    assert chosen(stored, multiplies_codes=False) == chosen(stored, "none") == {}
 
 
 def test_a_matrix_is_kept_as_a_whole_or_not() -> None:
@@ -120,20 +122,20 @@ K = formats_of({"": "Q4_K", "down": "Q6_K"})
 )
 def test_words_about_the_weights(stored: StorageFormats, quant: str, words: str) -> None:
     kept = chosen(stored, quant)
-    assert weights_in_words(stored, kept, quant, "bf16") == words
+    assert describe_weights(stored, kept, quant, "bf16") == words
 
 
 def test_words_about_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels_in_words("native avx512_bf16", "cpu", "bf16") == "AVX-512 BF16 kernels"
-    assert kernels_in_words("Triton", "cuda", "bf16") == "Triton kernels"
-    assert kernels_in_words("torch", "cuda", "bf16") == "torch kernels"
-    fp32 = kernels_in_words("torch", "cpu", "fp32")
+    assert describe_kernels("native avx512_bf16", "cpu", "bf16") == "AVX-512 BF16 kernels"
+    assert describe_kernels("Triton", "cuda", "bf16") == "Triton kernels"
+    assert describe_kernels("torch", "cuda", "bf16") == "torch kernels"
+    fp32 = describe_kernels("torch", "cpu", "fp32")
     assert fp32 == "torch operations (native kernels are for bf16)"
-    chosen_so = kernels_in_words("torch", "cpu", "bf16")
+    chosen_so = describe_kernels("torch", "cpu", "bf16")
     assert chosen_so == "torch operations (SHARDWISE_KERNELS=torch)"
     assert description.library is not None
     monkeypatch.setattr(description, "library", None)
-    assert "install a C++ compiler" in kernels_in_words("torch", "cpu", "bf16")
+    assert "install a C++ compiler" in describe_kernels("torch", "cpu", "bf16")
 
 
 def test_words_about_the_room() -> None:

@@ -24,7 +24,7 @@ from engines import AsDriver, answers, drawn_tokens, engine_of, greedy, plain_lo
 from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
-from shardwise.kernels.description import kernels_in_words
+from shardwise.kernels.description import describe_kernels
 from shardwise.kernels.registry import serving_kernels
 from shardwise.layout import Layout
 from shardwise.measure.reference_model import load_reference_model
@@ -140,7 +140,7 @@ def test_smollm2_starts_answers_and_ends(own_temporary_folder: Path) -> None:
         phases = [line.split(":")[0] for line in said[:3]]
         assert phases == ["weights", "memory of a full batch", "KV cache"]
         assert all(re.fullmatch(r".*: \d+\.\d\d s", line) for line in said[:3])
-        kernels = kernels_in_words(
+        kernels = describe_kernels(
             serving_kernels(torch.device("cpu"), torch.bfloat16).name, "cpu", "bf16"
         )
         assert said[3:] == [

@@ -549,7 +549,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, *words: object, code:
 def test_a_copied_run_resumes_in_its_own_folder(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the folder or by the config.toml in it; the original stays as it is."""
+    """The command may name the folder or its config.toml; the original stays as it is."""
     stop_after(monkeypatch, 2, config_file(tmp_path, data, save_every=0))
     original = files_under(tmp_path / "run")
     for copy, named in (("one", ""), ("two", "config.toml")):

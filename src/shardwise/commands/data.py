@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from shardwise.commands.terminal import log, progress_bar
 
 if TYPE_CHECKING:
     from shardwise.formats.tokenizers.tokenizer import Tokenizer
+    from shardwise.train.data.documents import Messages
 
 STANDARD_LIBRARY = "python"
 LEAST_VOCABULARY = 257  # 256 bytes and an end-of-text token
@@ -112,7 +113,7 @@ def make_tokenizer(name: str, source: "Path | list[Path]", field: str | None) ->
 def document_texts(source: "Path | list[Path]", field: str | None) -> Iterator[str]:
     from shardwise.train.data.documents import read_file, source_files
 
-    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(messages: "Messages") -> str:
         raise ValueError("a new tokenizer has no chat template; give --tokenizer a chat model")
 
     return (piece.text for file in source_files(source) for piece in read_file(file, field, render))

@@ -171,7 +171,7 @@ def plan_weights(args: argparse.Namespace, unknown: ValueError) -> int:
     modes: tuple[Mode, ...] = (args.mode,) if args.mode else ("train", "serve")
     num_gpus = args.gpus or (Layout.parse(args.layout).world_size if args.layout else 1)
     result = WeightsPlan(
-        path.name,
+        path.resolve().name,
         str(unknown),
         sizes,
         find_device(args.gpu),

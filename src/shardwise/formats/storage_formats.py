@@ -38,18 +38,18 @@ def quantized_formats(
     config: ModelConfig,
     layout: Layout,
     quant: str,
-    has_kernels: bool = True,
+    multiplies_codes: bool = True,
 ) -> StorageFormats:
     """Return the storage formats that `quant` selects: those of the model's files, or a scheme's.
 
-    `source` is None for a shape without weights. `has_kernels` states whether the device has
+    `source` is None for a shape without weights. `multiplies_codes` states whether the device has
     kernels that multiply by codes; without, `auto` selects none. Raises ValueError if `quant` is
     unknown, if it is `as-stored` and the model is not quantized, if it is a scheme and the model is
     quantized, and if the layout would split groups of columns.
     """
     stored = {} if source is None else stored_formats(source, config)
     path = None if source is None else source_path(source)
-    return choose_formats(stored, path, config, layout, quant, has_kernels)
+    return choose_formats(stored, path, config, layout, quant, multiplies_codes)
 
 
 def choose_formats(
@@ -58,7 +58,7 @@ def choose_formats(
     config: ModelConfig,
     layout: Layout,
     quant: str,
-    has_kernels: bool = True,
+    multiplies_codes: bool = True,
 ) -> StorageFormats:
     """Return the storage formats that `quant` selects for a model stored in the formats `stored`.
 
@@ -68,7 +68,7 @@ def choose_formats(
     if quant == UNQUANTIZED:
         return {}
     if quant == AUTO:
-        kept = formats_with_product(stored, config) if has_kernels else {}
+        kept = formats_with_product(stored, config) if multiplies_codes else {}
         check_formats(config, kept, layout)
         return kept
     if scheme is None:

@@ -1,4 +1,4 @@
-"""The kernels that a model runs on, in words for users."""
+"""The kernels that a model runs on, as logs and reports describe them."""
 
 from shardwise.environment import CPU_KERNELS_VARIABLE
 from shardwise.kernels.native.library import library
@@ -11,12 +11,12 @@ INSTRUCTION_SETS = {
     "avx2": "AVX2",
     "portable": "portable",
 }
-"""Names of instruction sets for people."""
+"""Display names of instruction sets."""
 MISSING = "native kernels are missing: install a C++ compiler, such as g++, and reinstall Shardwise"
 
 
-def kernels_in_words(name: str, device_type: str, dtype: Precision) -> str:
-    """Return the kernels of that name, and why they are not faster ones."""
+def describe_kernels(name: str, device_type: str, dtype: Precision) -> str:
+    """Return a description of the kernels of that name, with the reason where faster ones exist."""
     if name.startswith("native "):
         return f"{INSTRUCTION_SETS[name.removeprefix('native ')]} kernels"
     if name != "torch" or device_type != "cpu":

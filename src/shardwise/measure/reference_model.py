@@ -7,6 +7,7 @@ Shapes: T tokens, V vocabulary.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -73,7 +74,8 @@ def load_reference_model(
         quant,
         device,
     )
-    return ReferenceModel(model.config, weights, model.tokenizer, dtype, device)  # type: ignore[arg-type]  # `linear` takes both kinds
+    tensors = cast(dict[str, Tensor], weights)  # `linear` takes quantized weights too
+    return ReferenceModel(model.config, tensors, model.tokenizer, dtype, device)
 
 
 def training_logprobs(model: ReferenceModel, tokens: Sequence[int]) -> Tensor:

@@ -45,7 +45,7 @@ MOST_STAGES = 16
 LEAST_TOKENS = 512
 """The fewest tokens of a sequence on a context rank."""
 MORE_NODES = 64
-"""How many numbers of nodes are tried, from the fewest that could hold the states."""
+"""The most numbers of nodes to try, from the fewest that could hold the states."""
 FINE_NODES = 24
 """Up to this number of nodes, each number is tried; above it, steps are 4 % of the nodes."""
 MOST_GPUS = 100_000

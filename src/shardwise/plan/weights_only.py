@@ -14,7 +14,7 @@ from shardwise.suggest import listed
 MISSING = (
     "activations", "logits", "KV cache", "buffers", "the layouts that the architecture allows",
 )  # fmt: skip
-"""What a plan needs the architecture for."""
+"""The parts of a plan that depend on the architecture."""
 
 
 @dataclass(frozen=True)

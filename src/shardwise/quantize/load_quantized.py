@@ -35,21 +35,21 @@ def load_quantized(
     dtype: torch.dtype,
     quant: str,
     device: torch.device | str = "cpu",
-    has_kernels: bool = True,
+    multiplies_codes: bool = True,
 ) -> Weights:
     """Return the shards of the parameters `specs` on the rank at `coord`, by name; tied parameters
     have no entry.
 
     `quant` is a scheme, to which the matrices of blocks are rounded to nearest; `as-stored`, which
-    keeps stored codes; `auto`, which keeps those that the device's kernels multiply by, if it
-    `has_kernels`; or `none`. Shards are exact slices of what one rank would load. `specs` may be
-    part of the model, as on a pipeline stage. Raises ValueError if `source` does not store exactly
-    the model of `config`, and as `quantized_formats` does.
+    keeps stored codes; `auto`, which keeps those that kernels multiply by, if the device has such
+    kernels (`multiplies_codes`); or `none`. Shards are exact slices of what one rank would load.
+    `specs` may be part of the model, as on a pipeline stage. Raises ValueError if `source` does not
+    store exactly the model of `config`, and as `quantized_formats` does.
     """
     scheme = parse_quant(quant)
     with closing(open_weights(source, config)) as reader:
         path = source_path(source)
-        formats = choose_formats(reader.formats, path, config, layout, quant, has_kernels)
+        formats = choose_formats(reader.formats, path, config, layout, quant, multiplies_codes)
 
         def load_part(spec: ParamSpec, box: Box) -> MatrixPart:
             if scheme is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from shardwise.formats.run_checkpoint import Checkpoint, checkpoint_path
-from shardwise.kernels.description import kernels_in_words
+from shardwise.kernels.description import describe_kernels
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.apply import apply, draw_weights, read_weights
 from shardwise.parallel.launch import Place
@@ -58,7 +58,7 @@ def train_to_end(place: Place, run: Run, resumed: int) -> Outcome:
     active = place.rank == 0
     shows_mfu = place.device.type == "cuda"
     metrics = Metrics(folder, settings.steps, start, settings.tensorboard, active, shows_mfu)
-    kernels = kernels_in_words(program.kernels, place.device.type, settings.precision)
+    kernels = describe_kernels(program.kernels, place.device.type, settings.precision)
     metrics.log(f"kernels: {kernels}")
     try:
         with StopRequest(patient=place.world_size > 1) as stop:

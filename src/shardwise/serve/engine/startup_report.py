@@ -1,11 +1,11 @@
-"""The words for users about how an engine holds the weights of its model."""
+"""The description of an engine's weights in the start line of the server."""
 
 from shardwise.precision import Precision
 from shardwise.quant.scheme import AUTO, StorageFormats, parse_quant
 from shardwise.suggest import listed
 
 
-def weights_in_words(
+def describe_weights(
     stored: StorageFormats, kept: StorageFormats, quant: str, dtype: Precision
 ) -> str:
     """Return how the weights are held, given the formats of the file and those of the engine."""

@@ -20,7 +20,7 @@ from shardwise.config import ModelConfig
 from shardwise.formats.open_model import OpenModel, open_model
 from shardwise.formats.storage_formats import choose_formats, stored_formats
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
-from shardwise.kernels.description import kernels_in_words
+from shardwise.kernels.description import describe_kernels
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.model.layers import DTYPES
@@ -35,7 +35,7 @@ from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.runner import LOGPROB_ROWS, Runner
 from shardwise.serve.engine.scheduler import QueueFull, Scheduler
 from shardwise.serve.engine.sequence import Batch, BatchEntry
-from shardwise.serve.engine.startup_report import weights_in_words
+from shardwise.serve.engine.startup_report import describe_weights
 from shardwise.serve.engine.tensor_ranks import (
     DriverRunner,
     OutOfStep,
@@ -146,7 +146,7 @@ def report_of(started: StartedRank, settings: EngineSettings) -> Ready:
         started.num_pages,
         settings.page_tokens,
         started.weights,
-        kernels_in_words(kernels, device_type, settings.dtype),
+        describe_kernels(kernels, device_type, settings.dtype),
     )
 
 
@@ -210,7 +210,7 @@ def start_rank(
     if runner.attention.is_capturable and mesh.tp.size == 1:
         with phase("graphs of decode steps"):
             capture_graphs(runner, settings, max_len)
-    weights = weights_in_words(stored, kept, settings.quant, settings.dtype)
+    weights = describe_weights(stored, kept, settings.quant, settings.dtype)
     return StartedRank(runner, model.tokenizer, num_pages, max_len, weights)
 
 

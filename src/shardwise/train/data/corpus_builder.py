@@ -7,22 +7,21 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from shardwise.atomic import exclusive, partial_path, remove, written_aside
 from shardwise.train.data.corpus import FORMAT_VERSION, HELD_OUT, START_DTYPE, TRAIN, Corpus, Split
-from shardwise.train.data.documents import TextChunk, read_file, source_files
+from shardwise.train.data.documents import Messages, TextChunk, read_file, source_files
 
 BATCH_CHARACTERS = 1 << 22
 BATCH_CHUNKS = 1 << 12
 
 Progress = Callable[[int, int, int], None]  # source bytes done, total, tokens
-Messages = Sequence[Mapping[str, Any]]
 
 
 class Encoder(Protocol):
@@ -36,9 +35,7 @@ class Encoder(Protocol):
 
     def encode_batch(self, texts: list[str], /) -> list[list[int]]: ...
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, /
-    ) -> str: ...
+    def chat(self, messages: Messages, add_generation_prompt: bool, /) -> str: ...
 
     def save(self, folder: Path, /) -> object: ...
 

@@ -21,7 +21,11 @@ TEXT = "text"
 MESSAGES = "messages"
 """The fields that are read where none is named: a text, or else a conversation."""
 
-Render = Callable[[Sequence[Mapping[str, Any]]], str]
+COMPRESSED = (".zst", ".bz2", ".xz", ".zip", ".lz4")
+"""The suffixes of compressed files that are not read."""
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages], str]
 """render(messages): the text of a conversation in a model's chat template."""
 
 COMPILED = frozenset({"__pycache__"})
@@ -264,7 +268,6 @@ READERS: dict[str, Callable[[Path, str | None, Render], Iterator[TextChunk]]] = 
     ".parquet": read_parquet,
 }
 """The reader of each format; other files are one document of text."""
-COMPRESSED = (".zst", ".bz2", ".xz", ".zip", ".lz4")
 
 
 def names_of(names: Mapping[str, object] | Sequence[str]) -> str:
