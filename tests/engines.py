@@ -68,7 +68,7 @@ def engine_of(
     for pages in runner.pages:
         fill_with_anything(pages)
     config: ModelConfig = runner.config
-    pages = Pages(num_pages, runner.page_tokens)
+    pages = Pages(num_pages, runner.page_tokens, runner.config.kv_window)
     scheduler = Scheduler(pages, limits, max_len or config.max_positions)
     return Engine(config, tokenizer, AsDriver(runner) if runs is None else runs, scheduler)
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src/shardwise"
 
 CORE = {
-    "atomic", "block", "chunks", "config", "environment", "hardware", "layout", "params",
-    "precision", "setting", "shards", "suggest",
+    "atomic", "block", "chunks", "config", "environment", "hardware", "kv_pages", "layout",
+    "params", "precision", "setting", "shards", "suggest",
 }  # fmt: skip
 MODEL_SIDE = {"core", "quant", "kernels", "model", "formats"}
 LAYERS: dict[str, set[str]] = {

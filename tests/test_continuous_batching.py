@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from examples import examples
-from shardwise.serve.engine.pages import Pages
+from shardwise.serve.engine.pages import NO_PAGE, Pages, first_key, page_key
 from shardwise.serve.engine.scheduler import Limits, QueueFull, Scheduler
 from shardwise.serve.engine.sequence import Sequence
 from toy_engine import VOCAB, ToyEngine, alone, engine, ran, sequence
 
+MAX_LEN = 30  # more than any request here
 STEMS = ([1, 2, 3, 4, 1, 2, 3, 4, 4, 4], [1, 2, 3, 3, 3, 3, 3, 3, 3, 3], [2] * 10)
 
 
@@ -35,12 +36,19 @@ class Serving(RuleBasedStateMachine):
         max_running=st.integers(2, 5),
         more_tokens=st.integers(1, 8),
         max_queued=st.integers(1, 6),
+        window=st.sampled_from([None, None, 1, 3, 4, 6]),
     )
     def start(
-        self, num_pages: int, page_tokens: int, max_running: int, more_tokens: int, max_queued: int
+        self,
+        num_pages: int,
+        page_tokens: int,
+        max_running: int,
+        more_tokens: int,
+        max_queued: int,
+        window: int | None,
     ) -> None:
         limits = Limits(max_running + more_tokens, max_running, max_queued)
-        self.engine = ToyEngine(Pages(num_pages, page_tokens), limits)
+        self.engine = ToyEngine(Pages(num_pages, page_tokens, window), limits, MAX_LEN)
         self.asked: list[tuple[Sequence, ...]] = []
         self.aborted: set[int] = set()
         self.ids = count(0, 10)
@@ -65,7 +73,9 @@ class Serving(RuleBasedStateMachine):
         ends: bool,
     ) -> None:
         first = sequence(next(self.ids), prompt, max_tokens, priority, salt, n, scores, ends)
-        has = self.engine.pages.num_pages * self.engine.pages.page_tokens
+        pages = self.engine.pages
+        is_rolling = pages.window is not None and pages.holds(MAX_LEN)
+        has = MAX_LEN if is_rolling else pages.num_pages * pages.page_tokens
         if n > self.engine.limits.max_running or len(prompt) + max_tokens - 1 > has:
             with pytest.raises(ValueError, match=r"sequences run at the same time|works$"):
                 self.engine.add(first)
@@ -104,10 +114,14 @@ class Serving(RuleBasedStateMachine):
         assert counters.num_hit_tokens <= counters.num_queried_tokens
         size = self.engine.pages.page_tokens
         for each in self.engine.scheduler.running:
-            chain = [each.request.salt, *each.pages]
+            key = first_key(each.request.salt)
             for number in range(each.num_computed // size):
-                tokens = tuple(each.tokens[number * size : (number + 1) * size])
-                assert self.engine.pages.keys[each.pages[number]] == (chain[number], tokens)
+                key = page_key(key, each.tokens[number * size : (number + 1) * size])
+                page = each.pages[number]
+                assert page == NO_PAGE or self.engine.pages.keys[page] == key
+            if self.engine.scheduler.in_flight is None:
+                kept = len(each.pages) - each.pages.count(NO_PAGE)
+                assert kept <= self.engine.pages.num_needed(each.num_computed + 1)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

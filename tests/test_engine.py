@@ -24,9 +24,11 @@ from engines import (
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.kernels.reference.attention import causal_attention
 from shardwise.kernels.reference.serving import REFERENCE
+from shardwise.kv_pages import pages_per_sequence
 from shardwise.measure.reference_model import ReferenceModel, load_reference_model
 from shardwise.model.layers import Causal
 from shardwise.model.transformer import Transformer
+from shardwise.quant.kv_dtype import KvDtype
 from shardwise.serve.engine.runner import Logits, PromptLogprobs, Runner
 from shardwise.serve.engine.scheduler import Limits, QueueFull
 from shardwise.serve.engine.sequence import Batch, BatchEntry
@@ -76,6 +78,34 @@ def test_greedy_tokens_are_those_of_a_plain_forward(name: str) -> None:
     for prompt, (got,) in zip(prompts, found, strict=True):
         assert_greedy(model, prompt, got)
         assert (got.text, got.reason) == (model.tokenizer.decode(got.tokens), "length")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "int8")],
+)
+def test_a_sliding_window_is_served_from_the_pages_of_one_window(
+    dtype: torch.dtype, kv_dtype: KvDtype
+) -> None:
+    """90 tokens with a window of 20 in 3 pages of 16 have the bits of a run that keeps all pages,
+    alone and with others in twice the pages."""
+    wide = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}  # for native kernels
+    model = tiny("mistral", dtype, sliding_window=20, max_position_embeddings=128, **wide)
+    runner = runner_of(model, kv_dtype)
+    requests = [
+        Request(drawn_tokens(count, count), greedy(90 - count, n=n, prompt_logprobs=scored))
+        for count, n, scored in ((60, 1, None), (33, 2, None), (70, 1, 2))
+    ]
+    keeping = engine_of(runner, model.tokenizer, 64)
+    keeping.scheduler.pages.window = None
+    expected = answers(keeping, requests)
+    if dtype == torch.float32:
+        assert_greedy(model, requests[0].tokens, expected[0][0])
+    one_by_one = engine_of(runner, model.tokenizer, pages_per_sequence(90, 16, 20))
+    assert [answers(one_by_one, [each]) for each in requests[::2]] == [
+        [completions] for completions in expected[::2]
+    ]
+    assert answers(engine_of(runner, model.tokenizer, 6), requests) == expected
 
 
 def test_drawn_tokens_follow_from_a_plain_forward(model: ReferenceModel, runner: Runner) -> None:

@@ -139,8 +139,8 @@ def test_stages_of_a_pipeline() -> None:
 
 def test_kv_bytes() -> None:
     """OPT-13B's shape keeps 819,200 bytes a token (PagedAttention, section 3), as Llama-2-13B does;
-    Llama-3.1-70B keeps 40,960 on each of 8 ranks; Mistral keeps no more than its window of 4,096
-    tokens."""
+    Llama-3.1-70B keeps 40,960 on each of 8 ranks; Mistral keeps no more than the 257 pages of 16
+    tokens that a window of 4,096 spans."""
 
     def kv(name: str, layout: str, tokens: int) -> int:
         return serving_ledgers(CATALOGUE[name], Layout.parse(layout), tokens)[0].rows["kv"]
@@ -148,7 +148,8 @@ def test_kv_bytes() -> None:
     assert kv("llama-2-13b", "dp1", 2048) == 2048 * 819_200
     assert kv("llama-3.1-70b", "tp8", 1) == 40_960
     assert kv("llama-3.1-70b", "tp16", 1) == 40_960  # a kv head is not cut
-    assert kv("mistral-7b", "dp1", 4096) == kv("mistral-7b", "dp1", 32_768) == 4096 * 131_072
+    assert kv("mistral-7b", "dp1", 4096) == 4096 * 131_072
+    assert kv("mistral-7b", "dp1", 32_768) == 257 * 16 * 131_072
     assert kv("llama-2-7b", "dp4", 10) == kv(
         "llama-2-7b", "dp1", 10
     )  # replicas serve their own requests

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from shardwise.layout import Layout
 from shardwise.measure.reference_model import load_reference_model
 from shardwise.parallel.launch import Place
 from shardwise.parallel.memory import container_bytes
+from shardwise.plan.ledger import serving_ledgers
 from shardwise.precision import Precision
 from shardwise.serve.engine import remote as process
 from shardwise.serve.engine import worker
@@ -530,6 +531,29 @@ def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder:
         place, EngineSettings(folder, dtype="fp32", kv_bytes=min(int(told[2]), 1 << 23))
     )
     assert fits.num_pages == (1 << 23) // fits.runner.page_bytes
+
+
+@pytest.mark.parametrize(("window", "num_pages"), [(None, 128), (64, 5)])
+def test_the_cache_that_is_planned_is_the_least_that_is_served(
+    window: int | None, num_pages: int, tmp_path: Path
+) -> None:
+    """A request of 2,048 tokens, in pages of 16; 64 tokens span at most 5 of them."""
+    tiny_model("mistral", vocab_size=264, sliding_window=window).save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    settings = EngineSettings(tmp_path, dtype="fp32", max_len=2048)
+    config = replace(read_config(tmp_path), max_positions=4096)
+    (planned,) = serving_ledgers(config, Layout(), settings.max_len or 0, precision="fp32")
+    runner = runner_of(load_reference_model(tmp_path, torch.float32, torch.device("cpu")))
+    assert planned.rows["kv"] == num_pages * runner.page_bytes
+
+    def chosen(kv_bytes: int) -> int:
+        return worker.choose_num_pages(
+            runner, replace(settings, kv_bytes=kv_bytes), 2048, planned.rows["kv"]
+        )
+
+    assert chosen(planned.rows["kv"]) == num_pages
+    with pytest.raises(ValueError, match=f"--max-len {16 * (num_pages - 1)} fits"):
+        chosen(planned.rows["kv"] - 1)
 
 
 def test_scored_prompts_are_in_what_a_batch_is_measured_with(folder: Path) -> None:

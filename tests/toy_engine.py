@@ -82,8 +82,8 @@ class ToyEngine:
     sequence must be there once the batch has been written.
     """
 
-    def __init__(self, pages: Pages, limits: Limits) -> None:
-        self.scheduler = Scheduler(pages, limits)
+    def __init__(self, pages: Pages, limits: Limits, max_len: int | None = None) -> None:
+        self.scheduler = Scheduler(pages, limits, max_len)
         self.pages = pages
         self.limits = limits
         self.memory = [[0] * pages.page_tokens for _ in range(pages.num_pages)]
@@ -118,6 +118,7 @@ class ToyEngine:
         for source, target in batch.copies:
             self.memory[target] = list(self.memory[source])
         for entry in batch.entries:
+            # of a window of 1, the token before is not read; its page is still there
             before = self.read(entry, entry.start - 1) if entry.start else 0
             for position, token in enumerate(entry.tokens, entry.start):
                 before = self.memory[entry.pages[position // size]][position % size] = state(
@@ -127,10 +128,11 @@ class ToyEngine:
             sequence = self.scheduler.sequences[entry.id]
             stop = entry.start + len(entry.tokens)
             assert list(entry.tokens) == sequence.tokens[entry.start : stop]
-            assert [self.read(entry, position) for position in range(stop)] == states(
+            first = 0 if self.pages.window is None else max(0, entry.start + 1 - self.pages.window)
+            assert [self.read(entry, position) for position in range(first, stop)] == states(
                 sequence.tokens[:stop]
-            )
-            assert len(entry.pages) == self.pages.num_needed(stop)
+            )[first:]
+            assert len(entry.pages) == -(-stop // size)
         tokens: dict[int, int | None] = {}
         for entry in batch.entries:
             last = self.read(entry, entry.start + len(entry.tokens) - 1)

@@ -117,6 +117,11 @@ class ModelConfig:
         None: all."""
         return self.sliding_window if layer in self.windowed_layers else None
 
+    @property
+    def kv_window(self) -> int | None:
+        """The window of the KV cache: what all layers see at most; None if one of them sees all."""
+        return self.sliding_window if len(self.windowed_layers) == self.num_layers else None
+
     def kv_bytes_per_token(self, element_bytes: int = 2, scale_bytes: int = 0) -> int:
         """Return the bytes of keys and values of one token in the KV cache, over all layers and
         heads, each vector with its scale."""

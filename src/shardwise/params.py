@@ -233,10 +233,13 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     recompute not counted.
 
     6 per parameter except embeddings, whose rows are looked up (a tied head multiplies and counts);
-    and causal attention, which sees half of `seq_len` on average.
+    and causal attention, 12 per element of a query and token that it sees: half of `seq_len` on
+    average, or of a sliding window w the mean of min(t, w), which is w - w^2 / (2 seq_len).
     """
     multiplied = sum(spec.numel for spec in model_specs(config) if spec.kind != "embedding")
-    return 6 * multiplied + 6 * config.num_layers * config.q_size * seq_len
+    windows = (min(seq_len, config.window(n) or seq_len) for n in range(config.num_layers))
+    pairs = sum(2 * seq_len * window - window * window for window in windows)  # twice of a sequence
+    return 6 * multiplied + 6 * config.q_size * pairs // seq_len
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ parameter by rows instead. These rows are held between steps. Within a step, the
 micro-batch saves for its backward (`activations` and `logits`, see `activations.py`) and of
 temporary buffers (`buffers`, see `buffers.py`) come on top.
 
-Serving holds weights and, for each token of each request, keys and values.
+Serving holds weights and, for each cached token of each request, keys and values.
 """
 
 import math
@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Literal
 
 from shardwise.config import ModelConfig
+from shardwise.kv_pages import cached_tokens
 from shardwise.layout import Coord, Layout, StateAxes
 from shardwise.params import ParamSpec, model_specs, rank_layers, stage_units, unit_axes, units
 from shardwise.plan.activations import MicroBatchShape, activation_bytes, logits_bytes
@@ -233,9 +234,7 @@ def serving_ledgers(
         held = sizes.keys() & stage_units(config, layout, stage)
         weights = sum(sizes[unit] for unit in held)
         blocks = rank_layers(config, layout, stage)
-        cached = (
-            sum(kv_vectors(config, layout, block, seq_tokens) for block in blocks) * num_requests
-        )
+        cached = len(blocks) * kv_vectors(config, layout, seq_tokens) * num_requests
         rows = {
             "parameters": weights,
             "gradients": 0,
@@ -261,9 +260,9 @@ def unit_bytes(
     }
 
 
-def kv_vectors(config: ModelConfig, layout: Layout, block: int, seq_tokens: int) -> int:
+def kv_vectors(config: ModelConfig, layout: Layout, seq_tokens: int) -> int:
     """Return how many vectors, keys and values, a block caches for one sequence. A sliding window
-    limits its tokens, and fewer KV heads than tensor ranks are replicated."""
-    tokens = min(seq_tokens, config.window(block) or seq_tokens)
+    of all layers limits its tokens, and fewer KV heads than tensor ranks are replicated."""
+    tokens = cached_tokens(seq_tokens, config.kv_window)
     heads = math.ceil(config.num_kv_heads / layout.tp)
     return 2 * heads * tokens

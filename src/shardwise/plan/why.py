@@ -4,6 +4,7 @@ the smallest change that makes it fit."""
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardwise.kv_pages import cached_tokens
 from shardwise.layout import Layout
 from shardwise.params import model_specs, num_params
 from shardwise.plan.ledger import BYTES_PER_PARAMETER, NOT_COUNTED
@@ -167,9 +168,9 @@ def serving_rows(job: Job) -> list[str]:
     rows = job.on_one_gpu.ledger[0].rows
     vector = vector_bytes(job.kv_dtype, BYTES_PER_PARAMETER[job.precision].parameters)
     scaled = f" in {job.kv_dtype}, each with a scale" if vector.scale else ""
-    window = config.sliding_window if config.windowed_layers else None
-    is_windowed = window and window < job.seq_tokens
-    within = f" (a window of {window:,} of them is cached)" if is_windowed else ""
+    num_cached = cached_tokens(job.seq_tokens, config.kv_window)
+    is_rolling = num_cached < job.seq_tokens
+    within = f" (the pages of its sliding window hold {num_cached:,})" if is_rolling else ""
     token_bytes = config.kv_bytes_per_token(vector.element, vector.scale)
     return [
         f"The KV cache of one request of {job.seq_tokens:,} tokens{within} adds {gb(rows['kv'])} "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.config import ModelConfig
 from shardwise.kernels.page_table import BLOCK_TOKENS
+from shardwise.kv_pages import PAGE_TOKENS
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS, Precision
 from shardwise.quant.kv_dtype import KvDtype, check_kv_dtype
@@ -59,7 +60,7 @@ class EngineSettings:
         "maximum context length of a request, prompt plus output, in tokens",
         default_help="the model's",
     )
-    page_tokens: int = 16
+    page_tokens: int = PAGE_TOKENS
     max_batch_tokens: int = setting(512, "maximum tokens per engine step")
     max_running: int = setting(64, "maximum sequences in the batch")
     generation_config: Literal["auto", "none"] = setting(

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-from shardwise.serve.engine.pages import Pages
+from shardwise.serve.engine.pages import NO_PAGE, Pages
 from shardwise.serve.engine.sequence import Batch, BatchEntry, Sequence
 from shardwise.serve.request import Delta, Logprob, Request, check_length
 
@@ -96,7 +96,8 @@ class Scheduler:
         self.pages = pages
         self.limits = limits
         capacity = pages.num_pages * pages.page_tokens + 1  # the last token is never computed
-        self.max_len = capacity if max_len is None else min(max_len, capacity)
+        limit = capacity if max_len is None else max_len
+        self.max_len = limit if pages.holds(limit - 1) else capacity
         self.sequences: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []  # both in scheduling order
         self.running: list[Sequence] = []
@@ -179,7 +180,8 @@ class Scheduler:
                 chunks.append(self.entry(sequence, count, copies))
                 budget -= count
         while (admitted := self.admit(budget)) is not None:
-            count = min(budget, admitted.num_pending)
+            space = self.pages.space(admitted.pages, admitted.num_computed)
+            count = min(budget, admitted.num_pending, space)
             (chunks if count > 1 else decodes).append(self.entry(admitted, count, copies))
             budget -= count
         assert decodes or chunks or not self.sequences
@@ -218,7 +220,8 @@ class Scheduler:
             return None
         needs_all = sequence.num_prompt_logprobs is not None
         cached = [] if needs_all else self.pages.begin(sequence.tokens, sequence.request.salt)
-        num_new = self.pages.num_needed(len(sequence.tokens)) - len(cached)
+        num_held = len(cached) - cached.count(NO_PAGE)
+        num_new = self.pages.num_needed(len(sequence.tokens)) - num_held
         if self.pages.num_available < num_new + num_running:
             self.pages.release(cached)
             return None
@@ -240,6 +243,8 @@ class Scheduler:
         num_samples = sequence.num_samples if stop == len(sequence.tokens) else 0
         tokens = tuple(sequence.tokens[start:stop])
         pages = tuple(sequence.pages)
+        if pages[0] == NO_PAGE:
+            pages = tuple(max(page, 0) for page in pages)  # kernels do not read behind the window
         num_logprobs = sequence.num_prompt_logprobs
         return BatchEntry(sequence.id, tokens, start, pages, num_samples, num_logprobs)
 
@@ -319,7 +324,7 @@ class Scheduler:
         assert all(not sequence.pages and not sequence.num_computed for sequence in self.waiting)
         for sequence in self.running:
             assert sequence.num_pending > 0
-            assert self.pages.num_needed(sequence.num_computed) <= len(sequence.pages)
+            assert sequence.num_computed <= len(sequence.pages) * self.pages.page_tokens
         self.pages.audit(sequence.pages for sequence in self.running)
 
 

@@ -23,6 +23,7 @@ from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.kernels.description import describe_kernels
 from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import ServingKernels
+from shardwise.kv_pages import pages_per_sequence
 from shardwise.model.layers import DTYPES
 from shardwise.parallel.launch import STOP_SIGNALS, Place, end_with_parent, run_ranks
 from shardwise.parallel.memory import available_bytes, peak_memory_bytes, reset_peaks
@@ -156,10 +157,11 @@ Phase = Callable[[str], Any]
 
 def make_engine(started: StartedRank, settings: EngineSettings) -> Engine:
     """Return the engine, which lives on rank 0."""
-    pages = Pages(started.num_pages, settings.page_tokens)
+    config = started.runner.config
+    pages = Pages(started.num_pages, settings.page_tokens, config.kv_window)
     scheduler = Scheduler(pages, settings.limits, started.max_len)
     runner = DriverRunner(started.runner)
-    return Engine(started.runner.config, started.tokenizer, runner, scheduler)
+    return Engine(config, started.tokenizer, runner, scheduler)
 
 
 def start_rank(
@@ -272,13 +274,14 @@ def measure_batch_bytes(runner: Runner, batch: Batch) -> int:
 def choose_num_pages(
     runner: Runner, settings: EngineSettings, max_len: int, free_bytes: int
 ) -> int:
-    """Return as many pages as all running requests could ever fill, or as memory holds: most of a
-    GPU, half of a machine, which other processes use too.
+    """Return as many pages as all running requests and the chunks of a step could ever fill, or as
+    memory holds: most of a GPU, half of a machine, which other processes use too.
 
     Raises ValueError if that is not one request of `max_len` tokens, or if memory does not hold
     `kv_bytes`.
     """
-    per_request = -(-max_len // settings.page_tokens)
+    window = runner.config.kv_window
+    per_request = pages_per_sequence(max_len, settings.page_tokens, window)
     share = settings.memory_share or (0.92 if runner.mesh.device.type == "cuda" else 0.5)
     usable_bytes = max(0, int(share * free_bytes))
     if settings.kv_bytes is not None and settings.kv_bytes > free_bytes:
@@ -300,7 +303,8 @@ def choose_num_pages(
         )
     if settings.kv_bytes is not None:
         return num_pages
-    return min(num_pages, per_request * settings.max_running)
+    num_chunk = 0 if window is None else -(-settings.max_batch_tokens // settings.page_tokens)
+    return min(num_pages, per_request * settings.max_running + num_chunk)
 
 
 # -- messages of the server
