@@ -410,12 +410,20 @@ HEAD = 32 + 97 * 32  # the last norm and one matrix of the vocabulary
     ("config", "seq_len", "flops"),
     [
         (LLAMA, 16, 6 * (2 * BLOCK + HEAD) + 6 * 2 * 32 * 16),
+        (LLAMA, 0, 6 * (2 * BLOCK + HEAD)),
         (replace(LLAMA, tied=True), 16, 6 * (2 * BLOCK + HEAD) + 6 * 2 * 32 * 16),
         (replace(LLAMA, head_dim=16), 32, 6 * (2 * WIDER + HEAD) + 6 * 2 * 64 * 32),
         (CATALOGUE["gpt2"], 1024, 6 * (124_439_808 - 1024 * 768) + 6 * 12 * 768 * 1024),
         (WINDOWED, 16, 6 * (2 * BLOCK + HEAD) + 12 * 32 * 8 + 6 * 32 * 7),
     ],
-    ids=["untied", "tied", "wide heads", "gpt2", "a window of 4 in one of two layers"],
+    ids=[
+        "untied",
+        "without attention",
+        "tied",
+        "wide heads",
+        "gpt2",
+        "a window of 4 in one of two layers",
+    ],
 )
 def test_operations_of_a_token_by_hand(config: ModelConfig, seq_len: int, flops: int) -> None:
     """Attention takes 12 per element of a query and token that it sees: 8 of 16 on average, and 3.5

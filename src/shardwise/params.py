@@ -234,12 +234,13 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
     6 per parameter except embeddings, whose rows are looked up (a tied head multiplies and counts);
     and causal attention, 12 per element of a query and token that it sees: half of `seq_len` on
-    average, or of a sliding window w the mean of min(t, w), which is w - w^2 / (2 seq_len).
+    average, or of a sliding window w the mean of min(t, w), which is w - w^2 / (2 seq_len). With a
+    `seq_len` of 0, attention is not counted.
     """
     multiplied = sum(spec.numel for spec in model_specs(config) if spec.kind != "embedding")
     windows = (min(seq_len, config.window(n) or seq_len) for n in range(config.num_layers))
     pairs = sum(2 * seq_len * window - window * window for window in windows)  # twice of a sequence
-    return 6 * multiplied + 6 * config.q_size * pairs // seq_len
+    return 6 * multiplied + 6 * config.q_size * pairs // max(1, seq_len)
 
 
 @lru_cache(maxsize=16)
