@@ -27,6 +27,33 @@ def descendants() -> set[int]:
     return found
 
 
+def parent_of(pid: int) -> int:
+    """Return the id of the process that has started this one. Raises OSError if it has ended."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def is_fork_server(pid: int) -> bool:
+    """Return whether a process forks ranks, or is one of them. Raises OSError if it has ended."""
+    return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that this one has started, zombies too, but for Python's own tracker."""
+    found = []
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            command = Path(entry.path, "cmdline").read_bytes()
+            if parent_of(int(entry.name)) == pid and b"resource_tracker" not in command:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the ranks that a launcher has started, in order: its fork server forks them."""
+    servers = (child for child in children(launcher) if is_fork_server(child))
+    return [rank for server in servers for rank in children(server)]
+
+
 def stays(pid: int) -> bool:
     """Return whether a process serves the whole session: a pooled rank, the server that forks
     them, or Python's own tracker."""
@@ -34,7 +61,8 @@ def stays(pid: int) -> bool:
         return True
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"resource_tracker" in command or b"multiprocessing.forkserver" in command
+        is_server = is_fork_server(pid) and parent_of(pid) == os.getpid()
+        return b"resource_tracker" in command or is_server
     return False
 
 

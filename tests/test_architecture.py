@@ -2,6 +2,7 @@
 
 import ast
 import os
+import os
 import re
 import subprocess
 import sys
@@ -221,6 +222,16 @@ def test_the_training_loop_imports_types_and_not_their_assembly() -> None:
 def test_core_types_planner_and_server_import_no_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_modules_that_ranks_are_forked_with_start_neither_threads_nor_cuda() -> None:
+    modules = "shardwise.train.rank, shardwise.serve.engine.worker, shardwise.measure.parity"
+    code = (
+        f"import {modules}, os, sys, torch; "
+        "sys.exit(torch.cuda.is_initialized() or len(os.listdir('/proc/self/task')) > 1)"
+    )
+    alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # NumPy's threads survive a fork
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, env=alone).returncode == 0
 
 
 def test_only_parallel_calls_torch_distributed() -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from engines import AsDriver, answers, drawn_tokens, engine_of, greedy, plain_logprobs, runner_of
+from processes import children, ranks_of
 from shardwise.formats.model_source import read_config
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
@@ -106,20 +107,6 @@ def interrupt(*pids: int) -> None:
     for pid in pids:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
-
-
-def children(pid: int) -> list[int]:
-    """Processes that this one has started, zombies too, but for the tracker of Python's own."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            told = (folder / "stat").read_text()
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(told.rsplit(")", 1)[1].split()[1]) == pid and b"resource_tracker" not in command:
-            found.append(int(folder.name))
-    return sorted(found)
 
 
 def assert_gone(pid: int) -> None:
@@ -359,7 +346,7 @@ def test_two_ranks_say_what_one_says(folder: Path) -> None:
         )
         await engine.start()
         pid = pid_of(engine)
-        ranks = children(pid)
+        ranks = ranks_of(pid)
         assert len(ranks) == 2
         interrupt(pid, *ranks)
         found = await asyncio.gather(*(tokens_of(engine, SHORT, prompt) for prompt in prompts))
@@ -403,7 +390,7 @@ def test_ranks_end_together_and_are_started_again(
         await engine.start()
         expected = await tokens_of(engine)
         first = pid_of(engine)
-        os.kill(children(first)[1], signal.SIGKILL)
+        os.kill(ranks_of(first)[1], signal.SIGKILL)
         began = time.monotonic()
         while engine.restart is None:
             await asyncio.sleep(0.01)
@@ -412,7 +399,7 @@ def test_ranks_end_together_and_are_started_again(
         await engine.restart
         assert await tokens_of(engine) == expected
         second = pid_of(engine)
-        exhaust(children(second)[1])
+        exhaust(ranks_of(second)[1])
         with pytest.raises(
             EngineDied, match=r"the engine has ended: rank 1 failed first, with exit code -?\d+$"
         ):

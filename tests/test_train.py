@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from processes import ranks_of
 from ranks import Ranks
 from shardwise.cli import main
 from shardwise.formats.catalogue import CATALOGUE
@@ -136,16 +137,7 @@ class Training:
         return alive
 
     def ranks(self) -> list[int]:
-        """The processes that multiprocessing spawned, in order of their start."""
-        spawned = []
-        for pid in sorted(set(self.session()) - {self.process.pid}):
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"spawn_main" in command:
-                spawned.append(pid)
-        return spawned
+        return ranks_of(self.process.pid)
 
     def wait_until(self, true: Callable[[], object], what: str) -> None:
         """Looks now and then, and leaves the cores to the ranks between."""

@@ -94,7 +94,9 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """Run `function(place, *args)` on every rank and return the result of this machine's first.
 
     `function` must be importable by name; STOP_SIGNALS reach it as signals on every rank
-    (`StopRequest` handles them). A single rank runs in this process. Raises RankFailed or Stopped.
+    (`StopRequest` handles them). A single rank runs in this process. Others are forked from a
+    server that has imported the module of `function`, so that they import torch once; it must start
+    neither threads nor CUDA when it is imported. Raises RankFailed or Stopped.
     """
     if torchrun_rank() is not None:
         return run_rank(function, *args)
@@ -110,8 +112,10 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
+        start_method="forkserver",
         signals_to_handle="SIGQUIT",
     )
+    multiprocessing.get_context("forkserver").set_forkserver_preload([function.__module__])
     try:
         with relayed_signals(num_ranks), silent_log():
             return elastic_launch(config, run_spawned)(num_ranks, function, *args)[0]
