@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
 from shardwise.layout import Layout
+from shardwise.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from shardwise.measure.parity import Difference, Parity, Trial
@@ -25,7 +26,7 @@ def add_parity(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "parity",
         help="check that a layout computes what one rank computes",
-        description="Train a few steps on the ranks of a layout and on one rank, in fp32, from the "
+        description="Train a few steps on the ranks of a layout and on one rank in fp32, from the "
         "same random weights and tokens. Compare the loss, every gradient, the gradient norm, "
         "every parameter, and the replicas with each other. Starts the ranks on this machine; "
         "under torchrun, joins the ranks that torchrun started. Exit 0: equal. Exit 1: not equal, "
@@ -46,6 +47,13 @@ def add_parity(subparsers: Any) -> None:
         default=3,
         metavar="K",
         help="optimizer steps to compare (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="fp32",
+        help="precision of the layout: fp32, or bf16 to compare mixed precision with fp32 "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
@@ -83,7 +91,15 @@ def run_parity(args: argparse.Namespace) -> int:
             "communication"
         )
     bucket_bytes = BUCKET_BYTES if args.bucket_bytes is None else args.bucket_bytes
-    trial = Trial(found.config, layout, args.steps, args.seed, not args.no_overlap, bucket_bytes)
+    trial = Trial(
+        found.config,
+        layout,
+        args.steps,
+        args.seed,
+        not args.no_overlap,
+        bucket_bytes,
+        args.precision,
+    )
     check_trial(trial)
     try:
         parity: Parity | None = run_ranks(compare, layout.world_size, trial)
@@ -107,9 +123,7 @@ def run_parity(args: argparse.Namespace) -> int:
 
 def parity_json(trial: "Trial", model: str, parity: "Parity") -> dict[str, Any]:
     """Return the JSON object of the command; a difference that is not finite is null."""
-    from shardwise.measure.parity import TOLERANCES
-
-    measured = [kind for kind in TOLERANCES if kind != "replica"]
+    measured = [kind for kind in trial.tolerances if kind != "replica"]
     first = parity.first
     first_difference = first and {
         "step": first.step,
@@ -122,9 +136,10 @@ def parity_json(trial: "Trial", model: str, parity: "Parity") -> dict[str, Any]:
         "layout": str(trial.layout),
         "model": model,
         "steps": trial.steps,
+        "precision": trial.precision,
         **{f"{kind}_rel": finite_or_none(parity.worst[kind]) for kind in measured},
         "replicas_equal": parity.worst["replica"].is_equal,
-        "tolerances": {f"{kind}_rel": TOLERANCES[kind] for kind in measured},
+        "tolerances": {f"{kind}_rel": trial.tolerances[kind] for kind in measured},
         "first_difference": first_difference,
     }
 
@@ -136,10 +151,8 @@ def finite_or_none(difference: "Difference") -> float | None:
 def print_parity(trial: "Trial", model: str, parity: "Parity") -> None:
     from rich.table import Table
 
-    from shardwise.measure.parity import TOLERANCES
-
     table = Table("compared", "largest difference", "at", "tolerance", "result")
-    for kind, bound in TOLERANCES.items():
+    for kind, bound in trial.tolerances.items():
         worst = parity.worst[kind]
         table.add_row(
             COMPARED[kind],
@@ -155,7 +168,9 @@ def print_parity(trial: "Trial", model: str, parity: "Parity") -> None:
 def summarize_parity(trial: "Trial", model: str, parity: "Parity") -> str:
     steps = f"{trial.steps} step{'s' if trial.steps > 1 else ''}"
     if parity.first is None:
-        return f"{model}: {trial.layout} equals one rank, {steps} in fp32"
+        if trial.precision == "fp32":
+            return f"{model}: {trial.layout} equals one rank, {steps} in fp32"
+        return f"{model}: {trial.layout} in {trial.precision} is near one rank in fp32, {steps}"
     first = parity.first
     return (
         f"{model}: {trial.layout} differs from one rank, first in {COMPARED[first.kind]} "

@@ -5,6 +5,9 @@ batch at once. After each step the loss, every gradient and the gradient norm ar
 after the last one every parameter. The weights that each rank would use next must equal those of
 their owners bit for bit. Nothing here depends on how a layout shards: the store names the boxes
 that a rank holds of a parameter.
+
+The layout trains in fp32, where only the order of sums may differ, or in bf16 as a run does, to
+show what its rounding costs. One rank is always in fp32.
 """
 
 import hashlib
@@ -21,6 +24,7 @@ from torch import Tensor
 from shardwise.config import ModelConfig
 from shardwise.layout import Layout
 from shardwise.model.init import seeded_generator
+from shardwise.model.layers import DTYPES
 from shardwise.model.loss import IGNORE_INDEX
 from shardwise.parallel.apply import apply, check_trainable, draw_weights
 from shardwise.parallel.launch import Place, device_of
@@ -30,6 +34,7 @@ from shardwise.parallel.state_store import Owned
 from shardwise.parallel.zero import BUCKET_BYTES
 from shardwise.params import ParamSpec, model_specs, num_params
 from shardwise.plan.ledger import training_ledgers
+from shardwise.precision import Precision, accumulates_in_fp32
 from shardwise.shards import Box, boxes
 from shardwise.train.data.batches import Batch, MicroBatch, batch_rows, num_targets
 from shardwise.train.loop import global_loss, take_step
@@ -40,15 +45,12 @@ from shardwise.train.validate import check_joined, memory_bytes, ranks_here
 
 Quantity = Literal["loss", "grad", "grad_norm", "param", "replica"]
 
-TOLERANCES: dict[Quantity, float] = {
-    "loss": 1e-5,
-    "grad": 1e-4,
-    "grad_norm": 1e-5,
-    "param": 1e-4,
-    "replica": 0.0,
+TOLERANCES: dict[Precision, dict[Quantity, float]] = {
+    "fp32": {"loss": 1e-5, "grad": 1e-4, "grad_norm": 1e-5, "param": 1e-4, "replica": 0.0},
+    "bf16": {"loss": 5e-4, "grad": 1.5e-1, "grad_norm": 1e-2, "param": 5e-2, "replica": 0.0},
 }
-"""The largest relative difference that counts as equal in fp32, where only the order of sums may
-differ. docs/parity.md derives the values."""
+"""The largest relative difference that counts as equal, by the precision of the layout.
+docs/parity.md derives the values."""
 
 LR = 1e-2
 MAX_NORM = 1e-2
@@ -63,7 +65,7 @@ PROCESS_BYTES = 160 << 20
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout of a model to compare with one rank, and how its sums run."""
+    """A layout of a model to compare with one rank, its precision, and how its sums run."""
 
     config: ModelConfig
     layout: Layout
@@ -71,6 +73,11 @@ class Trial:
     seed: int = 0
     overlap: bool = True
     bucket_bytes: int = BUCKET_BYTES
+    precision: Precision = "fp32"
+
+    @property
+    def tolerances(self) -> dict[Quantity, float]:
+        return TOLERANCES[self.precision]
 
     @property
     def length_tokens(self) -> int:
@@ -102,10 +109,11 @@ class Difference:
     kind: Quantity
     parameter: str | None
     rel: float
+    tolerance: float
 
     @property
     def is_equal(self) -> bool:
-        return self.rel <= TOLERANCES[self.kind]
+        return self.rel <= self.tolerance
 
 
 @dataclass
@@ -113,17 +121,20 @@ class Parity:
     """The result of a comparison.
 
     Attributes:
+        tolerances: the largest difference of each kind that counts as equal
         worst: the largest difference of each kind
         first: the first difference beyond its tolerance, by step and then in the order of the model
         stopped: the number of the signal that ended it early; the other fields are then incomplete
     """
 
+    tolerances: dict[Quantity, float]
     worst: dict[Quantity, Difference] = field(default_factory=dict)
     first: Difference | None = None
     stopped: int | None = None
 
     def record(self, step: int, kind: Quantity, rel: float, parameter: str | None = None) -> None:
-        difference = Difference(step, kind, parameter, math.inf if math.isnan(rel) else rel)
+        finite = math.inf if math.isnan(rel) else rel
+        difference = Difference(step, kind, parameter, finite, self.tolerances[kind])
         if kind not in self.worst or difference.rel > self.worst[kind].rel:
             self.worst[kind] = difference
         if self.first is None and not difference.is_equal:
@@ -131,7 +142,7 @@ class Parity:
 
     @property
     def is_equal(self) -> bool:
-        return self.worst.keys() == TOLERANCES.keys() and all(
+        return self.worst.keys() == self.tolerances.keys() and all(
             worst.is_equal for worst in self.worst.values()
         )
 
@@ -230,8 +241,9 @@ class Side:
                 yield spec, assemble(self.mesh, spec, shares[spec.name])
 
 
-def make_side(trial: Trial, layout: Layout, place: Place) -> Side:
-    """Return the program of this rank for a layout, with weights drawn from the seed.
+def make_side(trial: Trial, layout: Layout, place: Place, precision: Precision = "fp32") -> Side:
+    """Return the program of this rank for a layout, with weights drawn from the seed, and gradients
+    accumulated as training does by default.
 
     The eps of Adam is the size of a typical element of the clipped gradient. So the scale of the
     gradient, which Adam otherwise divides out, affects a step, and rounding of gradients that are
@@ -239,11 +251,13 @@ def make_side(trial: Trial, layout: Layout, place: Place) -> Side:
     """
     mesh = make_mesh(layout, place.rank, place.device, trial.config.num_kv_heads)
     optimizer = AdamW(eps=MAX_NORM / num_params(model_specs(trial.config)) ** 0.5)
+    dtype = DTYPES[precision]
+    in_fp32 = accumulates_in_fp32("auto", layout.microbatches)
     program = apply(
         trial.config,
         mesh,
-        torch.float32,
-        torch.float32,
+        dtype,
+        torch.float32 if in_fp32 else dtype,
         optimizer.update,
         bucket_bytes=trial.bucket_bytes,
         overlap=trial.overlap,
@@ -274,9 +288,9 @@ def assemble(mesh: Mesh, spec: ParamSpec, shares: list[tuple[Box, Tensor]]) -> T
 def compare(place: Place, trial: Trial) -> Parity | None:
     """Compare a layout with one rank. Every rank of the layout calls it. Returns the result on rank
     0 and None on the others; on all ranks if a signal stopped the comparison."""
-    sharded = make_side(trial, trial.layout, place)
+    sharded = make_side(trial, trial.layout, place, trial.precision)
     single = make_side(trial, Layout(), Place(0, 1, place.device)) if place.rank == 0 else None
-    parity = Parity()
+    parity = Parity(trial.tolerances)
     with StopRequest(patient=place.world_size > 1) as stop:
         for step in range(1, trial.steps + 1):
             compare_step(step, draw_batch(trial, step), sharded, single, parity)
