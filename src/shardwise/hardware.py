@@ -41,9 +41,13 @@ class Device:
     link_bandwidth: float = 25e9
     cuda_names: tuple[str, ...] = ()
 
+    @property
+    def total_bytes(self) -> int:
+        """The memory that the driver reports, about."""
+        return int(self.memory_bytes / USABLE_SHARE)
+
     def limit_bytes(self, margin: float) -> int:
-        """Return the memory that leaves a share `margin` of what the driver reports, at most
-        `memory_bytes`."""
+        """Return the memory that leaves a share `margin` of the total, at most `memory_bytes`."""
         return min(self.memory_bytes, int(self.memory_bytes / USABLE_SHARE * (1 - margin)))
 
 

@@ -11,7 +11,7 @@ from shardwise.hardware import GPUS_PER_NODE, MARGIN, Device, find_device
 from shardwise.layout import Layout, Recompute
 from shardwise.params import model_specs, num_params
 from shardwise.plan.ledger import BYTES_PER_PARAMETER, NOT_COUNTED, NOT_QUANTIZED, Mode
-from shardwise.plan.proposal import best_fits, propose, rough_step_s
+from shardwise.plan.proposal import Proposal, best_fits, propose, rough_step_s
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.why import smallest_change, why_not, why_one_is_not_enough
 from shardwise.precision import PRECISIONS, GradientPrecision, Precision
@@ -46,12 +46,16 @@ class ModePlan:
         return why_not(self.job, self.num_gpus, self.nearest)
 
     @cached_property
+    def proposal(self) -> Proposal | None:
+        """The cheapest option; None where the first candidate fits, or nothing does."""
+        return None if self.fits else propose(self.job, self.num_gpus, self.judged)
+
+    @cached_property
     def smallest_change(self) -> str | None:
-        """The smallest change that fits; None where the first candidate fits."""
+        """The smallest change that fits, in words; None where the first candidate fits."""
         if self.fits:
             return None
-        found = propose(self.job, self.num_gpus, self.judged)
-        return smallest_change(self.job, self.num_gpus, self.nearest.layout, found)
+        return smallest_change(self.job, self.num_gpus, self.nearest.layout, self.proposal)
 
     @property
     def nearest(self) -> Candidate:
@@ -84,6 +88,7 @@ class ModePlan:
             "one_gpu": self.candidate_json(self.job.on_one_gpu),
             "why_not": self.why_not,
             "smallest_change": self.smallest_change,
+            "proposal": self.proposal and self.proposal.to_json(),
         }
 
 

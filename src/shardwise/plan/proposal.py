@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.config import ModelConfig
 from shardwise.formats.storage_formats import choose_formats
@@ -93,23 +93,57 @@ class Option:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The cheapest option that fits within the margin."""
+    """The cheapest option that fits within the margin.
+
+    Attributes:
+        without_offload: the cheapest option that does not offload, where that takes more GPUs
+    """
 
     option: Option
     candidate: Candidate
+    without_offload: "Proposal | None" = None
+
+    @property
+    def num_gpus(self) -> int:
+        return self.option.price.num_gpus
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layout with all settings that it was found with."""
+        job = self.option.job
+        return {
+            "layout": str(self.candidate.layout),
+            "gpus": self.num_gpus,
+            "replicas": self.candidate.replicas,
+            "micro_batch": job.num_sequences,
+            "offload": job.offload,
+            "quant": job.quant,
+            "kv_dtype": job.kv_dtype,
+            "peak_bytes": self.candidate.peak_bytes,
+            "without_offload": self.without_offload and self.without_offload.to_json(),
+        }
 
 
 def propose(job: Job, num_gpus: int, requested: Layout | None = None) -> Proposal | None:
     """Return the cheapest option on `num_gpus`, starting from the requested layout if there is one,
     or else on the fewest GPUs that do. Returns None if none of the tried numbers does."""
     found = cheapest(options(job, num_gpus, requested))
-    if found is None and job.mode == "train" and not job.offload:
-        found = cheapest(options(replace(job, offload=True), num_gpus, requested))
-    for more in larger_sizes(job, num_gpus):
-        if found is not None:
-            break
-        found = cheapest(options(job, more))
-    return found
+    if job.mode == "serve" or job.offload:
+        return found or on_more_gpus(job, num_gpus)
+    offloading = replace(job, offload=True)
+    found = found or cheapest(options(offloading, num_gpus, requested))
+    if found is not None:
+        return found
+    offloaded = on_more_gpus(offloading, num_gpus)
+    plain = on_more_gpus(job, num_gpus)
+    if offloaded is None or (plain is not None and plain.num_gpus <= offloaded.num_gpus):
+        return plain
+    return replace(offloaded, without_offload=plain)
+
+
+def on_more_gpus(job: Job, num_gpus: int) -> Proposal | None:
+    """Return the cheapest option on the fewest GPUs above `num_gpus`."""
+    tried = (cheapest(options(job, more)) for more in larger_sizes(job, num_gpus))
+    return next((found for found in tried if found is not None), None)
 
 
 def best_fits(job: Job, num_gpus: int, most: int = 3) -> list[Proposal]:
@@ -140,7 +174,9 @@ def larger_sizes(job: Job, num_gpus: int) -> Iterator[int]:
         wider = range(max(node, num_gpus) + 1, job.config.num_heads + 1)
         yield from (size for size in wider if size % node == 0)
         return
-    states = parameter_counts(job.config).model * BYTES_PER_PARAMETER[job.precision].total
+    each = BYTES_PER_PARAMETER[job.precision]
+    held = each.total - (each.optimizer if job.offload else 0)
+    states = parameter_counts(job.config).model * held
     least = max(num_gpus + 1, states // job.limit_bytes)
     yield from (size for size in divisors(node) if least <= size < node)
     nodes = -(-least // node)

@@ -37,8 +37,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{config.num_kv_heads} KV heads, vocabulary {config.vocab_size}",
         highlight=False,
     )
-    memory = gb(device.memory_bytes)
-    console.print(f"{plan.num_gpus} x {device.name}, {memory} usable each", highlight=False)
+    memory = f"{gb(device.memory_bytes)} usable of {gb(device.total_bytes)}"
+    console.print(f"{plan.num_gpus} x {device.name}, {memory} each", highlight=False)
     for each in plan.modes:
         console.print(mode_text(plan, each, console))
     uncounted = "; ".join(

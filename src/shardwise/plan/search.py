@@ -172,11 +172,12 @@ class Job:
         ]
 
     def longest_seq_tokens(self, layout: Layout) -> int:
-        """Return the longest request that fits on `layout` in serving; 0 where the weights alone do
-        not fit."""
+        """Return the longest request that fits within the margin on `layout` in serving; 0 where
+        the weights alone do not fit."""
 
         def exceeds(seq_tokens: int) -> bool:
-            return not replace(self, seq_tokens=seq_tokens).candidate(layout).fits
+            longer = replace(self, seq_tokens=seq_tokens)
+            return not longer.fits_within(layout, self.limit_bytes)
 
         return bisect_left(range(1, self.seq_tokens + 1), True, key=exceeds)
 

@@ -185,14 +185,22 @@ def smallest_change(job: Job, num_gpus: int, layout: Layout, found: Proposal | N
     shortened = f"--seq {shorter} with {layout}, the longest request that fits" if shorter else ""
     if found is None:
         return f"{shortened}." if shortened else nothing_fits(job)
+    changes = [change(job, num_gpus, found)]
+    if found.without_offload is not None:
+        changes.append(f"without --offload {change(job, num_gpus, found.without_offload)}")
+    return f"{'; or '.join([*changes, shortened] if shortened else changes)}."
+
+
+def change(job: Job, num_gpus: int, found: Proposal) -> str:
+    """Return a proposal, and the memory that it leaves, in words."""
     candidate = found.candidate
-    free = gb(candidate.limit_bytes - candidate.peak_bytes)
-    change = (
+    total_bytes = job.device.total_bytes
+    free = gb(total_bytes - candidate.peak_bytes)
+    return (
         f"{candidate.layout}{settings(job, found)} on {gpus(job, num_gpus, found)}: peak of "
-        f"{gb(candidate.peak_bytes)} of {gb(candidate.limit_bytes)} per GPU, which leaves {free} "
-        f"free (--margin {job.margin:g})"
+        f"{gb(candidate.peak_bytes)} per GPU, which leaves {free} of its {gb(total_bytes)} free "
+        f"(--margin {job.margin:g})"
     )
-    return f"{change}{'; or ' + shortened if shortened else ''}."
 
 
 def settings(job: Job, found: Proposal) -> str:
@@ -214,7 +222,7 @@ def settings(job: Job, found: Proposal) -> str:
 
 def gpus(job: Job, num_gpus: int, found: Proposal) -> str:
     """Return the GPUs of a proposal: the same, or how many in how many nodes."""
-    number = found.option.price.num_gpus
+    number = found.num_gpus
     servers = f", {found.candidate.replicas} servers" if found.candidate.replicas > 1 else ""
     plural = "s" if number > 1 else ""
     if number == num_gpus:
