@@ -18,8 +18,9 @@ from shardwise.kernels.reference.cross_entropy import cross_entropy_grad_
 from shardwise.kernels.reference.rope import apply_rope
 from shardwise.kernels.reference.serving import REFERENCE
 from shardwise.layout import Layout
-from shardwise.model.layers import Causal, linear, rope_tables, rotary_frequencies
+from shardwise.model.layers import Causal, linear
 from shardwise.model.loss import cross_entropy
+from shardwise.model.rotary import Rotary, rotary_frequencies
 from shardwise.model.transformer import Transformer
 from shardwise.params import model_specs
 from smollm2 import smollm2_gguf
@@ -30,6 +31,10 @@ LOGITS = 1e-4  # of the largest logit, in fp32: the promise
 TINY_LOGITS = 5e-6  # of the largest logit, what two layers in fp32 do
 GRADIENTS = 1e-5  # of the largest element of each gradient, in fp32
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama-tied", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -41,6 +46,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1: stretched": ("llama", {}),  # 48 positions, where the original context has 16
     "llama 3.2: stretched, tied": ("llama", {"tie_word_embeddings": True}),
     "linear stretching": ("llama", {"rope_parameters": LINEAR}),
+    "qwen2: yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3: yarn, all parameters": (
+        "qwen3",
+        {"rope_parameters":
+            YARN | {"factor": 8.0, "beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.7,
+                    "mscale_all_dim": 1.4, "truncate": False}},
+    ),
     "one kv head": ("llama-tied", {"num_key_value_heads": 1}),
     "smollm2: 9 heads, 3 kv heads, tied": (
         "llama-tied",
@@ -120,7 +132,9 @@ def test_positions_can_start_anywhere(case: str) -> None:
     assert_close(logits_of(config, weights, tokens, first=44), theirs, TINY_LOGITS)
 
 
-@pytest.mark.parametrize("case", ["llama 3.1: stretched", "linear stretching"])
+@pytest.mark.parametrize(
+    "case", ["llama 3.1: stretched", "linear stretching", "qwen3: yarn, all parameters"]
+)
 def test_rope_scaling_changes_the_logits(case: str) -> None:
     """Guard the cases above: without scaling the same weights give other logits."""
     _, config, weights = tiny(case)
@@ -137,6 +151,7 @@ def test_rope_scaling_changes_the_logits(case: str) -> None:
         "llama 3.1: stretched",
         "qwen3: q/k norm, tied",
         "biases everywhere",
+        "qwen2: yarn",
         "gpt2",
         "qwen2: windows from layer 1 on",
         "gpt2: untied",
@@ -249,16 +264,16 @@ def test_windows_of_layers_add_up() -> None:
 def test_rope_preserves_norms() -> None:
     """Scores depend on the distance of two positions alone (Su et al. 2021), to 1e-5 in fp32."""
     q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
-    frequencies = rotary_frequencies(16, 10000.0, None)
+    rotary = Rotary(rotary_frequencies(16, 10000.0, None))
 
     def score(m: int, n: int) -> float:
-        at = [rope_tables(torch.tensor([p]), frequencies, torch.float32) for p in (m, n)]
+        at = [rotary.tables(torch.tensor([p]), torch.float32) for p in (m, n)]
         return float((apply_rope(q, *at[0]) * apply_rope(k, *at[1])).sum())
 
     for m, n in ((5, 2), (13, 10), (103, 100), (3, 0)):
         assert abs(score(m, n) - score(3, 0)) < 1e-5
     assert score(3, 0) != pytest.approx(score(9, 0), abs=0.1)
-    turned = apply_rope(q, *rope_tables(torch.tensor([7]), frequencies, torch.float32))
+    turned = apply_rope(q, *rotary.tables(torch.tensor([7]), torch.float32))
     torch.testing.assert_close(turned.norm(), q.norm(), rtol=1e-6, atol=0)
 
 

@@ -6,28 +6,55 @@ from typing import Any, Literal
 
 Positions = Literal["rope", "learned"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+RopeScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of RoPE frequencies for longer contexts. `linear` divides all by `factor`; `llama3`
-    keeps high frequencies, divides low ones, and interpolates between (Llama 3.1)."""
+    """Scaling of RoPE for longer contexts; the formulas are in `model/rotary.py`.
 
-    kind: Literal["linear", "llama3"]
+    Attributes:
+        kind: `linear` divides all frequencies by `factor`; `dynamic` raises the base (NTK);
+            `llama3` and `yarn` keep high frequencies, divide low ones, and interpolate between.
+        low_freq_factor, high_freq_factor: the limits of `llama3`, in rotations within the original
+            context.
+        original_max_positions: the context length before scaling, for all but `linear`.
+        beta_slow, beta_fast: the limits of `yarn`, in rotations within the original context.
+        attention_factor: the factor of cosines and sines, which `yarn` alone has.
+        truncate: whether the limits of `yarn` are widened to whole pairs of elements.
+    """
+
+    kind: RopeScalingKind
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
+    attention_factor: float = 1.0
+    truncate: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        limits = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
+        for name in ("factor", "attention_factor", *limits[0], *limits[1]):
             check_positive(f"rope scaling: {name}", getattr(self, name))
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                "rope scaling: high_freq_factor must be above low_freq_factor "
-                f"{self.low_freq_factor}, not {self.high_freq_factor}"
-            )
+        for low, high in limits:
+            if getattr(self, high) <= getattr(self, low):
+                raise ValueError(
+                    f"rope scaling: {high} must be above {low} {getattr(self, low)}, not "
+                    f"{getattr(self, high)}"
+                )
         check_size("rope scaling: original_max_positions", self.original_max_positions)
+        check_flag("rope scaling: truncate", self.truncate)
+        if self.kind == "dynamic" and self.factor < 1:
+            raise ValueError(
+                f"rope scaling: dynamic needs a factor of at least 1, not {self.factor}"
+            )
+
+    @property
+    def scaled_max_positions(self) -> int:
+        """The context length that the scaling makes from the original one."""
+        return int(self.original_max_positions * self.factor)
 
 
 @dataclass(frozen=True)
@@ -94,9 +121,22 @@ class ModelConfig:
                 f"model config: {self.num_kv_heads} kv heads do not divide {self.num_heads} heads; "
                 f"{works} do"
             )
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope":
+            self._check_rope()
+
+    def _check_rope(self) -> None:
+        if self.head_dim % 2:
             raise ValueError(
                 f"model config: rotary positions need an even head size, not {self.head_dim}"
+            )
+        kind = self.rope_scaling.kind if self.rope_scaling else None
+        if kind == "dynamic" and self.head_dim < 4:
+            raise ValueError(
+                f"model config: dynamic rope scaling needs a head size above 2, not {self.head_dim}"
+            )
+        if kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                f"model config: yarn rope scaling needs a rope_theta above 1, not {self.rope_theta}"
             )
 
     @property

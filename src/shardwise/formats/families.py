@@ -6,7 +6,7 @@ https://github.com/ggml-org/llama.cpp. Imports no torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.config import Activation, ModelConfig, Positions
@@ -17,11 +17,14 @@ WindowRule = Literal["never", "every layer", "optional"]
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """The keys of config.json for the sizes of a model, and the defaults of absent ones.
+    """The keys of config.json for the sizes of a model, and the defaults of absent ones, which are
+    those of transformers.
 
     Attributes:
         num_kv_heads: None if there are as many KV heads as heads.
         head_dim: None if it is always hidden size / heads.
+        default_num_kv_heads: KV heads if the key is absent; None if as many as heads.
+        default_head_dim: head size if the key is absent; None if it is hidden size / heads.
         default_norm_eps: epsilon of norms if the key is absent.
         default_max_positions: context length if the key is absent; None if the key is required.
         default_ffn_ratio: FFN size / hidden size if the key is absent; None if it is required.
@@ -36,6 +39,8 @@ class ConfigKeys:
     activation: str
     num_kv_heads: str | None = None
     head_dim: str | None = None
+    default_num_kv_heads: int | None = None
+    default_head_dim: int | None = None
     default_norm_eps: float = 1e-5
     default_max_positions: int | None = None
     default_ffn_ratio: int | None = None
@@ -58,8 +63,6 @@ class Family:
         qkv_bias, out_bias, mlp_bias: True or False, or the key of config.json that states it.
         window: which layers have a sliding window: never any, every layer, or layers from
             `max_window_layers` on if `use_sliding_window` is set.
-        required: keys of config.json for variants that are not supported, with the only value that
-            is.
         tokenizer_class: the class of tokenizer that goes with vocab.json and merges.txt, if any.
         pre_tokenizer: the name of its pre-tokenizer, in `tokenizers/bpe.py`.
     """
@@ -80,7 +83,6 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     window: WindowRule = "never"
-    required: Mapping[str, bool] = field(default_factory=dict)
     tokenizer_class: str = ""
     pre_tokenizer: str = ""
 
@@ -154,6 +156,7 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     transformers_class="MistralForCausalLM",
+    keys=replace(LLAMA.keys, default_num_kv_heads=8, default_max_positions=131072),
     qkv_bias=False,
     out_bias=False,
     mlp_bias=False,
@@ -166,6 +169,7 @@ QWEN2 = replace(
     transformers_class="Qwen2ForCausalLM",
     gguf=GGUF_SPLIT,
     gguf_architecture="qwen2",
+    keys=replace(LLAMA.keys, default_num_kv_heads=32, default_max_positions=32768),
     qkv_bias=True,
     out_bias=False,
     mlp_bias=False,
@@ -179,6 +183,7 @@ QWEN3 = replace(
     model_type="qwen3",
     transformers_class="Qwen3ForCausalLM",
     gguf_architecture="qwen3",
+    keys=replace(QWEN2.keys, default_head_dim=128),
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     qk_norm=True,
@@ -213,6 +218,7 @@ GPT2 = Family(
         max_positions="n_positions",
         norm_eps="layer_norm_epsilon",
         activation="activation_function",
+        default_max_positions=1024,
         default_ffn_ratio=4,
     ),
     norm="layer",
@@ -223,7 +229,6 @@ GPT2 = Family(
     qkv_bias=True,
     out_bias=True,
     mlp_bias=True,
-    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
     tokenizer_class="GPT2Tokenizer",
     pre_tokenizer="gpt-2",
 )

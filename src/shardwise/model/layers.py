@@ -4,7 +4,6 @@ Shapes: B batch, T tokens, D model, H heads, K KV heads, C head dim. Where only 
 the leading ones are free: training passes [B, T, D], serving a flat [tokens, D].
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.config import ModelConfig, RopeScaling
-from shardwise.kernels.interface import CausalAttention, RopeTables
+from shardwise.config import ModelConfig
+from shardwise.kernels.interface import CausalAttention
 from shardwise.precision import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -135,30 +134,6 @@ class EmbeddingLookup(torch.autograd.Function):
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Return the angle per position of each pair of elements, [C/2] in fp32 (Su et al. 2021).
-
-    Llama 3 scaling divides the frequencies of pairs that make few rotations within the original
-    context length, and interpolates between those and the others.
-    """
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
-    low = scaling.low_freq_factor
-    high = scaling.high_freq_factor
-    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
-    return unscaled * frequencies + (1 - unscaled) * frequencies / scaling.factor
-
-
-def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> RopeTables:
-    """Return cosines and sines of the angles of `positions` [..., T]: [..., T, 1, C/2]."""
-    angles = positions[..., None, None].float() * frequencies
-    return RopeTables(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

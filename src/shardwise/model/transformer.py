@@ -18,6 +18,7 @@ from shardwise.kernels.activation_functions import ACTIVATIONS
 from shardwise.kernels.interface import ModelKernels, RopeTables
 from shardwise.model import layers
 from shardwise.model.layers import Attend, RecomputedInput, linear, look_up
+from shardwise.model.rotary import Rotary
 from shardwise.model.seams import UNSHARDED, Seams
 
 
@@ -186,14 +187,12 @@ class Transformer:
         return self.kernels.rms_norm(x, weight, self.config.norm_eps)
 
     @cached_property
-    def frequencies(self) -> Tensor:
-        return layers.rotary_frequencies(
-            self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
-        )
+    def rotary(self) -> Rotary:
+        return Rotary.of(self.config)
 
     def rope_tables(self, positions: Tensor, dtype: torch.dtype) -> RopeTables | None:
         """Return the RoPE tables of `positions`, for all blocks; None if blocks do not apply
         RoPE."""
         if self.config.positions == "learned" or not self.applies_rope:
             return None
-        return layers.rope_tables(positions, self.frequencies.to(positions.device), dtype)
+        return self.rotary.tables(positions, dtype)

@@ -4,9 +4,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Activation, ModelConfig, RopeScaling, check_positive, check_size
-from shardwise.formats.config_files import config_errors, get_flag, get_object, read_json_object
+from shardwise.config import Activation, ModelConfig, check_positive, check_size
+from shardwise.formats.config_files import config_errors, get_flag, read_json_object
 from shardwise.formats.families import Family, family_of, find_family
+from shardwise.formats.huggingface.config_fields import check_fields, own_spelling
+from shardwise.formats.huggingface.rope_parameters import (
+    read_rope,
+    write_rope,
+    written_max_positions,
+)
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -17,7 +23,11 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 ACTIVATION_NAMES: dict[Activation, str] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
 MAX_WINDOW_LAYERS = 28
-"""The default of transformers for `max_window_layers`."""
+DEFAULT_WINDOW = 4096
+"""The defaults of transformers for `max_window_layers` and `sliding_window`."""
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+"""The entries of `layer_types`."""
 
 
 def from_hugging_face(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
@@ -28,10 +38,8 @@ def from_hugging_face(raw: dict[str, Any], source: str = "config.json") -> Model
     """
     family = find_family(raw.get("model_type"), source)
     with config_errors(source):
-        for key, supported in family.required.items():
-            if get_flag(raw, key, supported) != supported:
-                raise ValueError(f"{key} = {str(not supported).lower()} is not supported")
-        return _model_config(raw, family)
+        check_fields(raw, family, source)
+        return _model_config(own_spelling(raw, family.keys), family)
 
 
 def _model_config(raw: dict[str, Any], family: Family) -> ModelConfig:
@@ -42,6 +50,10 @@ def _model_config(raw: dict[str, Any], family: Family) -> ModelConfig:
     max_positions = raw.get(keys.max_positions, keys.default_max_positions)
     if max_positions is None:
         raise KeyError(keys.max_positions)
+    check_size(keys.max_positions, max_positions)
+    positions = {"max_positions": max_positions}
+    if family.positions == "rope":
+        positions |= read_rope(raw, max_positions)
     norm_eps = raw.get(keys.norm_eps, keys.default_norm_eps)
     window, windowed_layers = _sliding_window(raw, family, layers)
     return ModelConfig(
@@ -50,17 +62,16 @@ def _model_config(raw: dict[str, Any], family: Family) -> ModelConfig:
         hidden_size=hidden,
         ffn_size=_ffn_size(raw, family, hidden),
         num_heads=heads,
-        num_kv_heads=(raw.get(keys.num_kv_heads) if keys.num_kv_heads else None) or heads,
-        head_dim=(raw.get(keys.head_dim) if keys.head_dim else None) or hidden // heads,
+        num_kv_heads=_optional(raw, keys.num_kv_heads, keys.default_num_kv_heads) or heads,
+        head_dim=_optional(raw, keys.head_dim, keys.default_head_dim) or hidden // heads,
         vocab_size=raw["vocab_size"],
-        max_positions=max_positions,
         tied=get_flag(raw, "tie_word_embeddings", family.tied),
         norm=family.norm,
         norm_eps=check_positive(keys.norm_eps, norm_eps),
         activation=_activation(raw.get(keys.activation, ACTIVATION_NAMES[family.activation])),
         gated=family.gated,
         positions=family.positions,
-        **(_rope(raw) if family.positions == "rope" else {}),
+        **positions,
         qkv_bias=_bias(raw, family.qkv_bias),
         out_bias=_bias(raw, family.out_bias),
         mlp_bias=_bias(raw, family.mlp_bias),
@@ -68,6 +79,11 @@ def _model_config(raw: dict[str, Any], family: Family) -> ModelConfig:
         sliding_window=window,
         windowed_layers=windowed_layers,
     )
+
+
+def _optional(raw: dict[str, Any], key: str | None, default: int | None) -> Any:
+    """Return the value of a key that a family may lack, and `default` if the file leaves it out."""
+    return None if key is None else raw.get(key, default)
 
 
 def _ffn_size(raw: dict[str, Any], family: Family, hidden: int) -> Any:
@@ -91,42 +107,40 @@ def _sliding_window(
     raw: dict[str, Any], family: Family, num_layers: int
 ) -> tuple[int | None, frozenset[int]]:
     """Return the window in tokens and the layers that have it."""
-    window = raw.get("sliding_window")
+    types = _layer_types(raw, num_layers)
     is_optional = family.window == "optional"
-    if not window or family.window == "never":
-        return None, frozenset()
-    if is_optional and not get_flag(raw, "use_sliding_window"):
+    window = raw.get("sliding_window", DEFAULT_WINDOW)
+    if family.window == "never" or (is_optional and not get_flag(raw, "use_sliding_window")):
+        window = None
+    if not window:
+        if types and SLIDING in types:
+            raise ValueError(f"layer_types has {SLIDING}, but the other fields state no window")
         return None, frozenset()
     check_size("sliding_window", window)
-    if types := raw.get("layer_types"):
-        layers = [i for i, kind in enumerate(types) if kind == "sliding_attention"]
-    else:
+    if types is None:
         first = raw.get("max_window_layers", MAX_WINDOW_LAYERS) if is_optional else 0
         layers = list(range(first, num_layers))
+    else:
+        layers = [layer for layer, kind in enumerate(types) if kind == SLIDING]
+    if not is_optional and len(layers) != num_layers:
+        raise ValueError(
+            f"layer_types states windows in {len(layers)} of {num_layers} layers, but models of "
+            f"{family.model_type} have them in all or none"
+        )
     return (window, frozenset(layers)) if layers else (None, frozenset())
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Read base and scaling of RoPE: transformers 5 has both under `rope_parameters`."""
-    rope = get_object(raw, "rope_parameters")
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
-    return {
-        "rope_theta": check_positive("rope_theta", theta),
-        "rope_scaling": _rope_scaling(rope or get_object(raw, "rope_scaling")),
-    }
-
-
-def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
-    kind = raw.get("rope_type") or raw.get("type") or "default"
-    if kind == "default":
+def _layer_types(raw: dict[str, Any], num_layers: int) -> list[str] | None:
+    """Return the kind of attention of each layer, if the config states it."""
+    types = raw.get("layer_types")
+    if types is None:
         return None
-    if kind == "linear":
-        return RopeScaling("linear", check_positive("rope scaling: factor", raw["factor"]))
-    if kind == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor")
-        factor, low, high = (check_positive(f"rope scaling: {key}", raw[key]) for key in keys)
-        return RopeScaling("llama3", factor, low, high, raw["original_max_position_embeddings"])
-    raise ValueError(f"unknown rope scaling {kind!r}; known are linear, llama3")
+    kinds = (SLIDING, FULL)
+    if not isinstance(types, list) or not all(each in kinds for each in types):
+        raise ValueError(f"layer_types must be a list of {' and '.join(kinds)}, not {types!r:.80}")
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types has {len(types)} entries for {num_layers} layers")
+    return types
 
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
@@ -142,7 +156,7 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         keys.hidden_size: config.hidden_size,
         keys.ffn_size: config.ffn_size,
         keys.num_heads: config.num_heads,
-        keys.max_positions: config.max_positions,
+        keys.max_positions: written_max_positions(config),
         keys.norm_eps: config.norm_eps,
         keys.activation: ACTIVATION_NAMES[config.activation],
     }
@@ -151,9 +165,7 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     if keys.head_dim:
         raw[keys.head_dim] = config.head_dim
     if config.positions == "rope":
-        raw["rope_theta"] = config.rope_theta
-    if config.rope_scaling:
-        raw["rope_scaling"] = _rope_scaling_to_hugging_face(config.rope_scaling)
+        raw |= write_rope(config)
     for rule, has_bias in (
         (family.out_bias, config.out_bias),
         (family.mlp_bias, config.mlp_bias),
@@ -179,11 +191,10 @@ def check_expressible(config: ModelConfig) -> None:
 def _sliding_window_to_hugging_face(config: ModelConfig, family: Family) -> dict[str, Any]:
     if family.window == "every layer":
         return {"sliding_window": config.sliding_window}
-    if not config.sliding_window:
+    if family.window == "never" or not config.sliding_window:
         return {}
     kinds = [
-        "sliding_attention" if layer in config.windowed_layers else "full_attention"
-        for layer in range(config.num_layers)
+        SLIDING if layer in config.windowed_layers else FULL for layer in range(config.num_layers)
     ]
     return {
         "use_sliding_window": True,
@@ -191,17 +202,6 @@ def _sliding_window_to_hugging_face(config: ModelConfig, family: Family) -> dict
         "max_window_layers": min(config.windowed_layers),
         "layer_types": kinds,
     }
-
-
-def _rope_scaling_to_hugging_face(scaling: RopeScaling) -> dict[str, Any]:
-    raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        raw |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    return raw
 
 
 def read_folder_config(folder: Path) -> ModelConfig:

@@ -26,7 +26,8 @@ from shardwise.kernels.serving_interface import (
     ServingKernels,
 )
 from shardwise.kernels.triton.batch import TableBatch
-from shardwise.model.layers import Causal, rope_tables
+from shardwise.model.layers import Causal
+from shardwise.model.rotary import Rotary
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import seams_of
 from shardwise.parallel.mesh import Mesh
@@ -93,9 +94,7 @@ class Runner:
         self.head, table = self.kernels.pack_head(weights.pop(name), dtype)
         tables = {name: table} if config.tied else {}
         self.weights = self.kernels.pack_weights(weights) | tables
-        self.frequencies = (
-            None if config.positions == "learned" else self.model.frequencies.to(mesh.device)
-        )
+        self.rotary = None if config.positions == "learned" else Rotary.of(config, mesh.device)
         self.num_kv_heads = max(1, config.num_kv_heads // mesh.tp.size)
         windows = frozenset(config.window(layer) for layer in range(config.num_layers))
         num_heads = config.num_heads // mesh.tp.size
@@ -171,9 +170,7 @@ class Runner:
 
     def hidden(self, tokens: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """Return the last hidden states [N, D] of tokens [N] at positions [N]."""
-        rope = None
-        if self.frequencies is not None:
-            rope = rope_tables(positions, self.frequencies, self.dtype)
+        rope = None if self.rotary is None else self.rotary.tables(positions, self.dtype)
         if self.blocks is not None and rope is not None:
             x = self.blocks.run(self.model.embed(self.weights, tokens, positions), rope, batch)
             return self.model.final(self.weights, x)
