@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +13,6 @@ from hypothesis import strategies as st
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.families import FAMILIES, Family
-from shardwise.formats.gguf.gguf_config import config_from_gguf
-from shardwise.formats.gguf.gguf_file import Gguf, GgufTensor
 from shardwise.formats.huggingface.hf_config import (
     from_hugging_face,
     read_folder_config,
@@ -264,156 +261,6 @@ def test_a_missing_size_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=f"{key} is missing"):
             from_hugging_face({k: v for k, v in LLAMA.items() if k != key})
-
-
-GGUF_KEYS = {
-    "general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 64,
-    "llama.feed_forward_length": 96, "llama.context_length": 128,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.attention.head_count": 4, "llama.vocab_size": 100,
-}  # fmt: skip
-
-
-def gguf_config(
-    change: dict[str, Any], divisors: np.ndarray | None = None, kind: str = "F32"
-) -> ModelConfig:
-    tensors = {}
-    parts = ()
-    if divisors is not None:
-        stored = divisors.astype("<f4").view(np.uint8)
-        tensors["rope_freqs.weight"] = GgufTensor(
-            "rope_freqs.weight", divisors.shape, kind, 0, stored.size
-        )
-        parts = (stored,)
-    return config_from_gguf(
-        Gguf(Path("model.gguf"), GGUF_KEYS | change, tensors, parts), "model.gguf"
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("general.architecture", "bert", "unknown architecture 'bert'"),
-        ("general.architecture", [], "unknown architecture []"),
-        ("llama.attention.head_count", 0, "llama.attention.head_count must be a whole number"),
-        ("llama.attention.head_count", [4, 4], "llama.attention.head_count must be a whole number"),
-        ("llama.attention.head_count", None, "llama.attention.head_count is missing"),
-        ("llama.attention.head_count_kv", 3, "3 kv heads do not divide 4 heads"),
-        (
-            "llama.attention.sliding_window",
-            "x",
-            "llama.attention.sliding_window must be a whole number",
-        ),
-        (
-            "llama.attention.sliding_window",
-            -3,
-            "llama.attention.sliding_window must be a whole number",
-        ),
-        (
-            "llama.rope.freq_base",
-            "abc",
-            "llama.rope.freq_base must be a finite number above 0, not 'abc'",
-        ),
-        ("llama.rope.freq_base", float("nan"), "llama.rope.freq_base must be a finite number"),
-        ("llama.rope.scaling.factor", "2", "llama.rope.scaling.factor must be a finite number"),
-        ("llama.rope.scaling.factor", 0.0, "llama.rope.scaling.factor must be a finite number"),
-        ("llama.rope.scaling.type", "yarn", "unknown rope scaling 'yarn'"),
-        ("llama.rope.dimension_count", 8, "llama.rope.dimension_count is 8"),
-        (
-            "llama.attention.layer_norm_rms_epsilon",
-            "x",
-            "layer_norm_rms_epsilon must be a finite number",
-        ),
-        ("llama.vocab_size", "x", "vocab_size must be a whole number"),
-    ],
-)
-def test_a_gguf_header_that_describes_no_model_is_refused(key: str, value: Any, said: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        gguf_config({key: value})
-    assert str(caught.value).startswith("model.gguf") and said in str(caught.value)
-
-
-def test_a_gguf_window_is_read() -> None:
-    config = gguf_config({"llama.attention.sliding_window": 16})
-    assert (config.sliding_window, config.windowed_layers) == (16, {0, 1})
-    for change in ({}, {"llama.attention.sliding_window": 0}):
-        assert (
-            gguf_config(change).sliding_window is None and not gguf_config(change).windowed_layers
-        )
-
-
-@pytest.mark.parametrize(
-    ("kind", "factor", "scaling"),
-    [
-        ("linear", 4.0, RopeScaling("linear", 4.0)),
-        (None, 4.0, RopeScaling("linear", 4.0)),  # llama.cpp: linear where no type is given
-        ("none", 4.0, None),
-        (None, 1.0, None),
-        ("linear", None, None),
-    ],
-)
-def test_a_gguf_linear_factor_is_read(
-    kind: str | None, factor: float | None, scaling: RopeScaling | None
-) -> None:
-    keys = {
-        "llama.rope.scaling.type": kind,
-        "llama.rope.scaling.factor": factor,
-        "llama.rope.dimension_count": 16,
-    }
-    assert (
-        gguf_config({key: value for key, value in keys.items() if value is not None}).rope_scaling
-        == scaling
-    )
-
-
-def published_divisors(factor: float, low: float = 1.0) -> np.ndarray:
-    """Divisors of transformers for heads of 64 and theta 5e5: unscaled / scaled frequencies."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=rope)
-    scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].double().numpy()
-    return 5e5 ** -(np.arange(0, 64, 2) / 64) / scaled
-
-
-HEADS_OF_64 = {"llama.attention.key_length": 64, "llama.rope.freq_base": 5e5}
-
-
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_rope_divisors_of_llama_31_are_known(factor: float) -> None:
-    scaling = gguf_config(HEADS_OF_64, published_divisors(factor)).rope_scaling
-    assert scaling and (scaling.kind, scaling.factor) == ("llama3", pytest.approx(factor, rel=1e-6))
-
-
-def test_other_rope_divisors_are_refused() -> None:
-    good = published_divisors(8.0)
-    for divisors in (
-        np.linspace(1, 8, 32),
-        published_divisors(8.0, low=2.0),
-        good[::-1].copy(),
-        np.full(32, 8.0),
-    ):
-        with pytest.raises(
-            ValueError, match=r"model\.gguf: this file's RoPE frequencies .* are not Llama 3\.1's"
-        ):
-            gguf_config(HEADS_OF_64, divisors)
-    with pytest.raises(ValueError, match="are not Llama 3"):
-        gguf_config(HEADS_OF_64 | {"llama.rope.freq_base": 1e4}, good)
-    for divisors, kind in ((good, "F16"), (good[:16].copy(), "F32")):
-        with pytest.raises(ValueError, match=r"should be F32 of shape \(32,\)"):
-            gguf_config(HEADS_OF_64, divisors, kind)
-    with pytest.raises(ValueError, match="must be a finite number"):
-        gguf_config(HEADS_OF_64, np.full(32, np.inf))
-    with pytest.raises(ValueError, match="both by"):
-        gguf_config(HEADS_OF_64 | {"llama.rope.scaling.factor": 2.0}, good)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])

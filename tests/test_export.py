@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from shardwise.cli import main
-from shardwise.config import RopeScaling
+from shardwise.config import RopeScaling, yarn_attention_factor
 from shardwise.formats.catalogue import CATALOGUE
 from shardwise.formats.convert import prompt_logits, random_prompt
 from shardwise.formats.families import FAMILIES, find_gguf_family
@@ -257,9 +257,26 @@ def permuted(weight: Tensor, num_heads: int) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("scaling", [RopeScaling("linear", 4.0), RopeScaling("llama3", 8.0)])
+YARN = RopeScaling("yarn", 4.0, original_max_positions=16384, beta_fast=16.0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling("linear", 4.0),
+        RopeScaling("llama3", 8.0),
+        replace(YARN, attention_factor=yarn_attention_factor(4.0)),
+        replace(YARN, attention_factor=yarn_attention_factor(4.0) / 2),
+    ],
+)
 def test_rope_scaling_is_written(tmp_path: Path, scaling: RopeScaling) -> None:
     rope = {"rope_type": scaling.kind, "rope_theta": 10000.0, "factor": scaling.factor}
+    if scaling.kind == "yarn":
+        rope |= {
+            "beta_fast": 16.0,
+            "original_max_position_embeddings": 16384,
+            "attention_factor": scaling.attention_factor,
+        }
     if scaling.kind == "llama3":
         rope |= {
             "low_freq_factor": 1.0,
@@ -291,6 +308,12 @@ def test_configs_that_gguf_cannot_store() -> None:
     config = from_hugging_face(tiny_model("qwen2").config.to_dict())
     with pytest.raises(ValueError, match="no key for the activation gelu"):
         config_metadata(replace(config, activation="gelu"))
+    for scaling, what in (
+        (replace(YARN, truncate=False), "YaRN without truncate"),
+        (RopeScaling("dynamic", 2.0), "dynamic RoPE scaling"),
+    ):
+        with pytest.raises(ValueError, match=f"GGUF cannot store {what}; a folder can"):
+            config_metadata(replace(config, rope_scaling=scaling))
     with pytest.raises(ValueError, match="no key for a sliding window in only some layers"):
         config_metadata(replace(config, sliding_window=8, windowed_layers=frozenset({1})))
 

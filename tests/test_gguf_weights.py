@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.config import RopeScaling
 from shardwise.formats.families import FAMILIES
 from shardwise.formats.gguf import gguf_reader
-from shardwise.formats.gguf.gguf_config import llama3_divisors
+from shardwise.formats.gguf.gguf_rope import llama3_divisors
 from shardwise.formats.load import open_weights
 from shardwise.formats.model_source import read_config
 from shardwise.layout import Layout

@@ -57,6 +57,11 @@ class RopeScaling:
         return int(self.original_max_positions * self.factor)
 
 
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """Return the factor of cosines and sines that the YaRN paper proposes."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """One decoder. Sizes count elements.

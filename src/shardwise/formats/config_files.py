@@ -4,8 +4,10 @@ Imports no torch.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,43 @@ def get_object(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{key} must be an object, not {value!r:.60}")
     return value or {}
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The treatment of the fields of one object of a config.
+
+    Attributes:
+        read: fields that are obeyed.
+        harmless: fields that change no logits, whatever their value.
+        only: fields with the values that are supported; null is, too.
+    """
+
+    read: frozenset[str]
+    harmless: frozenset[str]
+    only: Mapping[str, tuple[Any, ...]]
+
+    def check(self, raw: Mapping[str, Any], own: frozenset[str], within: str = "") -> list[str]:
+        """Return the names of unknown fields. Raises ValueError for a value that is refused.
+
+        `own` are more fields that are obeyed; `within` is the prefix of names in messages.
+        """
+        for name, supported in self.only.items():
+            value = raw.get(name)
+            if value is not None and value not in supported:
+                works = " or ".join(json.dumps(each) for each in supported) or "null"
+                raise ValueError(
+                    f"{within}{name} = {json.dumps(value):.60} is not supported; {works} works"
+                )
+        known = self.read | self.harmless | self.only.keys() | own
+        is_on = (name for name, value in raw.items() if value is not None and value is not False)
+        return [f"{within}{name}" for name in is_on if name not in known]
+
+
+def warn_unknown(names: Sequence[str], source: str) -> None:
+    """Warn about fields that are not known, if there are any."""
+    if names:
+        warnings.warn(
+            f"{source} has fields that are not known and are ignored: {', '.join(names)}",
+            stacklevel=3,
+        )

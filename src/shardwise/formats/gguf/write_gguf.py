@@ -17,7 +17,8 @@ from shardwise.atomic import written_aside
 from shardwise.config import ModelConfig
 from shardwise.formats.families import family_of
 from shardwise.formats.gguf.gguf_blocks import to_blocks
-from shardwise.formats.gguf.gguf_config import ROPE_FREQS, config_metadata, rope_divisors
+from shardwise.formats.gguf.gguf_config import config_metadata
+from shardwise.formats.gguf.gguf_rope import ROPE_FREQS, rope_divisors
 from shardwise.formats.gguf.rope_order import interleave
 from shardwise.formats.safetensors import DTYPE_NAMES
 from shardwise.formats.tensor_names import distinct_parts

@@ -7,12 +7,11 @@ the installed transformers. A field that is not in it is ignored with a warning 
 transformers ignores it in these classes, unless it is null or false.
 """
 
-import json
-import warnings
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
+from shardwise.formats.config_files import Fields, warn_unknown
 from shardwise.formats.families import ConfigKeys, Family
 
 STANDARD_NAMES = {
@@ -23,37 +22,6 @@ STANDARD_NAMES = {
 }
 """Names that transformers accepts in place of a family's own (`attribute_map`), with their fields
 of `ConfigKeys`."""
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The treatment of the fields of one JSON object.
-
-    Attributes:
-        read: fields that are obeyed, beside those that a family's record names.
-        harmless: fields that change no logits, whatever their value.
-        only: fields with the values that are supported; null is, too.
-    """
-
-    read: frozenset[str]
-    harmless: frozenset[str]
-    only: Mapping[str, tuple[Any, ...]]
-
-    def check(self, raw: Mapping[str, Any], own: frozenset[str], within: str = "") -> list[str]:
-        """Return the names of unknown fields. Raises ValueError for a value that is refused.
-
-        `own` are fields that the caller reads; `within` is the name of the object.
-        """
-        for name, supported in self.only.items():
-            value = raw.get(name)
-            if value is not None and value not in supported:
-                works = " or ".join(json.dumps(each) for each in supported) or "null"
-                raise ValueError(
-                    f"{within}{name} = {json.dumps(value):.60} is not supported; {works} works"
-                )
-        known = self.read | self.harmless | self.only.keys() | own
-        is_on = (name for name, value in raw.items() if value is not None and value is not False)
-        return [f"{within}{name}" for name in is_on if name not in known]
 
 
 GENERATION = frozenset(
@@ -179,11 +147,7 @@ def check_fields(raw: Mapping[str, Any], family: Family, source: str) -> None:
         rope = raw.get(name)
         if family.positions == "rope" and isinstance(rope, dict):
             unknown += ROPE.check(rope, frozenset(), f"{name}.")
-    if unknown:
-        warnings.warn(
-            f"{source} has fields that are not known and are ignored: {', '.join(unknown)}",
-            stacklevel=2,
-        )
+    warn_unknown(unknown, source)
 
 
 def family_fields(family: Family) -> frozenset[str]:

@@ -4,11 +4,17 @@ transformers 4, to the fields of `ModelConfig` and back.
 Source: RotaryEmbeddingConfigMixin and ROPE_INIT_FUNCTIONS of transformers 5.24.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.config import ModelConfig, RopeScaling, RopeScalingKind, check_positive, check_size
+from shardwise.config import (
+    ModelConfig,
+    RopeScaling,
+    RopeScalingKind,
+    check_positive,
+    check_size,
+    yarn_attention_factor,
+)
 from shardwise.formats.config_files import get_flag, get_object
 
 DEFAULT_THETA = 10000.0
@@ -102,14 +108,9 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     if rope.get("attention_factor") is not None:
         return _number(rope, "attention_factor")
     if not (rope.get("mscale") and rope.get("mscale_all_dim")):
-        return yarn_magnitude(factor)
-    numerator = yarn_magnitude(factor, _number(rope, "mscale"))
-    return numerator / yarn_magnitude(factor, _number(rope, "mscale_all_dim"))
-
-
-def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Return the factor of cosines and sines that the YaRN paper proposes."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return yarn_attention_factor(factor)
+    numerator = yarn_attention_factor(factor, _number(rope, "mscale"))
+    return numerator / yarn_attention_factor(factor, _number(rope, "mscale_all_dim"))
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
