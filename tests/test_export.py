@@ -36,8 +36,9 @@ from shardwise.formats.huggingface.hf_config import (
 )
 from shardwise.formats.huggingface.write_folder import write_folder
 from shardwise.formats.model_source import read_config
-from shardwise.formats.tokenizers.bpe import PRE_TOKENIZERS, byte_level_bpe
+from shardwise.formats.tokenizers.bpe import byte_level_bpe
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer, train_bpe
 from shardwise.measure.reference_model import load_reference_model
@@ -330,7 +331,7 @@ def test_tokenizers_are_written(pre: str) -> None:
         backend, {"eos_token": "<|endoftext|>"}, frozenset((end,)), "{{ messages }}"
     )
     written = tokenizer_metadata(tokenizer, 500)
-    assert len(written["tokenizer.ggml.tokens"]) == 500
+    assert len(written["tokenizer.ggml.tokens"]) == 500 and written["tokenizer.ggml.pre"] == pre
 
     again = tokenizer_from_gguf(written)
     for text in (TEXT, "<s>a<tool> 12345 b<|endoftext|>", "\n\n  \tÀ 日本語"):

@@ -84,6 +84,8 @@ METADATA = {
     "t.ids": [3, -1, 2**31 - 1],
     "t.reals": [0.25, -1.5],
     "t.flags": [True, False, True],
+    "t.nested": [[[1, 2], [3]], [[-4]]],
+    "t.nested_words": [["a", ""], ["Ġthe"]],
 }
 
 
@@ -94,7 +96,7 @@ def new_writer(path: Path, endian: GGUFEndian = GGUFEndian.LITTLE, **options: in
     writer.add_int64("t.negative", -3)
     writer.add_float64("t.real", 0.5)
     writer.add_string("t.text", "naïve ✓")
-    for key in ("t.words", "t.ids", "t.reals", "t.flags"):
+    for key in ("t.words", "t.ids", "t.reals", "t.flags", "t.nested", "t.nested_words"):
         writer.add_array(key, METADATA[key])
     return writer
 
@@ -421,9 +423,13 @@ BROKEN = {
     "not UTF-8": (header(entries=[entry(8, string(b"\xff\xfe"))]), "not UTF-8"),
     "truth value of 2": (header(entries=[entry(7, b"\2")]), "neither 0 nor 1"),
     "unknown type of value": (header(entries=[entry(13, bytes(8))]), "unknown type, 13"),
-    "array in an array": (
-        header(entries=[entry(9, struct.pack("<IQ", 9, 1) + bytes(12))]),
-        "an array in an array",
+    "arrays nested without end": (
+        header(entries=[entry(9, struct.pack("<IQ", 9, 1) * 5)]) + DATA,
+        "arrays nested in more than 4 levels",
+    ),
+    "more nested arrays than bytes": (
+        header(entries=[entry(9, struct.pack("<IQ", 9, 10_000))]) + bytes(100_000),
+        "its count of items in an array, 10000, exceeds the size of the file",
     ),
     "array of unknown items": (
         header(entries=[entry(9, struct.pack("<IQ", 77, 1))]) + DATA,

@@ -15,9 +15,10 @@ from tokenizers import decoders, pre_tokenizers
 from examples import examples
 from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.gguf.gguf_tokenizer import TokenType, tokenizer_from_gguf
-from shardwise.formats.tokenizers.bpe import BYTE_TO_CHAR, PRE_TOKENIZERS
+from shardwise.formats.tokenizers.bpe import BYTE_TO_CHAR
 from shardwise.formats.tokenizers.folder_tokenizer import tokenizer_from_folder
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.pre_tokenizers import OTHER_NAMES, PRE_TOKENIZERS
 from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer, train_bpe
 from smollm2 import smollm2_gguf
@@ -374,53 +375,48 @@ def test_lengths_in_a_file_do_not_cut_text(trained: Tokenizer, tmp_path: Path) -
 # GGUF vocabularies
 
 
-def test_known_pre_tokenizers() -> None:
-    """Each pre-tokenizer splits `text` into the expected words; smollm and default follow
-    llama.cpp's rules."""
-    text = "Don't  add 12345²\n\n ok!="
-    expected = {
-        "default": ["Don", "'", "t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
-        "gpt-2": ["Don", "'t", " ", " add", " 12345²", "\n\n", " ok", "!="],
-        "smollm": [
-            "Don",
-            "'t",
-            " ",
-            " add",
-            " ",
-            "1",
-            "2",
-            "3",
-            "4",
-            "5",
-            "²",
-            "\n\n",
-            " ok",
-            "!=",
-        ],
-        "llama-bpe": ["Don", "'t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
-        "qwen2": ["Don", "'t", " ", " add", " ", "1", "2", "3", "4", "5", "²", "\n\n", " ok", "!="],
-        "tekken": [
-            "Don",
-            "'t",
-            " ",
-            " add",
-            " ",
-            "1",
-            "2",
-            "3",
-            "4",
-            "5",
-            "²",
-            "\n\n",
-            " ok",
-            "!=",
-        ],
-    }
-    expected["starcoder"], expected["deepseek-r1-qwen"] = expected["smollm"], expected["qwen2"]
-    for pre in PRE_TOKENIZERS:
-        cut = byte_level_from(pre).backend.pre_tokenizer
-        words = [decoders.ByteLevel().decode([word]) for word, _ in cut.pre_tokenize_str(text)]
-        assert words == expected[pre], pre
+DIGITS = ["1", "2", "3", "4", "5", "²"]
+
+
+WORDS = {
+    "default": ["Don", "'", "t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
+    "gpt-2": ["Don", "'t", " ", " add", " 12345²", "\n\n", " ok", "!="],
+    "smollm": ["Don", "'t", " ", " add", " ", *DIGITS, "\n\n", " ok", "!="],
+    "llama-bpe": ["Don", "'t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
+    "smaug-bpe": ["Don", "'t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
+    "qwen2": ["Don", "'t", " ", " add", " ", *DIGITS, "\n\n", " ok", "!="],
+    "stablelm2": ["Don", "'t", " ", " add", " ", *DIGITS, "\n\n", " ok", "!="],
+    "seed-coder": ["Don", "'t", " ", " add", " ", *DIGITS, "\n\n", " ok", "!="],
+    "tekken": ["Don", "'t", " ", " add", " ", *DIGITS, "\n\n", " ok", "!="],
+    "falcon": ["Don", "'", "t", " ", " add", " ", "123", "45²", "\n\n", " ok", "!="],
+    "deepseek-coder": ["Don", "'", "t", " ", " add", " ", *DIGITS, "\n", "\n", " ok", "!", "="],
+    "bloom": ["Don't", " ", " add", " 12345²", "\n\n", " ok", "!", "="],
+    "viking": ["Don't", " ", " add", " ", *DIGITS, "\n\n", " ok", "!", "="],
+}
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_pre_tokenizers_split_as_in_llama_cpp(pre: str) -> None:
+    """Under each of their names."""
+    for name in (pre, *OTHER_NAMES.get(pre, ())):
+        cut = byte_level_from(name).backend.pre_tokenizer
+        parts = cut.pre_tokenize_str("Don't  add 12345²\n\n ok!=")
+        words = [decoders.ByteLevel().decode([word]) for word, _ in parts]
+        assert words == WORDS[pre], name
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama-v3", "falcon3", "pixtral", "mistral-bpe"])
+def test_other_names_begin_with_a_bos_too(name: str) -> None:
+    assert byte_level_from(name).encode("hi", special_tokens=True) == [259, ord("h"), ord("i")]
+    for other in ("smaug-bpe", "phi-2", "olmo", "starcoder"):
+        assert byte_level_from(other).encode("hi", special_tokens=True) == [ord("h"), ord("i")]
+
+
+def test_a_missing_pre_tokenizer_is_reported() -> None:
+    with pytest.warns(UserWarning, match="does not name its pre-tokenizer .*'default', splits"):
+        tokenizer = byte_level_from(None)
+    assert tokenizer.encode("hi", special_tokens=True) == [ord("h"), ord("i")]
+    assert tokenizer.encode("'s the") == byte_level_from("default").encode("'s the")
 
 
 def byte_level_from(pre: str | None, **more: Any) -> Tokenizer:
@@ -442,7 +438,6 @@ def byte_level_from(pre: str | None, **more: Any) -> Tokenizer:
 def test_bos_is_added_where_the_kind_or_the_file_says_so() -> None:
     plain = [ord("h"), ord("i")]
     assert byte_level_from("gpt-2").encode("hi", special_tokens=True) == plain
-    assert byte_level_from(None).encode("hi", special_tokens=True) == plain
     assert byte_level_from("llama-bpe").encode("hi", special_tokens=True) == [259, *plain]
     assert (
         byte_level_from("llama-bpe", add_bos_token=False).encode("hi", special_tokens=True) == plain
@@ -493,7 +488,7 @@ def test_unicode_is_composed_for_qwen2_only() -> None:
         ({"model": None}, "has no tokenizer"),
         (
             {"pre": "mystery"},
-            "unknown pre-tokenizer 'mystery'; known are .*llama-bpe, qwen2, smollm",
+            "unknown pre-tokenizer 'mystery'; known are a.x-4.0, bloom, .*llama-bpe, llama-v3, ",
         ),
         ({"merges": None}, "has no merges"),
         ({"merges": ["ab"]}, "'ab' is not a merge"),

@@ -9,7 +9,7 @@ A GGUF file is, in this order and little endian,
     padding up to the alignment, then the tensor data, each tensor at a multiple of the alignment
 
 where a string is its length in bytes (u64) and that many bytes of UTF-8, and an array is its item
-type (u32), its length (u64) and its items. Large models come in several files,
+type (u32), its length (u64) and its items, which may be arrays. Large models come in several files,
 `NAME-00001-of-00003.gguf` and so on, each with a header of its own. The format is documented at
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
@@ -51,10 +51,12 @@ _ARRAY = 9
 _MAX_NAME_BYTES = 1 << 10
 _MAX_STRING_BYTES = 1 << 28
 _MAX_ARRAY_ITEMS = 1 << 24
+_MAX_ARRAY_DEPTH = 4
 _MAX_DIMS = 4
 
 _MIN_HEADER_BYTES = 24
 _MIN_ENTRY_BYTES = 8 + 4 + 1
+_MIN_ARRAY_BYTES = 4 + 8
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 
@@ -248,22 +250,28 @@ class _Cursor:
     def value(self) -> Any:
         """Read the type and the value of one metadata entry."""
         value_type = self.number("<I")
-        if value_type == _ARRAY:
-            item_type = self.number("<I")
-            return self.items(item_type, self.count("items in an array", min_bytes=1))
-        return self.items(value_type, 1)[0]
+        return self.array(depth=1) if value_type == _ARRAY else self.items(value_type, 1, 0)[0]
 
-    def items(self, item_type: int, count: int) -> list[Any]:
+    def array(self, depth: int) -> list[Any]:
+        """Read the item type, the length and the items of an array within `depth` - 1 others."""
+        if depth > _MAX_ARRAY_DEPTH:
+            raise self.error(f"it has arrays nested in more than {_MAX_ARRAY_DEPTH} levels")
+        item_type = self.number("<I")
+        min_bytes = _MIN_ARRAY_BYTES if item_type == _ARRAY else 1
+        return self.items(item_type, self.count("items in an array", min_bytes), depth)
+
+    def items(self, item_type: int, count: int, depth: int) -> list[Any]:
         if count > _MAX_ARRAY_ITEMS:
             raise self.error(
                 f"it has an array of {count} items, more than the limit of {_MAX_ARRAY_ITEMS}"
             )
         if item_type == _STRING:
             return self.strings(count)
+        if item_type == _ARRAY:
+            return [self.array(depth + 1) for _ in range(count)]
         if item_type not in _NUMBERS and item_type != _BOOL:
-            nested = " (an array in an array)" if item_type == _ARRAY else ""
             raise self.error(
-                f"a value before byte {self.position} has an unknown type, {item_type}{nested}"
+                f"a value before byte {self.position} has an unknown type, {item_type}"
             )
         form = np.dtype(_NUMBERS.get(item_type, "<B"))
         items: list[Any] = np.frombuffer(

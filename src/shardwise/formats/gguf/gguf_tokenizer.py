@@ -3,6 +3,7 @@
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any
@@ -11,17 +12,19 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from shardwise.formats.tokenizers.bpe import (
-    PRE_TOKENIZERS,
     add_bos_eos,
     byte_level_bpe,
     parse_merge,
     sentencepiece_bpe,
 )
+from shardwise.formats.tokenizers.pre_tokenizers import find_pre_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 
 BYTE_LEVEL = "gpt2"
 SENTENCEPIECE = "llama"
 """The values of `tokenizer.ggml.model`."""
+
+DEFAULT_PRE_TOKENIZER = "default"
 
 GGUF_SPECIAL = {
     "bos_token": "bos",
@@ -110,9 +113,8 @@ def _build_backend(metadata: Mapping[str, Any]) -> Backend:
 
 def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Return True if every text begins with a BOS; llama.cpp has a default for each kind."""
-    pre = PRE_TOKENIZERS.get(metadata.get("tokenizer.ggml.pre", ""))
     is_sentencepiece = metadata["tokenizer.ggml.model"] == SENTENCEPIECE
-    default = is_sentencepiece or (pre is not None and pre.begins_with_bos)
+    default = is_sentencepiece or find_pre_tokenizer(_pre_tokenizer(metadata)).begins_with_bos
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
 
 
@@ -137,7 +139,19 @@ def _byte_level(metadata: Mapping[str, Any]) -> Backend:
         )
     vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [parse_merge(line) for line in metadata["tokenizer.ggml.merges"]]
-    return byte_level_bpe(vocab, merges, metadata.get("tokenizer.ggml.pre", "default"))
+    if "tokenizer.ggml.pre" not in metadata:
+        warnings.warn(
+            "this GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre), so llama.cpp's "
+            f"default, {DEFAULT_PRE_TOKENIZER!r}, splits text: it may get other tokens than in "
+            "training; convert the model again",
+            stacklevel=2,
+        )
+    return byte_level_bpe(vocab, merges, _pre_tokenizer(metadata))
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
+    name: str = metadata.get("tokenizer.ggml.pre", DEFAULT_PRE_TOKENIZER)
+    return name
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Backend:

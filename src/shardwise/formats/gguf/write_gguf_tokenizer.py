@@ -14,7 +14,7 @@ from shardwise.formats.gguf.gguf_tokenizer import (
     TokenType,
     tokenizer_from_gguf,
 )
-from shardwise.formats.tokenizers.bpe import GPT2_WORDS, PRE_TOKENIZERS
+from shardwise.formats.tokenizers.pre_tokenizers import GPT2_WORDS, PRE_TOKENIZERS
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 
 SAMPLE = (
@@ -86,10 +86,19 @@ def _token_lists(tokenizer: Tokenizer, num_ids: int) -> dict[str, list[Any]]:
 
 
 def _pre_tokenizer_name(content: Mapping[str, Any]) -> str | None:
-    """Return GGUF's name for the pre-tokenizer of a tokenizer.json, or None."""
+    """Return GGUF's name for the pre-tokenizer of a tokenizer.json, or None. Of several with the
+    same patterns it is the first that also uses whole words and composes as the tokenizer does."""
     first = content.get("pre_tokenizer") or {}
     patterns = tuple(_patterns(first.get("pretokenizers", [first])))
-    return next((name for name, pre in PRE_TOKENIZERS.items() if pre.patterns == patterns), None)
+    whole_words_first = content["model"].get("ignore_merges", False)
+    composes = (content.get("normalizer") or {}).get("type") == "NFC"
+    names = [name for name, pre in PRE_TOKENIZERS.items() if pre.patterns == patterns]
+
+    def num_differences(name: str) -> int:
+        pre = PRE_TOKENIZERS[name]
+        return (pre.whole_words_first != whole_words_first) + (pre.composes_unicode != composes)
+
+    return min(names, key=num_differences, default=None)
 
 
 def _patterns(steps: list[Mapping[str, Any]]) -> Iterator[str]:

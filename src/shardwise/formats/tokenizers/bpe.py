@@ -13,11 +13,12 @@ Papers: Sennrich et al. 2016 (BPE), Radford et al. 2019 (bytes), Kudo and Richar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
+
+from shardwise.formats.tokenizers.pre_tokenizers import find_pre_tokenizer
 
 
 def _byte_characters() -> list[str]:
@@ -38,61 +39,14 @@ BYTE_TO_CHAR = _byte_characters()
 CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 
 
-GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-TEKKEN_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-DEFAULT_WORDS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")
-
-
-@dataclass(frozen=True)
-class PreTokenizer:
-    """The rule by which a byte-level tokenizer splits text into words before any merge.
-
-    Attributes:
-        patterns: regular expressions, applied one after the other.
-        whole_words_first: a word that is itself a token is used without applying merges.
-        begins_with_bos: llama.cpp puts a BOS in front unless the file states otherwise.
-        composes_unicode: text is normalized to NFC first.
-    """
-
-    patterns: tuple[str, ...]
-    whole_words_first: bool = False
-    begins_with_bos: bool = False
-    composes_unicode: bool = False
-
-
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {  # by the names of `tokenizer.ggml.pre`
-    "default": PreTokenizer(DEFAULT_WORDS),
-    "gpt-2": PreTokenizer((GPT2_WORDS,)),
-    "smollm": PreTokenizer((r"\p{N}", GPT2_WORDS)),
-    "starcoder": PreTokenizer((r"\p{N}", GPT2_WORDS)),
-    "llama-bpe": PreTokenizer((LLAMA3_WORDS,), whole_words_first=True, begins_with_bos=True),
-    "qwen2": PreTokenizer((QWEN2_WORDS,), composes_unicode=True),
-    "deepseek-r1-qwen": PreTokenizer((QWEN2_WORDS,), composes_unicode=True),
-    "tekken": PreTokenizer((TEKKEN_WORDS,), whole_words_first=True, begins_with_bos=True),
-}
-
-
 def byte_level_bpe(
     vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], pre: str
 ) -> Backend:
-    """Build byte-level BPE; `pre` names one of `PRE_TOKENIZERS`.
+    """Build byte-level BPE; `pre` is the name of a pre-tokenizer.
 
     Raises ValueError for an unknown `pre` and for merges that do not fit the vocabulary.
     """
-    if pre not in PRE_TOKENIZERS:
-        raise ValueError(
-            f"unknown pre-tokenizer {pre!r}; known are {', '.join(sorted(PRE_TOKENIZERS))}"
-        )
-    rule = PRE_TOKENIZERS[pre]
+    rule = find_pre_tokenizer(pre)
     try:
         bpe = models.BPE(dict(vocab), list(merges), ignore_merges=rule.whole_words_first)
     except Exception as error:  # the library raises nothing narrower
