@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from shardwise.formats.config_files import read_optional_json
 from shardwise.formats.families import FAMILIES, GPT2
+from shardwise.formats.tokenizers.added_tokens import add_tokens
 from shardwise.formats.tokenizers.bpe import add_bos_eos, byte_level_bpe, parse_merge
 from shardwise.formats.tokenizers.tokenizer import SPECIAL_NAMES, Tokenizer
 
@@ -32,6 +33,7 @@ def tokenizer_from_folder(path: str | Path) -> Tokenizer:
     config = read_optional_json(folder / "tokenizer_config.json")
     is_complete = (folder / "tokenizer.json").is_file()
     backend = _read_backend(folder, config)
+    add_tokens(folder, config, backend)
     special, eos_ids = _special_tokens(folder, config, backend)
     if not is_complete:  # tokenizer.json itself states what to put around a text
         bos = special.get("bos_token") if config.get("add_bos_token") else None
@@ -89,33 +91,10 @@ def _read_vocab_and_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
         lines = _read_text(folder / "merges.txt").split("\n")
         merges = [parse_merge(line) for line in lines if line and not line.startswith("#version")]
         backend = byte_level_bpe(vocab, merges, pre_tokenizers[kind])
-        _add_tokens(folder, config, backend)
     except ValueError as error:
         names_folder = str(error).startswith(str(folder))
         raise ValueError(str(error) if names_folder else f"{folder}: {error}") from None
-    except (TypeError, AttributeError, KeyError, OverflowError) as error:
-        raise ValueError(
-            f"{folder}: the list of added tokens is malformed ({error!r:.80})"
-        ) from None
     return backend
-
-
-def _add_tokens(folder: Path, config: Mapping[str, Any], backend: Backend) -> None:
-    """Add the tokens that are outside the BPE vocabulary; their ids must continue its ids."""
-    added = {int(index): token for index, token in config.get("added_tokens_decoder", {}).items()}
-    for text, index in read_optional_json(folder / "added_tokens.json").items():
-        added[index] = {"content": text}
-    for index, token in sorted(added.items()):
-        options = {
-            key: token.get(key, False) for key in ("single_word", "lstrip", "rstrip", "normalized")
-        }
-        backend.add_tokens(
-            [AddedToken(token["content"], special=token.get("special", True), **options)]
-        )
-        if backend.token_to_id(token["content"]) != index:
-            raise ValueError(
-                f"{folder}: added token {token['content']!r} has id {index}, which leaves a gap"
-            )
 
 
 def _special_tokens(
