@@ -451,6 +451,13 @@ def test_a_config_with_more_layers_names_what_is_not_there(broken: Path) -> None
     ) and "and 6 more" in refusal(broken)
 
 
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_beside_the_weights_is_named(broken: Path, file: str) -> None:
+    """transformers applies it."""
+    (broken / file).write_bytes(b"")
+    assert f"{file} is an adapter (LoRA), which is not supported; merge it" in refusal(broken)
+
+
 def test_an_untied_model_needs_its_head(saved, tmp_path: Path) -> None:
     shutil.copytree(saved("llama"), tmp_path, dirs_exist_ok=True)
     rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))

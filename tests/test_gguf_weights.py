@@ -242,6 +242,14 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
             "it has no parameter for strange",
         ),
         (
+            lambda tensors: tensors.update({"rope_factors_long.weight": np.ones(8, np.float32)}),
+            "it has no parameter for rope_factors_long.weight",
+        ),
+        (
+            lambda tensors: tensors.update({"blk.2.attn_norm.weight": np.ones(64, np.float32)}),
+            "it has no parameter for blk.2.attn_norm.weight",
+        ),
+        (
             lambda tensors: tensors.update({"output_norm.weight": np.ones(63, np.float32)}),
             "its tensor output_norm.weight is 63 and should be 64",
         ),

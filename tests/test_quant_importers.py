@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -258,6 +259,11 @@ def test_formats_that_are_refused(folder: Path, config: Any, sentence: str) -> N
         ),
         (lambda t: t.pop(f"{STEM}.qweight"), f"it lacks {STEM}.weight"),
         (lambda t: t.update({f"{STEM}.odd": torch.ones(1)}), f"it has no parameter for {STEM}.odd"),
+        (lambda t: t.update({f"{STEM}.bias": torch.ones(1)}), f"no parameter for {STEM}.bias"),
+        (
+            lambda t: t.update({f"{STEM}.weight": torch.ones(64, 96)}),
+            f"{STEM} is stored twice: quantized, and as {STEM}.weight",
+        ),
     ],
 )
 def test_tensors_that_are_refused(
@@ -266,6 +272,19 @@ def test_tensors_that_are_refused(
     edit_tensors(folder, edit)
     said = refused(folder)
     assert sentence in said and "\n" not in said
+
+
+def test_a_quantized_head_of_a_tied_model_is_refused(folder: Path) -> None:
+    """It has values of its own, which tying would drop."""
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors.pop("lm_head.weight")
+    set_config(folder, tie_word_embeddings=True)
+    head, _ = gptq(4, 32, False).write((weight.shape[0], weight.shape[1]), torch.Generator())
+    save_file(
+        tensors | {f"lm_head.{suffix}": each for suffix, each in head.items()},
+        folder / "model.safetensors",
+    )
+    assert "stores lm_head.weight with other values than model.embed_tokens" in refused(folder)
 
 
 def test_act_order_without_harm_is_read(folder: Path) -> None:

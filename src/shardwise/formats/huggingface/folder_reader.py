@@ -58,7 +58,8 @@ class FolderReader:
             (copy,) = distinct_parts(spec, self._names)
             (original,) = distinct_parts(by_name[spec.tied_to], self._names)
             stored = copy.name in self._slices and original.name in self._slices
-            if stored and not self._are_equal(copy.name, original.name):
+            is_quantized = copy.name in self._quantized.matrices  # its codes are not the original's
+            if is_quantized or (stored and not self._are_equal(copy.name, original.name)):
                 raise ValueError(
                     f"{folder} stores {copy.name} with other values than {original.name}, although "
                     'its config.json says "tie_word_embeddings": true; set that to false to use '

@@ -42,7 +42,8 @@ def find_matrices(
 ) -> dict[str, StoredMatrix]:
     """Return the quantized ones of the model's tensors (`….weight`, with their `shapes`).
 
-    Raises ValueError if one lacks a tensor or has one of the wrong shape or dtype.
+    Raises ValueError if one lacks a tensor, has one of the wrong shape or dtype, or is also stored
+    unquantized.
     """
     matrices = {}
     group = quantization.scheme.group
@@ -50,6 +51,8 @@ def find_matrices(
         stem = name.removesuffix(".weight")
         if name == stem or len(shape) != 2 or not _is_quantized(quantization, headers, stem):
             continue
+        if quantization.codes != "weight" and name in headers:
+            raise ValueError(f"{stem} is stored twice: quantized, and as {name}")
         num_rows, num_columns = shape
         if group and num_columns % group:
             raise ValueError(

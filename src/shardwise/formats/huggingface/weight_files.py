@@ -17,11 +17,18 @@ from shardwise.formats.tensor_names import list_some
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder. Raises ValueError if it has none, or if its index
-    is malformed."""
+    """Return the safetensors files of a folder. Raises ValueError if it has none, if its index is
+    malformed, or if it also has the weights of an adapter, which change the model."""
+    adapter = next((folder / name for name in ADAPTERS if (folder / name).is_file()), None)
+    if adapter is not None:
+        raise ValueError(
+            f"{adapter} is an adapter (LoRA), which is not supported; merge it into the weights "
+            "with merge_and_unload of peft, or remove it to use the model without it"
+        )
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = folder / INDEX
