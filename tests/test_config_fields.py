@@ -242,7 +242,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
         "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-        "n_inner": None, "output_past": True, "reorder_and_upcast_attn": False,
+        "n_inner": None, "output_past": True, "reorder_and_upcast_attn": False, "head_dim": 64,
     },
 }  # fmt: skip
 """Fields of published folders, beside those of the shape."""

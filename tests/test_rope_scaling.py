@@ -118,6 +118,7 @@ def test_the_context_is_the_scaled_one(stated: int, rope: dict[str, Any], contex
         ),
         ({"rope_type": "mrope"}, "'mrope': multimodal"),
         ({"rope_type": "default", "mrope_section": [2, 3, 3]}, "mrope_section = [2, 3, 3] is not"),
+        ({"full_attention": {"rope_theta": 1e6}}, "rope_scaling.full_attention = {"),
         ({"partial_rotary_factor": 0.5}, "rope_scaling.partial_rotary_factor = 0.5 is not support"),
         ({"beta_fast": 1.0, "beta_slow": 2.0}, "beta_fast must be above beta_slow 2.0, not 1.0"),
         ({"attention_factor": -1}, "attention_factor must be a finite number above 0, not -1"),

@@ -12,7 +12,7 @@ from dataclasses import astuple
 from typing import Any
 
 from shardwise.formats.config_files import Fields, warn_unknown
-from shardwise.formats.families import ConfigKeys, Family
+from shardwise.formats.families import FAMILIES, ConfigKeys, Family
 
 STANDARD_NAMES = {
     "hidden_size": "hidden_size",
@@ -84,12 +84,12 @@ EXECUTION = frozenset(
 
 OF_OTHER_FAMILIES = frozenset(
     (
-        "attention_bias", "max_window_layers", "mlp_bias", "original_max_position_embeddings",
+        "max_window_layers", "original_max_position_embeddings",
         "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "use_sliding_window",
     )
 )  # fmt: skip
-"""Fields that one family reads and the classes of the others ignore; `layer_types` is read for all.
-Biases that a file stores and a family does not have are refused as weights."""
+"""Fields that one family reads and the classes of the others ignore, as they do with the fields
+that the records of other families name; weights of a wrong shape are refused as such."""
 
 TOKENS = frozenset(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"))
 """Read with the tokenizer, or without effect on logits."""
@@ -134,6 +134,8 @@ ROPE = Fields(
         "alpha": (),
         "attn_factor": (1,),
         "extrapolation_factor": (1,),
+        "full_attention": (),  # RoPE of its own for each kind of layer
+        "sliding_attention": (),
         "mrope_section": (),
         "partial_rotary_factor": (1,),
     },
@@ -142,7 +144,8 @@ ROPE = Fields(
 
 def check_fields(raw: Mapping[str, Any], family: Family, source: str) -> None:
     """Raise ValueError for a field whose value is not supported, and warn about unknown fields."""
-    unknown = CONFIG.check(raw, family_fields(family))
+    of_families = (family_fields(each) for each in (family, *FAMILIES.values()))
+    unknown = CONFIG.check(raw, frozenset().union(*of_families))
     for name in ("rope_parameters", "rope_scaling"):
         rope = raw.get(name)
         if family.positions == "rope" and isinstance(rope, dict):
