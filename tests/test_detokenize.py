@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from shardwise.formats.gguf.gguf_tokenizer import TokenType, tokenizer_from_gguf
+from sentencepieces import metaspace_tokenizer, sentencepiece_tokenizer
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
-from shardwise.serve.sampling.detokenize import Detokenizer
+from shardwise.serve.sampling.detokenize import Detokenizer, is_byte_token
 from smollm2 import smollm2_gguf
 
 TEXTS = st.text(max_size=30) | st.sampled_from(
@@ -21,23 +21,11 @@ TEXTS = st.text(max_size=30) | st.sampled_from(
 )
 
 
-def small_sentencepiece() -> Tokenizer:
-    """256 byte tokens and a few pieces, as in GGUF files of the Llama 2 line; the scores matter
-    only for encoding."""
-    pieces = ["▁", "a", "b", "▁a", "ab", "▁▁", "é", "▁漢"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    types = (
-        [TokenType.UNKNOWN]
-        + [TokenType.CONTROL] * 2
-        + [TokenType.BYTE] * 256
-        + [TokenType.NORMAL] * len(pieces)
-    )
-    keys = {"model": "llama", "tokens": tokens, "token_type": types, "scores": [0.0] * len(tokens)}
-    keys |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
-
-
-TOKENIZERS = {"bytes": byte_tokenizer(), "sentencepiece": small_sentencepiece()}
+TOKENIZERS = {
+    "bytes": byte_tokenizer(),
+    "sentencepiece": sentencepiece_tokenizer(),
+    "metaspace": metaspace_tokenizer(),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,6 +127,43 @@ def test_space_of_the_first_word_only_is_dropped() -> None:
         "a",
         "",
     ]
+
+
+@pytest.mark.parametrize("name", ["bytes", "sentencepiece", "metaspace", "smollm2"])
+@pytest.mark.parametrize("skip_special", [True, False])
+def test_a_prompt_and_its_completion_are_the_text_of_all_ids(name: str, skip_special: bool) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = st.lists(st.integers(0, 2) | st.integers(256, 268) | st.integers(0, 300))
+
+    @given(prompt=ids, completion=ids)
+    @example([1, 262], [262, 260])  # the space before the first word stays
+    @example([1], [262, 260])  # where the prompt has no text, the completion starts one
+    @example([262, 259], [259, 262])
+    @settings(max_examples=examples(100))
+    def whole(prompt: list[int], completion: list[int]) -> None:
+        text = tokenizer.decode(prompt, skip_special)
+        if tokenizer.is_byte_level:
+            assume("\N{REPLACEMENT CHARACTER}" not in text)
+        assume(not ends_in_bytes(tokenizer, prompt))
+        detokenizer = Detokenizer(tokenizer, (), skip_special, prompt)
+        text += "".join(pieces(detokenizer, completion))
+        assert text == tokenizer.decode([*prompt, *completion], skip_special)
+
+    whole()
+
+
+def ends_in_bytes(tokenizer: Tokenizer, prompt: list[int]) -> bool:
+    """A character of which one half is in the prompt is no text of either."""
+    shown = [index for index in prompt if index not in tokenizer.special_ids]
+    tokens = [tokenizer.backend.id_to_token(index) for index in shown]
+    known = [token for token in tokens if token is not None]
+    return bool(known) and is_byte_token(known[-1])
+
+
+def test_a_stop_string_may_begin_with_the_space_of_the_first_word() -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    detokenizer = Detokenizer(tokenizer, (" ab",), prompt=tokenizer.encode("b"))
+    assert "".join(pieces(detokenizer, tokenizer.encode("ab a"))) == "" and detokenizer.stopped
 
 
 # Stop strings

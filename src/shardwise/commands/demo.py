@@ -268,14 +268,13 @@ def stream(
     """Load a model, print a completion as it is generated, and its speed; return its text."""
     from shardwise.commands.generate import complete, prompt_tokens
     from shardwise.formats.open_model import open_model
-    from shardwise.serve.request import SamplingParams
+    from shardwise.serve.request import Request, SamplingParams
 
     model = open_model(path)
     tokens = prompt_tokens(model.tokenizer, prompt, chat)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
-    completed = complete(
-        model, tokens, params, lambda text: console.print(text, end="", markup=False)
-    )
+    request = Request(tuple(tokens), params, starts_text=chat)
+    completed = complete(model, request, lambda text: console.print(text, end="", markup=False))
     console.print(f"\n\n[dim]{completed.summary()}[/]")
     return completed.text
 

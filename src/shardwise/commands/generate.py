@@ -94,7 +94,8 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.max_tokens is None and 0 < capacity < DEFAULT_MAX_TOKENS:
         params = replace(params, max_tokens=capacity)
     show = ignore_text if args.json else write_stdout
-    completed = complete(model, tokens, params, show, **values)
+    request = Request(tuple(tokens), params, starts_text=args.chat)
+    completed = complete(model, request, show, **values)
     if args.json:
         print(json.dumps(asdict(completed)))
     else:
@@ -132,13 +133,9 @@ class Completed:
 
 
 def complete(
-    model: "OpenModel",
-    prompt: list[int],
-    params: SamplingParams,
-    show: Callable[[str], None],
-    **settings: Any,
+    model: "OpenModel", request: Request, show: Callable[[str], None], **settings: Any
 ) -> Completed:
-    """Load a model and complete a prompt, in an engine just large enough for it; `settings` are
+    """Load a model and complete a request, in an engine just large enough for it; `settings` are
     further fields of EngineSettings, and `show` gets text as soon as no later token can change it.
 
     Raises ValueError for a prompt and completion that exceed the context length, and if the model
@@ -148,13 +145,15 @@ def complete(
     from shardwise.parallel.launch import Place, device_of
     from shardwise.serve.engine.worker import make_engine, start_rank
 
-    max_tokens = check_length(len(prompt), params.max_tokens, model.config.max_positions)
+    num_prompt = len(request.tokens)
+    max_positions = model.config.max_positions
+    max_tokens = check_length(num_prompt, request.params.max_tokens, max_positions)
     for_one = EngineSettings(
         source_path(model.source),
         **settings,
-        max_len=len(prompt) + max_tokens,
+        max_len=num_prompt + max_tokens,
         max_running=1,
-        max_batch_tokens=max(2, min(len(prompt), EngineSettings.max_batch_tokens)),
+        max_batch_tokens=max(2, min(num_prompt, EngineSettings.max_batch_tokens)),
     )
     start_s = time.perf_counter()
     place = Place(0, 1, device_of(0, 1))
@@ -162,7 +161,7 @@ def complete(
     loaded_s = time.perf_counter()
     first_s = 0.0
     output = CompletionOutput(0)
-    engine.add(Request(tuple(prompt), params))
+    engine.add(request)
     while engine.has_work:
         for delta in engine.step():
             first_s = first_s or time.perf_counter()
@@ -184,7 +183,7 @@ def complete(
         output.text,
         tokens,
         [each.logprob for each in output.logprobs[: len(tokens)]],
-        len(prompt),
+        num_prompt,
         output.finish_reason,
         loaded_s - start_s,
         first_s - loaded_s,

@@ -66,7 +66,15 @@ class LLM:
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts or prompt_token_ids, one of them")
         given: Any = prompt_token_ids if prompts is None else prompts
-        prompt_list = as_list(given)
+        return self._complete(as_list(given), sampling_params, use_tqdm)
+
+    def _complete(
+        self,
+        prompt_list: list[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        starts_text: bool = False,
+    ) -> list[RequestOutput]:
         with Progress(
             TextColumn("[bold]generate"),
             BarColumn(),
@@ -76,7 +84,7 @@ class LLM:
         ) as progress:
             task = progress.add_task("generate", total=len(prompt_list))
             outputs: dict[int, RequestOutput] = {}
-            for output, _ in self.stream(prompt_list, sampling_params):
+            for output, _ in self.stream(prompt_list, sampling_params, starts_text):
                 outputs[output.request_id] = output
                 if output.finished:
                     progress.advance(task)
@@ -92,15 +100,16 @@ class LLM:
         several = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.engine.tokenizer
         prompts = [tokenizer.encode(tokenizer.chat(list(each))) for each in several]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self._complete(as_list(prompts), sampling_params, use_tqdm, starts_text=True)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        starts_text: bool = False,
     ) -> Iterator[tuple[RequestOutput, Delta]]:
         """Yield each delta as it comes, with the output of its prompt so far. Closing the iterator
-        aborts what still runs.
+        aborts what still runs. For `starts_text` see `Request`.
         """
         engine = self.engine
         outputs = dict[int, RequestOutput]()
@@ -108,7 +117,7 @@ class LLM:
             raise ValueError(
                 "another stream of this LLM is running; it must end, or be closed, before the next"
             )
-        pending = self.requests(as_list(prompts), sampling_params)
+        pending = self.requests(as_list(prompts), sampling_params, starts_text)
         for request, _ in pending:
             engine.check(request)
         pending.reverse()
@@ -131,6 +140,7 @@ class LLM:
         self,
         prompts: list[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        starts_text: bool,
     ) -> list[tuple[Request, str | None]]:
         """Return a request for each prompt, and its text if it was given as text."""
         if not isinstance(params, Sequence):
@@ -148,9 +158,9 @@ class LLM:
             tokens = prompt
             if isinstance(prompt, str):
                 tokens = self.engine.tokenizer.encode(prompt, special_tokens=True)
-            request = Request(tuple(tokens), prompt_params, request_id=self.next_id)  # type: ignore[arg-type]
+            request = Request(tuple(tokens), prompt_params, starts_text=starts_text)  # type: ignore[arg-type]
+            requests.append((replace(request, request_id=self.next_id), text))
             self.next_id += 1
-            requests.append((request, text))
         return requests
 
     def start_compiled(self) -> None:

@@ -162,6 +162,9 @@ class Request:
         params: How to sample, and when to stop.
         priority: Lower is served first.
         salt: Requests share the prefix cache only if their salts are equal.
+        starts_text: The completion is a text of its own, as a message of a chat; otherwise it
+            continues the text of the prompt. SentencePiece vocabularies drop the space before the
+            first word of a text.
         request_id: Identifies the request within one engine; whoever submits it assigns it.
     """
 
@@ -170,6 +173,7 @@ class Request:
     priority: int = 0
     salt: str = ""
     request_id: int = 0
+    starts_text: bool = False
 
 
 @dataclass(frozen=True)

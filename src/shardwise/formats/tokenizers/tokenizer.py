@@ -61,6 +61,19 @@ class Tokenizer:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
+    def offsets(self, text: str, special_tokens: bool = False) -> list[int]:
+        """Return where each id of `encode` begins in `text`, in characters."""
+        encoding = self.backend.encode(text, add_special_tokens=special_tokens)
+        return [start for start, _ in encoding.offsets]
+
+    def num_added(self, ids: Sequence[int]) -> tuple[int, int]:
+        """Return how many ids `encode(..., special_tokens=True)` put before and after a text."""
+        added = self.encode("", special_tokens=True)
+        num_before = 0
+        while num_before < len(added) and added[num_before] == ids[num_before]:
+            num_before += 1
+        return num_before, len(added) - num_before
+
     @cached_property
     def vocab_size(self) -> int:
         """The largest id plus one: the number of embedding rows that this tokenizer can index."""

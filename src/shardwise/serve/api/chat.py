@@ -28,7 +28,8 @@ async def chat_request(service: Service, body: ChatRequest) -> Request:
     """
     service.model_name(body)
     params = body.params(service.settings.default_params)
-    return service.make_request(await service.chat_tokens(body), params, body)
+    tokens = await service.chat_tokens(body)
+    return service.make_request(tokens, params, body, starts_text=True)
 
 
 async def complete_chat(

@@ -10,6 +10,7 @@ from shardwise.serve.api.requests import CompletionRequest
 from shardwise.serve.api.responses import Completion, CompletionChoice, CompletionLogprobs
 from shardwise.serve.api.service import Service, count_usage, format_prompt_logprobs
 from shardwise.serve.request import CompletionOutput, Delta, Logprob, Request, RequestOutput
+from shardwise.serve.sampling.detokenize import context_of, is_byte_token
 
 
 async def completion_requests(service: Service, body: CompletionRequest) -> list[Request]:
@@ -86,10 +87,12 @@ def make_choice(
         stop_reason=completion.stop_reason,
     )
     if body.logprobs is not None:
-        table = LogprobTable(service)
+        prompt = output.prompt_token_ids
+        table = LogprobTable(service, prompt, echo_of(service, body, index))
         if body.echo:
-            table.add_prompt(output.prompt_token_ids, output.prompt_logprobs or ())
-        table.add(completion.logprobs)
+            offsets = prompt_offsets(service, body, index, prompt)
+            table.add_prompt(output.prompt_logprobs or (), offsets)
+        table.add_completion(completion.logprobs)
         choice.logprobs = table.take()
     if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         choice.prompt_logprobs = format_prompt_logprobs(service, output.prompt_logprobs)
@@ -109,12 +112,16 @@ async def stream_completion(
             output.add(delta)
             choice_index = index * len(output.outputs) + delta.index
             is_first = choice_index not in tables
-            table = tables.setdefault(choice_index, LogprobTable(service))
             echo = echo_of(service, body, index) if is_first else ""
+            prompt = output.prompt_token_ids
+            if is_first:
+                tables[choice_index] = LogprobTable(service, prompt, echo)
+            table = tables[choice_index]
             if body.logprobs is not None:
                 if is_first and body.echo:
-                    table.add_prompt(output.prompt_token_ids, delta.prompt_logprobs or ())
-                table.add(delta.logprobs)
+                    offsets = prompt_offsets(service, body, index, prompt)
+                    table.add_prompt(output.prompt_logprobs or (), offsets)
+                table.add_completion(delta.logprobs)
             if not (echo or delta.text or delta.finish_reason or delta.logprobs):
                 continue
             choice = CompletionChoice(
@@ -131,39 +138,91 @@ async def stream_completion(
 
 class LogprobTable:
     """Log-probabilities of one choice in the format of the completions API: parallel lists, with
-    the offset of each token in the text.
+    the offset of each token in the text of the choice. Special tokens of a completion have no text,
+    so their length is 0.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, prompt: Sequence[int], echo: str) -> None:
         self.service = service
+        self.prompt = prompt
         self.entries = CompletionLogprobs()
-        self.offset = 0
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        special_ids = service.tokenizer.special_ids
+        starts_text = not context_of(service.tokenizer, prompt, special_ids)
+        self.offset = TextOffset(service, len(echo), starts_text)
 
-    def add_prompt(self, tokens: Sequence[int], logprobs: Sequence[Logprob]) -> None:
-        """Add a prompt; its first token has no probability, because nothing precedes it."""
-        self.add_token(tokens[0])
+    def add_prompt(self, logprobs: Sequence[Logprob], offsets: Sequence[int]) -> None:
+        """Add the prompt, whose tokens are at `offsets`; its first token has no probability,
+        because nothing precedes it."""
+        self.entries.tokens.append(self.service.token_text(self.prompt[0]))
         self.entries.token_logprobs.append(None)
         self.entries.top_logprobs.append(None)
-        self.add(logprobs)
-
-    def add(self, logprobs: Sequence[Logprob]) -> None:
         for token in logprobs:
-            self.add_token(token.id)
-            self.entries.token_logprobs.append(token.logprob)
-            top: dict[str, float] = {}
-            for id, logprob in (*token.top, (token.id, token.logprob)):
-                top.setdefault(self.service.token_text(id), logprob)
-            self.entries.top_logprobs.append(top)
+            self.add(token)
+        self.entries.text_offset += offsets[: 1 + len(logprobs)]
 
-    def add_token(self, id: int) -> None:
-        self.entries.tokens.append(self.service.token_text(id))
-        self.entries.text_offset.append(self.offset)
-        if id not in self.service.tokenizer.special_ids:
-            self.offset += len(self.decoder.decode(self.service.token_bytes(id)))
+    def add_completion(self, logprobs: Sequence[Logprob]) -> None:
+        for token in logprobs:
+            is_shown = token.id not in self.service.tokenizer.special_ids
+            self.entries.text_offset.append(self.offset.next(token.id, is_shown))
+            self.add(token)
+
+    def add(self, token: Logprob) -> None:
+        self.entries.tokens.append(self.service.token_text(token.id))
+        self.entries.token_logprobs.append(token.logprob)
+        top: dict[str, float] = {}
+        for id, logprob in (*token.top, (token.id, token.logprob)):
+            top.setdefault(self.service.token_text(id), logprob)
+        self.entries.top_logprobs.append(top)
 
     def take(self) -> CompletionLogprobs:
         """Return the entries since the last call."""
         entries = self.entries
         self.entries = CompletionLogprobs()
         return entries
+
+
+class TextOffset:
+    """The offset of each token in a text, one token after another. The first token of a text has
+    no leading space in SentencePiece vocabularies."""
+
+    def __init__(self, service: Service, offset: int, starts_text: bool) -> None:
+        self.service = service
+        self.offset = offset
+        self.starts_text = starts_text
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, id: int, is_shown: bool = True) -> int:
+        """Return the offset of the next token, which is that of the one after it if it is not
+        shown."""
+        offset = self.offset
+        if is_shown:
+            self.offset += self.length(id)
+            self.starts_text = False
+        return offset
+
+    def length(self, id: int) -> int:
+        num_characters = len(self.decoder.decode(self.service.token_bytes(id)))
+        tokenizer = self.service.tokenizer
+        token = tokenizer.backend.id_to_token(id) or ""
+        if self.starts_text and not tokenizer.is_byte_level and not is_byte_token(token):
+            return len(tokenizer.decode([id], skip_special=False))
+        return num_characters
+
+
+def prompt_offsets(
+    service: Service, body: CompletionRequest, index: int, tokens: Sequence[int]
+) -> list[int]:
+    """Return where each token of prompt `index` is in its echo."""
+    prompt = body.prompt[index]
+    offset = TextOffset(service, 0, starts_text=True)
+    if not isinstance(prompt, str):
+        return [offset.next(id) for id in tokens]
+    tokenizer = service.tokenizer
+    special_tokens = body.add_special_tokens is not False
+    num_before, num_after = tokenizer.num_added(tokens) if special_tokens else (0, 0)
+    end = len(tokens) - num_after
+    if tokenizer.decode(tokens[num_before:end], skip_special=False) == prompt:
+        shown = range(num_before, end)
+        return [offset.next(id, position in shown) for position, id in enumerate(tokens)]
+    # a normalizer changed the text: NFC, or a space after a control token
+    return tokenizer.offsets(prompt, special_tokens)

@@ -27,6 +27,7 @@ from shardwise.serve.request import (
     check_ids,
     check_length,
 )
+from shardwise.serve.sampling.detokenize import is_byte_token
 from shardwise.serve.settings import ServerSettings
 
 
@@ -78,14 +79,24 @@ class Service:
         return await self.prompt_tokens(text, bool(body.add_special_tokens))
 
     def make_request(
-        self, tokens: list[int], params: SamplingParams, body: GenerationRequest
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        body: GenerationRequest,
+        starts_text: bool = False,
     ) -> Request:
         """Return the engine's request. Raises ContextLengthExceeded, with what would work."""
         if body.max_tokens is None and params.max_tokens is not None:  # the default: what fits
             num_left = self.engine.max_len - len(tokens)
             params = replace(params, max_tokens=max(1, min(params.max_tokens, num_left)))
         check_length(len(tokens), params.max_tokens, self.engine.max_len)
-        return Request(tuple(tokens), params, body.priority or 0, body.cache_salt or "")
+        return Request(
+            tuple(tokens),
+            params,
+            body.priority or 0,
+            body.cache_salt or "",
+            starts_text=starts_text,
+        )
 
     async def deltas(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (index of the request, delta of one of its completions) as they arrive."""
@@ -118,7 +129,7 @@ class Service:
         if self.tokenizer.is_byte_level:
             return self.tokenizer.token_bytes(id)
         token = self.tokenizer.backend.id_to_token(id) or ""
-        if len(token) == 6 and token.startswith("<0x"):
+        if is_byte_token(token):
             return bytes((int(token[3:5], 16),))
         return token.replace("▁", " ").encode()
 

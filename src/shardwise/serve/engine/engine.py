@@ -306,6 +306,8 @@ def make_sequence(
     params = request.params
     eos_ids = frozenset() if params.ignore_eos else frozenset(tokenizer.eos_ids)
     end_ids = eos_ids | frozenset(params.stop_token_ids)
+    # a grammar counts the space of the first word, so it is shown
+    continued = () if request.starts_text and params.structure is None else request.tokens
     return Sequence(
         id,
         request,
@@ -313,7 +315,7 @@ def make_sequence(
         end_ids,
         eos_ids,
         SamplerState(params, request.tokens, end_ids, index),
-        Detokenizer(tokenizer, params.stop, skip_special),
+        Detokenizer(tokenizer, params.stop, skip_special, continued),
         None if grammar is None else grammar.fork(),
         index,
     )

@@ -19,18 +19,25 @@ class Detokenizer:
 
     The texts that `add` returns and the last one from `flush` together equal `tokenizer.decode` of
     all ids, up to the first stop string that is completed; where one token completes several, the
-    first in the text counts.
+    first in the text counts. Ids that continue a `prompt` are decoded behind it: the text of the
+    prompt and that of the completion together are the text of all ids.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+        prompt: Sequence[int] = (),
     ) -> None:
         assert all(stop), "an empty stop string would stop at once"
         self.stopped_by: str | None = None
-        self._text: _Text = (
-            _ByteText(tokenizer) if tokenizer.is_byte_level else _PieceText(tokenizer)
-        )
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._text: _Text = (
+            _ByteText(tokenizer)
+            if tokenizer.is_byte_level
+            else _PieceText(tokenizer, context_of(tokenizer, prompt, self._skipped))
+        )
         self._stop = tuple(stop)
         self._waiting = ""
 
@@ -121,9 +128,9 @@ class _PieceText:
     (The start is special: SentencePiece drops the space that encoding added there.)
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._emitted: list[int] = []
+        self._emitted = context
         self._waiting: list[int] = []
 
     def add(self, token_id: int) -> str:
@@ -131,8 +138,7 @@ class _PieceText:
         if token is None:
             return ""
         self._waiting.append(token_id)
-        is_byte = len(token) == 6 and token.startswith("<0x")
-        return "" if is_byte else self.flush()
+        return "" if is_byte_token(token) else self.flush()
 
     def flush(self) -> str:
         if not self._waiting:
@@ -143,3 +149,21 @@ class _PieceText:
         self._emitted = self._waiting[-1:]
         self._waiting = []
         return text
+
+
+def context_of(tokenizer: Tokenizer, prompt: Sequence[int], skipped: frozenset[int]) -> list[int]:
+    """Return the last id of the prompt that has a text of its own, or none.
+
+    Byte tokens are passed over: together with byte tokens of the completion they would be another
+    character.
+    """
+    for token_id in reversed(prompt):
+        token = None if token_id in skipped else tokenizer.backend.id_to_token(token_id)
+        if token is not None and not is_byte_token(token):
+            return [token_id]
+    return []
+
+
+def is_byte_token(token: str) -> bool:
+    """Return whether a token is SentencePiece's spelling of one byte, `<0xE2>`."""
+    return len(token) == 6 and token.startswith("<0x")
