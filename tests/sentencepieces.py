@@ -1,6 +1,9 @@
 """Small tokenizers of the SentencePiece line with the same ids: as GGUF files have them, and as
 newer folders do."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers
 
@@ -37,3 +40,30 @@ def metaspace_tokenizer(prepend_scheme: str = "first", split: bool = False) -> T
         + [decoders.Strip(" ", 1, 0)] * (prepend_scheme != "never")
     )
     return Tokenizer(backend, like.special, like.eos_ids)
+
+
+def gguf_tokenizer(processor: Any, changes: Mapping[str, TokenType] = {}) -> Tokenizer:
+    """Return the tokenizer that a GGUF file made of a sentencepiece processor has, with `changes`
+    of the types of its tokens."""
+    ids = list(range(processor.vocab_size()))
+    kinds = {
+        TokenType.UNKNOWN: processor.is_unknown,
+        TokenType.CONTROL: processor.is_control,
+        TokenType.BYTE: processor.is_byte,
+        TokenType.UNUSED: processor.is_unused,
+    }
+    types = [
+        next((kind for kind, holds in kinds.items() if holds(index)), TokenType.NORMAL)
+        for index in ids
+    ]
+    for text, kind in changes.items():
+        types[processor.piece_to_id(text)] = kind
+    keys = {
+        "model": "llama",
+        "tokens": processor.id_to_piece(ids),
+        "token_type": types,
+        "scores": [processor.get_score(index) for index in ids],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in keys.items()})

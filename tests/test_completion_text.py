@@ -33,7 +33,7 @@ def client_of(tokenizer: Tokenizer) -> TestClient:
     return TestClient(make_app(TinyEngine(model), ServerSettings(model_names=("tiny",))))
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(scope="module", params=list(KINDS))
 def client(request: pytest.FixtureRequest) -> Iterator[TestClient]:
     with client_of(KINDS[request.param]()) as client:
         yield client

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
 
 from examples import examples
+from sentencepieces import gguf_tokenizer
 from shardwise.formats.gguf.gguf_file import read_gguf
 from shardwise.formats.gguf.gguf_tokenizer import TokenType, tokenizer_from_gguf
 from shardwise.formats.tokenizers.bpe import BYTE_TO_CHAR
@@ -537,29 +538,7 @@ def sentencepiece() -> tuple[Tokenizer, Any]:
         user_defined_symbols=["<think>"],
     )
     processor = package.SentencePieceProcessor(model_proto=bytes(model))
-    ids = range(processor.vocab_size())
-    kinds = {
-        TokenType.UNKNOWN: processor.is_unknown,
-        TokenType.CONTROL: processor.is_control,
-        TokenType.BYTE: processor.is_byte,
-        TokenType.UNUSED: processor.is_unused,
-    }
-    types = [
-        next((kind for kind, holds in kinds.items() if holds(index)), TokenType.NORMAL)
-        for index in ids
-    ]
-    types[processor.piece_to_id("<think>")] = TokenType.USER_DEFINED
-    keys = {
-        "model": "llama",
-        "tokens": processor.id_to_piece(list(ids)),
-        "token_type": types,
-        "scores": [processor.get_score(index) for index in ids],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return tokenizer_from_gguf(
-        {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    ), processor
+    return gguf_tokenizer(processor, {"<think>": TokenType.USER_DEFINED}), processor
 
 
 @given(text=TEXTS, source=st.sampled_from(CORPUS), start=st.integers(0, 1000))

@@ -1,7 +1,6 @@
 """Calibration data for methods that quantize by the activations of a model: token ids, in sequences
 of one length."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.train.data.batches import TokenFile
 from shardwise.train.data.documents import read_file, source_files
+from shardwise.train.data.long_text import pieces
 
 SEQUENCE_TOKENS = 512
 USUAL_TOKENS = 65536
@@ -67,14 +67,10 @@ def open_data_set(folder: Path, tokenizer: Tokenizer) -> TokenFile:
 def first_tokens(source: Path, tokenizer: Tokenizer, most: int) -> np.ndarray:
     """Return at most `most` token ids from the start of a text."""
     tokens: list[int] = []
-    for text in texts(source, tokenizer):
-        tokens += tokenizer.encode(text)
+    render = partial(tokenizer.chat, add_generation_prompt=False)
+    chunks = (chunk for file in source_files(source) for chunk in read_file(file, None, render))
+    for piece in pieces(chunks, tokenizer.encode_batch):
+        tokens += tokenizer.encode(piece.text)
         if len(tokens) >= most:
             break
     return np.array(tokens[:most], dtype=np.int64)
-
-
-def texts(source: Path, tokenizer: Tokenizer) -> Iterator[str]:
-    render = partial(tokenizer.chat, add_generation_prompt=False)
-    for file in source_files(source):
-        yield from (chunk.text for chunk in read_file(file, None, render))

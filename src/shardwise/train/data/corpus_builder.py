@@ -1,6 +1,7 @@
 """Building data sets: text is tokenized once into the files that `corpus.py` describes.
 
-Memory stays bounded whatever the size of the source: long documents are tokenized in chunks.
+Memory stays bounded whatever the size of the source: long documents are tokenized in pieces, with
+the ids of the whole document (`long_text.py`).
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import numpy as np
 from shardwise.atomic import exclusive, partial_path, remove, written_aside
 from shardwise.train.data.corpus import FORMAT_VERSION, HELD_OUT, START_DTYPE, TRAIN, Corpus, Split
 from shardwise.train.data.documents import Messages, TextChunk, read_file, source_files
+from shardwise.train.data.long_text import pieces
 
 BATCH_CHARACTERS = 1 << 22
 BATCH_CHUNKS = 1 << 12
@@ -227,7 +229,8 @@ def write_splits(
         def render(messages: Messages) -> str:
             return tokenizer.chat(messages, False)
 
-        for batch in batched(chunk for file in files for chunk in read_file(file, field, render)):
+        chunks = (chunk for file in files for chunk in read_file(file, field, render))
+        for batch in batched(pieces(chunks, tokenizer.encode_batch)):
             encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
             for chunk, tokens in zip(batch, encoded, strict=True):
                 writer = writers[HELD_OUT if held_out and is_held_out(number, held_out) else TRAIN]
