@@ -41,10 +41,23 @@ class Bytes:
     def __init__(self, vocab_size: int = 301) -> None:
         self.vocab_size = vocab_size
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], special_tokens: bool = False, parse_special: bool = True
+    ) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.encode_batch(texts)
+
+    def mark_special(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return list(messages)
+
+    def count_special(self, content: Any) -> int:
+        return 0
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
         assert not add_generation_prompt
         return "".join(f"<{each['role']}>{each['content']}" for each in messages)
 
@@ -58,7 +71,9 @@ END = 256
 class Words(Bytes):
     """A tokenizer of numbers between spaces, so that a test can say which tokens it wants."""
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], special_tokens: bool = False, parse_special: bool = True
+    ) -> list[list[int]]:
         return [[int(word) for word in text.split()] for text in texts]
 
 
@@ -146,7 +161,7 @@ def test_a_folder_may_hold_pictures(tmp_path: Path, capsys: pytest.CaptureFixtur
     (source / "a.txt").write_text("text")
     (source / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     assert main(["data", "build", str(source), str(tmp_path / "data"), "--tokenizer", "bytes"]) == 0
-    assert f"skipped 1 file of {source}: not text" in capsys.readouterr().err
+    assert "left out 1 file: 1 not text" in capsys.readouterr().err
     assert read_corpus(tmp_path / "data").files == (str(source / "a.txt"),)
     with pytest.raises(ValueError, match=r"b\.png is not UTF-8"):
         build_corpus(source / "b.png", tmp_path / "other", Bytes())
@@ -207,7 +222,7 @@ def test_long_documents_are_read_in_chunks(tmp_path: Path, suffix: str) -> None:
         source.write_text(text, newline="")
     else:
         write_jsonl(source, [text])
-    pieces = list(documents.read_file(source, "text", never))
+    pieces = list(documents.read_file(source, documents.Reading(never, "text")))
     assert len(pieces) > 3
     assert max(len(piece.text) for piece in pieces) <= 2 * documents.CHUNK_CHARACTERS
     assert pieces[0].text.endswith("\n")
@@ -485,15 +500,12 @@ def test_killed_build_leaves_no_data_set_and_the_next_one_works(tmp_path: Path) 
     source = write_jsonl(tmp_path / "d.jsonl", ["ab"])
     program = f"""
 import os, pathlib, signal
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.train.data.corpus_builder import build_corpus
-
-class Bytes:
-    vocab_size, eos_ids = 301, frozenset({{256}})
-    encode_batch = staticmethod(lambda texts: [list(text.encode()) for text in texts])
 
 kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 source, destination = pathlib.Path({str(source)!r}), pathlib.Path({str(tmp_path / "data")!r})
-build_corpus(source, destination, Bytes(), progress=kill)
+build_corpus(source, destination, byte_tokenizer(), progress=kill)
 """
     done = subprocess.run([sys.executable, "-c", program], timeout=60)
     assert done.returncode == -signal.SIGKILL
@@ -532,7 +544,7 @@ def test_a_folder_that_is_not_a_data_set_is_refused(tmp_path: Path) -> None:
 # -- the standard library with a real tokenizer
 
 
-class ByteLevelBPE:
+class ByteLevelBPE(Bytes):
     """The `tokenizers` package's byte-level BPE, trained on the files given."""
 
     eos_ids = frozenset({0})
@@ -551,7 +563,9 @@ class ByteLevelBPE:
         self.model.train([str(file) for file in files], trainer)
         self.vocab_size = self.model.get_vocab_size()
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], special_tokens: bool = False, parse_special: bool = True
+    ) -> list[list[int]]:
         return [
             encoding.ids for encoding in self.model.encode_batch(texts, add_special_tokens=False)
         ]

@@ -5,11 +5,14 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.flags import add_flags, given_values
-from shardwise.commands.terminal import progress_bar
+from shardwise.commands.terminal import log, progress_bar
 from shardwise.serve.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from shardwise.formats.tokenizers.tokenizer import Tokenizer
 
 
 def add_eval(subparsers: Any) -> None:
@@ -53,6 +56,12 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data", required=True, metavar="FILE", help="a UTF-8 text file")
     parser.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="parse control tokens that are spelled out in the text; by default they are text, as "
+        "in `data build`",
+    )
+    parser.add_argument(
         "--context",
         type=int,
         metavar="N",
@@ -73,7 +82,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
     context = args.context or max_positions
     stride = args.stride or context
     check_windows(context, stride, max_positions)
-    tokens = opened.tokenizer.encode(read_utf8(Path(args.data)), special_tokens=True)
+    tokens = encode_text(opened.tokenizer, args)
     settings = EngineSettings(
         source_path(opened.source),
         **given_values(args, EngineSettings),
@@ -103,9 +112,8 @@ def run_logprobs(args: argparse.Namespace) -> int:
     check_at_least_one(args, ["context"])
     path = model_path(find_model(args.model))
     settings = EngineSettings(path, **given_values(args, EngineSettings))
-    text = read_utf8(Path(args.data))
     with progress_bar() as advance:
-        tokens = load_tokenizer(path).encode(text, special_tokens=True)
+        tokens = encode_text(load_tokenizer(path), args)
         result = compare_trainer_with_server(
             path, tokens, settings.dtype, args.context, lambda done: advance("logprobs", done)
         )
@@ -117,6 +125,17 @@ def run_logprobs(args: argparse.Namespace) -> int:
             f"{result.max_abs_difference:.2g}, by {result.mean_abs_difference:.2g} on average"
         )
     return 0
+
+
+def encode_text(tokenizer: "Tokenizer", args: argparse.Namespace) -> list[int]:
+    """Return the ids of the file --data, with what the model expects around a text; control tokens
+    that are spelled out in it are read as `data build` reads them."""
+    text = read_utf8(Path(args.data))
+    num_special = tokenizer.count_special(text)
+    if num_special:
+        meaning = "parsed as such" if args.parse_special else "read as text"
+        log(f"{num_special:,} control token{'s' * (num_special > 1)} spelled out, {meaning}")
+    return tokenizer.encode(text, special_tokens=True, parse_special=args.parse_special)
 
 
 def check_at_least_one(args: argparse.Namespace, names: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Calibration data for methods that quantize by the activations of a model: token ids, in sequences
 of one length."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.train.data.batches import TokenFile
-from shardwise.train.data.documents import read_file, source_files
+from shardwise.train.data.document_encoder import DocumentEncoder
+from shardwise.train.data.documents import Reading, read_file, source_files
 from shardwise.train.data.long_text import pieces
 
 SEQUENCE_TOKENS = 512
@@ -67,10 +67,11 @@ def open_data_set(folder: Path, tokenizer: Tokenizer) -> TokenFile:
 def first_tokens(source: Path, tokenizer: Tokenizer, most: int) -> np.ndarray:
     """Return at most `most` token ids from the start of a text."""
     tokens: list[int] = []
-    render = partial(tokenizer.chat, add_generation_prompt=False)
-    chunks = (chunk for file in source_files(source) for chunk in read_file(file, None, render))
-    for piece in pieces(chunks, tokenizer.encode_batch):
-        tokens += tokenizer.encode(piece.text)
+    encoder = DocumentEncoder(tokenizer)
+    reading = Reading(encoder.render)
+    chunks = (chunk for file in source_files(source) for chunk in read_file(file, reading))
+    for piece in pieces(chunks, encoder.encode):
+        tokens += encoder.encode([piece])[0]
         if len(tokens) >= most:
             break
     return np.array(tokens[:most], dtype=np.int64)

@@ -5,6 +5,7 @@ The package `tokenizers` does the work. Where models store what it needs is in
 https://huggingface.co/docs/transformers/main_classes/tokenizer
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,14 @@ from tokenizers import decoders
 
 from shardwise.formats.config_files import read_optional_json, write_json
 from shardwise.formats.tokenizers.bpe import CHAR_TO_BYTE
+from shardwise.formats.tokenizers.control_tokens import (
+    MARK,
+    control_pattern,
+    count_controls,
+    mark,
+    marked_backend,
+    text_backend,
+)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -37,25 +46,55 @@ class Tokenizer:
     eos_ids: frozenset[int]
     chat_template: str | None = None
 
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, special_tokens: bool = False, parse_special: bool = True
+    ) -> list[int]:
         """Return the ids of `text`. Special tokens spelled out in it, as in chat prompts, get their
-        own ids.
+        own ids; without `parse_special` they are text like any other.
 
         `special_tokens=True` also adds what the model expects around every text, such as a BOS.
         """
-        return self.encode_batch([text], special_tokens)[0]
+        return self.encode_batch([text], special_tokens, parse_special)[0]
 
-    def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], special_tokens: bool = False, parse_special: bool = True
+    ) -> list[list[int]]:
         """Encode many texts at once, on all cores."""
-        try:
-            encodings = self.backend.encode_batch_fast(
-                list(texts), add_special_tokens=special_tokens
-            )
-        except TypeError as error:  # raised for strings that UTF-8 cannot encode
-            raise ValueError(
-                "the text is not valid Unicode: it contains half of a surrogate pair"
-            ) from error
-        return [encoding.ids for encoding in encodings]
+        if parse_special or not any(map(self.count_special, texts)):
+            return _encode(self.backend, texts, special_tokens)
+        return _encode(self._text_backend, texts, special_tokens)
+
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode conversations whose messages went through `mark_special`: only the special tokens
+        of the chat template get their own ids."""
+        is_marked = any(MARK in text for text in texts)
+        return _encode(self._marked_backend if is_marked else self.backend, texts, False)
+
+    def mark_special(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return messages in which special tokens are marked as text, for `encode_marked`."""
+        marked: list[Mapping[str, Any]] = mark(messages, self._special_texts, self._special_pattern)
+        return marked
+
+    def count_special(self, content: Any) -> int:
+        """Return how many special tokens are spelled out in a text, or in messages."""
+        return count_controls(content, self._special_pattern)
+
+    @cached_property
+    def _special_texts(self) -> list[str]:
+        added = self.backend.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return control_pattern(self._special_texts)
+
+    @cached_property
+    def _text_backend(self) -> Backend:
+        return text_backend(self.backend)
+
+    @cached_property
+    def _marked_backend(self) -> Backend:
+        return marked_backend(self.backend)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
@@ -168,6 +207,16 @@ class Tokenizer:
             generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         if generation:
             write_json(folder / "generation_config.json", generation)
+
+
+def _encode(backend: Backend, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
+    try:
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+    except TypeError as error:  # raised for strings that UTF-8 cannot encode
+        raise ValueError(
+            "the text is not valid Unicode: it contains half of a surrogate pair"
+        ) from error
+    return [encoding.ids for encoding in encodings]
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

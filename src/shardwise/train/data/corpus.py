@@ -35,13 +35,14 @@ class Split:
 @dataclass(frozen=True)
 class Corpus:
     """The content of `data.json`: what a data set holds. `files` are the source files in reading
-    order."""
+    order; `special_tokens` counts the control tokens that are spelled out in them."""
 
     dtype: str
     vocab_size: int
     end_of_text: int
     splits: Mapping[str, Split]
     files: tuple[str, ...]
+    special_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -76,6 +77,7 @@ def read_corpus(folder: Path) -> Corpus:
             record["end_of_text"],
             splits,
             tuple(record["files"]),
+            record.get("special_tokens", 0),
         )
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

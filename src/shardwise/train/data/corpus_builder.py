@@ -11,13 +11,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from shardwise.atomic import exclusive, partial_path, remove, written_aside
 from shardwise.train.data.corpus import FORMAT_VERSION, HELD_OUT, START_DTYPE, TRAIN, Corpus, Split
-from shardwise.train.data.documents import Messages, TextChunk, read_file, source_files
+from shardwise.train.data.document_encoder import DocumentEncoder, DocumentTokenizer
+from shardwise.train.data.documents import Reading, TextChunk, fail, read_file, source_files
 from shardwise.train.data.long_text import pieces
 
 BATCH_CHARACTERS = 1 << 22
@@ -26,29 +26,15 @@ BATCH_CHUNKS = 1 << 12
 Progress = Callable[[int, int, int], None]  # source bytes done, total, tokens
 
 
-class Encoder(Protocol):
-    """The part of a tokenizer that building needs; `encode_batch` adds no special tokens."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-
-    def encode_batch(self, texts: list[str], /) -> list[list[int]]: ...
-
-    def chat(self, messages: Messages, add_generation_prompt: bool, /) -> str: ...
-
-    def save(self, folder: Path, /) -> object: ...
-
-
 def build_corpus(
     source: Path | Sequence[Path],
     destination: Path,
-    tokenizer: Encoder,
+    tokenizer: DocumentTokenizer,
     held_out: float = 0.0,
     progress: Progress | None = None,
     field: str | None = None,
+    parse_special: bool = False,
+    on_bad: Callable[[ValueError], None] = fail,
 ) -> Corpus:
     """Tokenize text into a data set, and return what it holds.
 
@@ -66,6 +52,10 @@ def build_corpus(
         held_out: the share of documents in the held-out split, chosen by a hash of the document's
             number. Each split gets at least one document; a last document that is most of the text
             is split in two.
+        parse_special: parse control tokens that are spelled out in documents, which are text
+            otherwise. Those of the chat template are parsed either way.
+        on_bad: called with the error of a row that holds no document; where it returns, the row is
+            left out.
 
     Raises ValueError for a destination in use, a source without text, and a file that cannot be
     read (with its line or row).
@@ -79,21 +69,13 @@ def build_corpus(
             "The tokenizer has no end-of-text token to separate documents; define one."
         )
     destination = destination.resolve()
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    encoder = DocumentEncoder(tokenizer, parse_special)
+    reading = Reading(encoder.render, field, on_bad)
     try:
         refuse_used(destination)
         files = source_files(source)
         with staged(destination) as folder:
-            splits = write_splits(files, folder, tokenizer, dtype, held_out, progress, field)
-            tokenizer.save(folder)
-            corpus = Corpus(
-                dtype.name,
-                tokenizer.vocab_size,
-                min(tokenizer.eos_ids),
-                splits,
-                tuple(str(file) for file in files),
-            )
-            write_corpus(corpus, folder)
+            corpus = write_data_set(files, folder, encoder, reading, held_out, progress)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise ValueError(
@@ -103,6 +85,31 @@ def build_corpus(
 
 
 # -- the data set
+
+
+def write_data_set(
+    files: Sequence[Path],
+    folder: Path,
+    encoder: DocumentEncoder,
+    reading: Reading,
+    held_out: float,
+    progress: Progress | None,
+) -> Corpus:
+    """Write all files of a data set, and return what it holds."""
+    tokenizer = encoder.tokenizer
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    splits = write_splits(files, folder, encoder, reading, dtype, held_out, progress)
+    tokenizer.save(folder)
+    corpus = Corpus(
+        dtype.name,
+        tokenizer.vocab_size,
+        min(tokenizer.eos_ids),
+        splits,
+        tuple(str(file) for file in files),
+        encoder.num_special,
+    )
+    write_corpus(corpus, folder)
+    return corpus
 
 
 def write_corpus(corpus: Corpus, folder: Path) -> None:
@@ -116,6 +123,7 @@ def write_corpus(corpus: Corpus, folder: Path) -> None:
             for name, split in corpus.splits.items()
         },
         "files": corpus.files,
+        "special_tokens": corpus.special_tokens,
     }
     (folder / "data.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -210,29 +218,24 @@ class SplitWriter:
 def write_splits(
     files: Sequence[Path],
     folder: Path,
-    tokenizer: Encoder,
+    encoder: DocumentEncoder,
+    reading: Reading,
     dtype: np.dtype,
     held_out: float,
     progress: Progress | None,
-    field: str | None,
 ) -> dict[str, Split]:
     """Tokenize the files into one or two splits in `folder`, and return their sizes."""
-    end_of_text = min(tokenizer.eos_ids)
+    end_of_text = min(encoder.tokenizer.eos_ids)
+    vocab_size = encoder.tokenizer.vocab_size
     total_bytes = sum(file.stat().st_size for file in files)
     done_bytes = number = 0
     with ExitStack() as stack:
         names = [TRAIN, HELD_OUT] if held_out else [TRAIN]
-        writers = {
-            name: SplitWriter(folder, name, dtype, tokenizer.vocab_size, stack) for name in names
-        }
-
-        def render(messages: Messages) -> str:
-            return tokenizer.chat(messages, False)
-
-        chunks = (chunk for file in files for chunk in read_file(file, field, render))
-        for batch in batched(pieces(chunks, tokenizer.encode_batch)):
-            encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
-            for chunk, tokens in zip(batch, encoded, strict=True):
+        writers = {name: SplitWriter(folder, name, dtype, vocab_size, stack) for name in names}
+        chunks = (chunk for file in files for chunk in read_file(file, reading))
+        for batch in batched(pieces(chunks, encoder.encode)):
+            encoder.count(batch)
+            for chunk, tokens in zip(batch, encoder.encode(batch), strict=True):
                 writer = writers[HELD_OUT if held_out and is_held_out(number, held_out) else TRAIN]
                 writer.append(tokens)
                 if chunk.ends_document and writer.end_document(end_of_text):

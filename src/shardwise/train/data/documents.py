@@ -13,6 +13,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -37,11 +38,33 @@ NOT_LIBRARY = COMPILED | {
 
 
 class TextChunk(NamedTuple):
-    """A document or a part of one, and the number of source bytes read for it."""
+    """A document or a part of one, and the number of source bytes read for it. `is_chat`: it is a
+    rendered conversation."""
 
     text: str
     ends_document: bool
     source_bytes: int
+    is_chat: bool = False
+
+
+def fail(bad_row: ValueError) -> None:
+    raise bad_row
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The way in which documents are read.
+
+    Attributes:
+        render: returns a list of messages as text.
+        field: what holds a document in JSON and .parquet; None is "text", or else "messages".
+        on_bad: called with an error that names a row (line, item) that holds no document; where it
+            returns, the row is left out.
+    """
+
+    render: Render
+    field: str | None = None
+    on_bad: Callable[[ValueError], None] = fail
 
 
 def source_files(source: Path | Sequence[Path]) -> list[Path]:
@@ -60,7 +83,7 @@ def source_files(source: Path | Sequence[Path]) -> list[Path]:
 
 def text_files(root: Path) -> list[Path]:
     """Return the files under `root` without binary ones: folders of text may hold pictures too."""
-    return [file for file in walk(root) if not is_binary(file)]
+    return [file for file in walk(root) if file.is_file() and not is_binary(file)]
 
 
 def is_binary(path: Path) -> bool:
@@ -73,30 +96,41 @@ def is_binary(path: Path) -> bool:
 
 def walk(root: Path, excluded: frozenset[str] = COMPILED) -> list[Path]:
     """Return the files under `root`, sorted by the parts of their paths, without hidden files and
-    excluded folders."""
+    excluded folders. Linked folders are walked once, after all others; broken links are returned.
+    """
 
-    def fail(error: OSError) -> None:
+    def fail_to_list(error: OSError) -> None:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}.")
 
     files = []
-    for folder, folders, names in os.walk(root, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in excluded]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
+    walked = set()
+    roots = [root]
+    while roots:
+        for folder, folders, names in os.walk(roots.pop(0), onerror=fail_to_list):
+            identity = os.path.realpath(folder)
+            if identity in walked:
+                folders.clear()
+                continue
+            walked.add(identity)
+            seen = [Path(folder, name) for name in sorted(folders) if not name.startswith(".")]
+            seen = [path for path in seen if path.name not in excluded]
+            roots += [path for path in seen if path.is_symlink()]
+            folders[:] = [path.name for path in seen if not path.is_symlink()]
+            files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(files, key=lambda file: file.parts)
 
 
-def read_file(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
+def read_file(path: Path, reading: Reading) -> Iterator[TextChunk]:
     """Yield the documents of one file, which may be compressed (.gz).
 
-    `field` holds the document in JSON and .parquet; None is "text", or else "messages". A list of
-    messages is rendered as text. Raises ValueError with the line or row that cannot be read.
+    Raises ValueError for a file that cannot be read; rows of it go to `reading.on_bad`.
     """
     if path.suffix.lower() in COMPRESSED:
         raise ValueError(
             f"{path} is compressed in a way that is not read; decompress it, or use .gz."
         )
     reader = READERS.get(format_of(path))
-    return reader(path, field, render) if reader else read_text(path)
+    return reader(path, reading) if reader else read_text(path)
 
 
 def format_of(path: Path) -> str:
@@ -145,22 +179,22 @@ def read_text(path: Path) -> Iterator[TextChunk]:
                 text = text[end:]
 
 
-def read_json(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
+def read_json(path: Path, reading: Reading) -> Iterator[TextChunk]:
     """Yield the documents of a JSON list of objects, or of JSON lines under the name .json.
 
-    Without `field` a file whose first object has no document is itself one, such as the settings of
+    Without a field a file whose first object has no document is itself one, such as the settings of
     a program among its sources.
     """
     with open_bytes(path) as file:
         first = file.readline().removeprefix(codecs.BOM_UTF8)
         is_list = first.lstrip().startswith(b"[")
         content = parsed_json(first + file.read() if is_list else first)
-    if is_list and isinstance(content, list) and (field or has_document(content[:1])):
+    if is_list and isinstance(content, list) and (reading.field or has_document(content[:1])):
         for number, record in enumerate(content, 1):
-            yield from read_record(record, 0, f"{path}, item {number}", field, render)
-    elif not is_list and (field or has_document([content])):
-        yield from read_jsonl(path, field, render)
-    elif field:
+            yield from read_record(record, 0, f"{path}, item {number}", reading)
+    elif not is_list and (reading.field or has_document([content])):
+        yield from read_jsonl(path, reading)
+    elif reading.field:
         raise ValueError(f"{path} is neither a JSON list of objects nor JSON lines.")
     else:
         yield from read_text(path)
@@ -180,41 +214,67 @@ def has_document(records: Sequence[object]) -> bool:
     return isinstance(first, dict) and default_field(first) in first
 
 
-def read_jsonl(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
+def read_jsonl(path: Path, reading: Reading) -> Iterator[TextChunk]:
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
             try:
-                line_text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{where} is not UTF-8 text; convert the file or remove the line."
-                ) from error
-            if not line_text.strip():
+                record = parsed_line(line, number, where)
+            except ValueError as error:
+                reading.on_bad(error)
                 continue
-            try:
-                record = json.loads(line_text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is not JSON: {error}.") from error
-            yield from read_record(record, len(line), where, field, render)
+            if record is not None:
+                yield from read_record(record, len(line), where, reading)
+
+
+def parsed_line(line: bytes, number: int, where: str) -> object:
+    """Return the value of a JSON line, None for an empty one. Raises ValueError, naming `where`."""
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8 text; convert the file or remove the line."
+        ) from error
+    if not text.strip():
+        return None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}.") from error
+    return [] if record is None else record  # null, which is no object either
 
 
 def read_record(
-    record: object, num_bytes: int, where: str, field: str | None, render: Render
+    record: object, num_bytes: int, where: str, reading: Reading
 ) -> Iterator[TextChunk]:
     """Yield the document in a field of a JSON object."""
-    if not isinstance(record, dict):
-        raise ValueError(
-            f'{where} is not a JSON object; each must look like {{"{field or TEXT}": "..."}}.'
-        )
-    name = field or default_field(record)
-    if name not in record:
-        raise ValueError(f'{where} has no field "{name}", only {names_of(record)}.')
-    place = f'The field "{name}" of {where}'
-    yield from text_chunks(as_text(record[name], render, place), num_bytes, place)
+    try:
+        if not isinstance(record, dict):
+            raise ValueError(
+                f'{where} is not a JSON object; each must look like {{"{reading.field or TEXT}": '
+                '"..."}.'
+            )
+        name = reading.field or default_field(record)
+        if name not in record:
+            raise ValueError(f'{where} has no field "{name}", only {names_of(record)}.')
+    except ValueError as error:
+        reading.on_bad(error)
+        return
+    yield from read_value(record[name], num_bytes, f'The field "{name}" of {where}', reading)
 
 
-def read_parquet(path: Path, field: str | None, render: Render) -> Iterator[TextChunk]:
+def read_value(value: object, num_bytes: int, place: str, reading: Reading) -> Iterator[TextChunk]:
+    """Yield the document that is a text or a list of messages; `place` names it in errors."""
+    try:
+        text = render_messages(value, reading.render, place) if isinstance(value, list) else value
+        valid = valid_text(text, place)
+    except ValueError as error:
+        reading.on_bad(error)
+        return
+    yield from text_chunks(valid, num_bytes, is_chat=isinstance(value, list))
+
+
+def read_parquet(path: Path, reading: Reading) -> Iterator[TextChunk]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -225,7 +285,7 @@ def read_parquet(path: Path, field: str | None, render: Render) -> Iterator[Text
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            name = field or default_field(columns)
+            name = reading.field or default_field(columns)
             if name not in columns:
                 raise ValueError(f'{path} has no column "{name}", only {names_of(columns)}.')
             row = 0
@@ -233,7 +293,7 @@ def read_parquet(path: Path, field: str | None, render: Render) -> Iterator[Text
             for batch in file.iter_batches(batch_size=256, columns=[name]):
                 for value in batch.column(0).to_pylist():
                     place = f'The column "{name}" of {path}, row {row},'
-                    yield from text_chunks(as_text(value, render, place), row_bytes, place)
+                    yield from read_value(value, row_bytes, place, reading)
                     row += 1
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}.") from error
@@ -243,25 +303,36 @@ def default_field(names: Mapping[str, object] | Sequence[str]) -> str:
     return MESSAGES if MESSAGES in names and TEXT not in names else TEXT
 
 
-def as_text(value: object, render: Render, where: str) -> object:
-    """Return a list of messages as text, and anything else as it is; `where` names it in errors."""
-    if not isinstance(value, list):
-        return value
+def render_messages(value: list[Any], render: Render, place: str) -> str:
+    """Return a list of messages as text. Raises ValueError, naming `place`, for another list."""
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(
-                f'{where} is neither text nor messages: item {number} must look like {{"role": '
+                f'{place} is neither text nor messages: item {number} must look like {{"role": '
                 f'"user", "content": "..."}}.'
             )
     if not value:
-        raise ValueError(f"{where} has no messages.")
+        raise ValueError(f"{place} has no messages.")
     try:
         return render(value)
     except ValueError as error:
-        raise ValueError(f"{where} cannot be rendered as text: {error}.") from error
+        raise ValueError(f"{place} cannot be rendered as text: {error}.") from error
 
 
-READERS: dict[str, Callable[[Path, str | None, Render], Iterator[TextChunk]]] = {
+def valid_text(text: object, place: str) -> str:
+    """Return a document. Raises ValueError, naming `place`, if it is no valid text."""
+    if not isinstance(text, str):
+        raise ValueError(f"{place} is not text but {json.dumps(text, default=repr)[:40]}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place} holds half of a surrogate pair, which is not valid text."
+        ) from error
+    return text
+
+
+READERS: dict[str, Callable[[Path, Reading], Iterator[TextChunk]]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": read_json,
@@ -274,23 +345,14 @@ def names_of(names: Mapping[str, object] | Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names) or "none"
 
 
-def text_chunks(text: object, source_bytes: int, where: str) -> Iterator[TextChunk]:
-    """Yield the chunks of a document that is in memory; `where` names it in errors."""
-    if not isinstance(text, str):
-        raise ValueError(f"{where} is not text but {json.dumps(text, default=repr)[:40]}.")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{where} holds half of a surrogate pair, which is not valid text."
-            ) from error
+def text_chunks(text: str, source_bytes: int, is_chat: bool) -> Iterator[TextChunk]:
+    """Yield the chunks of a document that is in memory."""
     start = 0
     while len(text) - start > CHUNK_CHARACTERS:
         end = break_point(text, start, start + CHUNK_CHARACTERS)
-        yield TextChunk(text[start:end], False, 0)
+        yield TextChunk(text[start:end], False, 0, is_chat)
         start = end
-    yield TextChunk(text[start:], True, source_bytes)
+    yield TextChunk(text[start:], True, source_bytes, is_chat)
 
 
 def break_point(text: str, start: int, stop: int) -> int:
@@ -306,7 +368,7 @@ def python_source_files() -> list[Path]:
     files = [
         file
         for file in walk(root, NOT_LIBRARY)
-        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
+        if file.suffix == ".py" and file.is_file() and not file.name.startswith("_sysconfigdata")
     ]
     if not files:
         raise ValueError(

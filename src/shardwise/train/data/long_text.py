@@ -21,7 +21,7 @@ MOST_TRIES = 16
 PLACES = (re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\n)(?=\S)"))
 """Between words, and after line breaks."""
 
-Encode = Callable[[list[str]], list[list[int]]]
+Encode = Callable[[list[TextChunk]], list[list[int]]]
 
 
 class Cut(NamedTuple):
@@ -44,7 +44,7 @@ def pieces(
         text += chunk.text
         num_bytes += chunk.source_bytes
         while len(text) >= num_wanted + AROUND:
-            cut = find_cut(text, encode)
+            cut = find_cut(chunk._replace(text=text), encode)
             if cut is None:
                 num_wanted = 2 * len(text)
                 continue
@@ -59,15 +59,17 @@ def pieces(
             num_wanted = piece_characters
 
 
-def find_cut(text: str, encode: Encode) -> Cut | None:
+def find_cut(chunk: TextChunk, encode: Encode) -> Cut | None:
     """Return a place near the end of a text where it can be cut, or None."""
+    text = chunk.text
     end = len(text) - AROUND
     for pattern in PLACES:
         places = [match.start() for match in pattern.finditer(text, max(1, end - SEARCHED), end)]
         for place in reversed(places[-MOST_TRIES:]):
             before = text[max(0, place - AROUND) : place]
             after = text[place : place + AROUND]
-            whole, left, right, spaceless = encode([before + after, before, after, after[1:]])
+            tried = (before + after, before, after, after[1:])
+            whole, left, right, spaceless = encode([chunk._replace(text=each) for each in tried])
             if whole == left + right:
                 return Cut(place, place)
             if whole == left + spaceless and after.startswith(" "):
