@@ -97,7 +97,12 @@ class Writer:
 
 
 def gptq(
-    bits: int, group: int | None, symmetric: bool, version: int = 1, g_idx: bool = True
+    bits: int,
+    group: int | None,
+    symmetric: bool,
+    version: int = 1,
+    g_idx: bool = True,
+    named_version: int | None = None,
 ) -> Writer:
     def write(shape: tuple[int, int], random: torch.Generator) -> tuple[Tensors, Tensor]:
         drawn = draw(shape, bits, group, symmetric, random, torch.float16)
@@ -117,7 +122,7 @@ def gptq(
         "group_size": group or -1,
         "desc_act": False,
         "sym": symmetric,
-        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "checkpoint_format": "gptq" if (named_version or version) == 1 else "gptq_v2",
     }
     return Writer(config, write)
 
@@ -239,7 +244,10 @@ WRITERS = {
     "gptq-4-v2": gptq(4, 32, False, version=2),
     "gptq-8": gptq(8, 32, False), "gptq-8-sym-row": gptq(8, None, True, g_idx=False),
     "gptq-3": gptq(3, 32, False),
-    "gptq-3-sym": gptq(3, 32, True), "awq": awq(32), "awq-16": awq(16),
+    "gptq-3-sym": gptq(3, 32, True),
+    "gptq-4-sym-v2-as-v1": gptq(4, 32, True, version=2, named_version=1),
+    "gptq-8-sym-v2-as-v1": gptq(8, None, True, version=2, named_version=1),
+    "awq": awq(32), "awq-16": awq(16),
     "packed-4": compressed(4, 32, True),
     "packed-4-zero": compressed(4, 16, False),
     "packed-4-row": compressed(4, None, True, torch.float32),

@@ -52,14 +52,15 @@ def _read_gptq(quantization: FolderQuantization, matrix: StoredMatrix, get: GetT
     scheme = quantization.scheme
     num_rows, _ = matrix.shape
     packed = _bytes_of(_required(get, "qweight").t())
-    zeros = unpack(_bytes_of(_required(get, "qzeros")), scheme.bits)
-    zeros = zeros[:, :num_rows].t().contiguous()
-    if quantization.zeros_minus_one:
-        zeros = (zeros + 1) & (scheme.levels - 1)
+    stored = unpack(_bytes_of(_required(get, "qzeros")), scheme.bits)
+    stored = stored[:, :num_rows].t().contiguous()
+    zeros = (stored + 1) & (scheme.levels - 1) if quantization.zeros_minus_one else stored
     scales = _required(get, "scales").t()
     if scheme.zero:
         return packed, scales, zeros
-    if not (zeros == scheme.levels // 2).all():
+    middle = scheme.levels // 2
+    # some files say version 1 and store symmetric zero points as version 2 does
+    if not (zeros == middle).all() and not (stored == middle).all():
         raise ValueError(
             f"{matrix.stem} should be symmetric, but its zero points are not all in the middle"
         )
