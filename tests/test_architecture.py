@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src/shardwise"
 
 CORE = {
-    "atomic", "block", "chunks", "config", "environment", "hardware", "kv_pages", "layout",
-    "params", "precision", "setting", "shards", "suggest",
+    "atomic", "block", "chunks", "config", "environment", "hardware", "json_text", "kv_pages",
+    "layout", "params", "precision", "setting", "shards", "suggest",
 }  # fmt: skip
 MODEL_SIDE = {"core", "quant", "kernels", "model", "formats"}
 LAYERS: dict[str, set[str]] = {
@@ -286,6 +286,18 @@ def test_a_name_is_defined_in_one_file() -> None:
     assert twice == SAME_NAMES.keys(), {
         name: homes[name] for name in sorted(twice ^ SAME_NAMES.keys())
     }
+
+
+def test_one_function_writes_json() -> None:
+    """`json.dumps` writes NaN, which is not JSON; a chat template has transformers' own."""
+    allowed = {"shardwise.json_text", "shardwise.formats.tokenizers.chat_template"}
+    writers = {
+        module
+        for module in sources()
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.dumps", "json.dump")
+    }
+    assert writers == allowed
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

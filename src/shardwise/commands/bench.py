@@ -2,13 +2,13 @@
 (bench_serve.py)."""
 
 import argparse
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.bench_serve import add_bench_serve
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import log, print_rows, rows_json
+from shardwise.json_text import json_text
 from shardwise.layout import Layout
 from shardwise.measure.rows import Row, ratios_to_first
 from shardwise.measure.workload import StepSizes
@@ -81,7 +81,7 @@ def run_bench_train(args: argparse.Namespace) -> int:
             log(str(failure))
             if args.json:
                 failed = rows_json(rows, {}, "layout") | {"failed": str(failure)}
-                print(json.dumps(failed))
+                print(json_text(failed))
             return 1
         except Stopped as stop:
             return 128 + stop.signal

@@ -1,11 +1,11 @@
 """`shardwise convert`: write any model as a Hugging Face folder, or quantized."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import Advance, progress_bar
+from shardwise.json_text import json_text
 from shardwise.quantize.quant_config import METHODS
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def run_convert(args: argparse.Namespace) -> int:
             "params": converted.params,
             "checked_logits": converted.checked_logits,
         }
-        print(json.dumps(result))
+        print(json_text(result))
     else:
         print(summary(args, converted))
     return 0

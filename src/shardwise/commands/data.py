@@ -1,12 +1,12 @@
 """`shardwise data build`: tokenize text into a training dataset."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import log, progress_bar
+from shardwise.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.formats.tokenizers.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ def run_data_build(args: argparse.Namespace) -> int:
             "skipped_rows": bad_rows.number,
             "left_out_files": len(left_out),
         }
-        print(json.dumps({**result, **counts}))
+        print(json_text({**result, **counts}))
     else:
         print(
             f"{destination}: {corpus.tokens:,} tokens in {corpus.documents:,} documents, "

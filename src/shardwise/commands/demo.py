@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
+from shardwise.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +77,7 @@ def run_demo(args: argparse.Namespace) -> int:
             "chat": answer,
             "seconds": seconds,
         }
-        print(json.dumps(result))
+        print(json_text(result))
     return 0 if trained.last_loss < trained.first_loss else 1
 
 

@@ -2,13 +2,13 @@
 log-probabilities."""
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import log, progress_bar
+from shardwise.json_text import json_text
 from shardwise.serve.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
             model.logits, tokens, context, stride, lambda done: advance("perplexity", done)
         )
     if args.json:
-        print(json.dumps(asdict(result)))
+        print(json_text(asdict(result)))
     else:
         print(
             f"perplexity {result.perplexity:.4g} over {result.tokens:,} tokens, "
@@ -118,7 +118,7 @@ def run_logprobs(args: argparse.Namespace) -> int:
             path, tokens, settings.dtype, args.context, lambda done: advance("logprobs", done)
         )
     if args.json:
-        print(json.dumps(asdict(result)))
+        print(json_text(asdict(result)))
     else:
         print(
             f"{result.tokens:,} tokens: log-probabilities of trainer and server differ by at most "

@@ -1,7 +1,6 @@
 """`shardwise generate`: one completion of one prompt, streamed to the terminal."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import format_rate
+from shardwise.json_text import json_text
 from shardwise.serve.request import CompletionOutput, Request, SamplingParams, check_length
 from shardwise.serve.settings import EngineSettings
 
@@ -97,7 +97,7 @@ def run_generate(args: argparse.Namespace) -> int:
     request = Request(tuple(tokens), params, starts_text=args.chat)
     completed = complete(model, request, show, **values)
     if args.json:
-        print(json.dumps(asdict(completed)))
+        print(json_text(asdict(completed)))
     else:
         write_stdout("\n")
         print(completed.summary(), file=sys.stderr)

@@ -1,12 +1,12 @@
 """`shardwise parity`: check that a layout computes what one rank computes."""
 
 import argparse
-import json
 import math
 import sys
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
+from shardwise.json_text import json_text
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS
 
@@ -106,7 +106,7 @@ def run_parity(args: argparse.Namespace) -> int:
     except RankFailed as failure:
         print(failure, file=sys.stderr)
         if args.json:
-            print(json.dumps({"ok": False, "layout": str(layout), "failed": str(failure)}))
+            print(json_text({"ok": False, "layout": str(layout), "failed": str(failure)}))
         return 1
     except Stopped as stop:
         return 128 + stop.signal
@@ -115,7 +115,7 @@ def run_parity(args: argparse.Namespace) -> int:
     if parity.stopped:
         return 128 + parity.stopped
     if args.json:
-        print(json.dumps(parity_json(trial, found.name, parity)))
+        print(json_text(parity_json(trial, found.name, parity)))
     else:
         print_parity(trial, found.name, parity)
     return 0 if parity.is_equal else 1

@@ -1,12 +1,12 @@
 """`shardwise plan`: does a model fit, why not, and what would."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
 from shardwise.hardware import GPUS_PER_NODE, MARGIN
+from shardwise.json_text import json_text
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS
 
@@ -144,7 +144,7 @@ def run_plan(args: argparse.Namespace) -> int:
     except UnknownArchitecture as unknown:
         return plan_weights(args, unknown)
     if args.json:
-        print(json.dumps(result.to_json()))
+        print(json_text(result.to_json()))
     else:
         from shardwise.plan.report import print_plan
 
@@ -181,7 +181,7 @@ def plan_weights(args: argparse.Namespace, unknown: ValueError) -> int:
         modes,
     )
     if args.json:
-        print(json.dumps(result.to_json()))
+        print(json_text(result.to_json()))
     else:
         print("\n".join(result.sentences()))
     return 0 if result.fits else 1
@@ -225,7 +225,7 @@ def print_known(as_json: bool) -> None:
 
     known = {"models": list(CATALOGUE), "gpus": list(DEVICES)}
     if as_json:
-        print(json.dumps(known))
+        print(json_text(known))
     else:
         for kind, names in known.items():
             print(f"{kind}: {', '.join(names)}")

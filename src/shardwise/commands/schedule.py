@@ -2,11 +2,11 @@
 picture."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from shardwise.commands.terminal import result_console
+from shardwise.json_text import json_text
 from shardwise.layout import Schedule
 from shardwise.suggest import nearest
 
@@ -96,7 +96,7 @@ def run_schedule(args: argparse.Namespace) -> int:
     if args.csv:
         args.csv.write_text(csv_text(table), encoding="utf-8")
     if args.json:
-        print(json.dumps(timeline_json(timeline)))
+        print(json_text(timeline_json(timeline)))
     else:
         from shardwise.plan.terminal import print_timeline
 
@@ -128,7 +128,7 @@ def show_trace(args: argparse.Namespace) -> int:
             "measured": timeline_json(traced.measured),
             "predicted": timeline_json(traced.predicted),
         }
-        print(json.dumps({"layout": str(traced.layout), "step": traced.step, **both}))
+        print(json_text({"layout": str(traced.layout), "step": traced.step, **both}))
         return 0
     console = result_console()
     for what, timeline in (

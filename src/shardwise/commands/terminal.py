@@ -1,11 +1,11 @@
 """Output of commands: results on stdout, progress and logs on stderr."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from shardwise.json_text import json_text
 from shardwise.measure.rows import Row
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def print_rows(
 ) -> None:
     """Print one line per figure and one column per case, then the ratios."""
     if as_json:
-        print(json.dumps(rows_json(rows, ratios, case_key)))
+        print(json_text(rows_json(rows, ratios, case_key)))
         return
     from rich.table import Table
 

@@ -1,7 +1,6 @@
 """`shardwise train` and `shardwise config`: a training run from one TOML file."""
 
 import argparse
-import json
 import shlex
 import signal
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import log
+from shardwise.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.train.loop import Outcome
@@ -56,7 +56,7 @@ def run_train(args: argparse.Namespace) -> int:
 
     overrides = list(args.overrides)
     if args.layout is not None:
-        overrides.append(f"run.layout={json.dumps(args.layout)}")
+        overrides.append(f"run.layout={json_text(args.layout)}")
     settings = read_settings(Path(args.config), overrides)
     folder = settings.run.folder
     try:
@@ -64,7 +64,7 @@ def run_train(args: argparse.Namespace) -> int:
     except RankFailed as failure:
         print(failure, file=sys.stderr)
         if args.json:
-            print(json.dumps({"run": folder, "failed": str(failure)}))
+            print(json_text({"run": folder, "failed": str(failure)}))
         log(f"the run failed; {how_to_resume(folder)}")
         return 1
     except OutOfMemory as error:  # one rank runs in this process
@@ -81,7 +81,7 @@ def run_train(args: argparse.Namespace) -> int:
     failed = bool(outcome.diverged or outcome.unsaved)
     if is_first_rank():
         if args.json:
-            print(json.dumps({"run": folder, **asdict(outcome)}))
+            print(json_text({"run": folder, **asdict(outcome)}))
         if outcome.stopped or failed:
             log(summarize_outcome(outcome, folder))
         elif not args.json:
@@ -152,5 +152,5 @@ def add_config(subparsers: Any) -> None:
 def run_config(args: argparse.Namespace) -> int:
     from shardwise.train.settings import Settings, to_toml
 
-    print(json.dumps(asdict(Settings())) if args.json else to_toml(Settings(), explained=True))
+    print(json_text(asdict(Settings())) if args.json else to_toml(Settings(), explained=True))
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import check_flag
+from shardwise.json_text import json_text
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def read_optional_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write an object as indented UTF-8 JSON."""
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json_text(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def get_flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:

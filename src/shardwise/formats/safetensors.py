@@ -6,7 +6,6 @@ https://huggingface.co/docs/safetensors
 """
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.formats.dtype_names import TORCH_NAMES
+from shardwise.json_text import json_text
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, each) for name, each in TORCH_NAMES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -64,6 +64,6 @@ def _encode_header(shapes: Shapes) -> bytes:
         stop = start + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, stop)}
         start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json_text(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -11,6 +11,7 @@ from contextlib import aclosing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from shardwise.json_text import json_text
 from shardwise.measure.load_test import RequestFailed
 from shardwise.serve.engine_client import EngineClient, EngineDied, QueueFull
 from shardwise.serve.request import Request, SamplingParams
@@ -147,7 +148,7 @@ def request_bytes(
     host: str, path: str, api_key: str | None, payload: dict[str, Any] | None
 ) -> bytes:
     method = "GET" if payload is None else "POST"
-    body = b"" if payload is None else json.dumps(payload).encode()
+    body = b"" if payload is None else json_text(payload).encode()
     headers = {
         "Host": host,
         "Connection": "close",
@@ -191,4 +192,4 @@ def error_message(error: bytes | dict[str, Any]) -> str:
         event = json.loads(error) if isinstance(error, bytes) else error
         return str(event["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        return repr(error[:200]) if isinstance(error, bytes) else json.dumps(error)
+        return repr(error[:200]) if isinstance(error, bytes) else json_text(error)

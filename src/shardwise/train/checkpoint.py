@@ -22,6 +22,7 @@ from shardwise.formats.run_checkpoint import (
     list_checkpoints,
 )
 from shardwise.formats.safetensors import write_safetensors
+from shardwise.json_text import json_text
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.state_store import StateStore
 from shardwise.params import ParamSpec
@@ -73,7 +74,7 @@ def write_rank(folder: Path, store: StateStore, mesh: Mesh) -> None:
     path = folder / name
     sha256 = write_safetensors(path, shapes, (view for *_, view in owned(store, mesh)))
     record = {"entries": entries, "bytes": path.stat().st_size, "sha256": sha256}
-    (folder / f"{name}.json").write_text(json.dumps(record))
+    (folder / f"{name}.json").write_text(json_text(record))
 
 
 def owned(store: StateStore, mesh: Mesh) -> Iterator[tuple[State, ParamSpec, Box, Tensor]]:
@@ -106,7 +107,7 @@ def publish(aside: Path, target: Path, layout: str, specs: Iterable[ParamSpec], 
         "files": files,
         "entries": entries,
     }
-    (aside / "index.json").write_text(json.dumps(index))
+    (aside / "index.json").write_text(json_text(index))
     (aside / "index.sha256").write_text(checksum(aside / "index.json"))
     for path in (aside / "index.json", aside / "index.sha256"):
         sync(path)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.hardware import device_for
+from shardwise.json_text import json_text
 from shardwise.parallel.memory import peak_memory_bytes
 from shardwise.parallel.mesh import Mesh
 
@@ -200,7 +201,7 @@ class Metrics:
 
     def _write(self, row: dict[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json_text(row) + "\n")
         except OSError as error:  # a full disk must not end the run
             if self._is_written:
                 self.log(

@@ -6,7 +6,6 @@ RUN/metrics.jsonl    one line per step
 RUN/checkpoints/
 """
 
-import json
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from shardwise.atomic import exclusive, partial_path, written_aside
 from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.run_checkpoint import list_checkpoints, newest_checkpoint
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.json_text import json_text
 from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_space
 from shardwise.train.checkpoint import remove_partial
@@ -133,7 +133,7 @@ def write_run_folder(folder: Path, run: Run) -> None:
     try:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         load_tokenizer(data).save(folder / "model")
-        config = json.dumps(to_hugging_face(run.config), indent=2) + "\n"
+        config = json_text(to_hugging_face(run.config), indent=2) + "\n"
         (folder / "model" / "config.json").write_text(config)
         shutil.copyfile(data / "data.json", folder / "data.json")
         with written_aside(folder / SETTINGS_FILE, unique=False) as aside:

@@ -5,7 +5,6 @@ The dataclasses below are the only list of settings: reader, errors and the comm
 follow from it."""
 
 import difflib
-import json
 import math
 import tomllib
 import types
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardwise.config import ModelConfig
+from shardwise.json_text import json_text
 from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import BUCKET_BYTES
 from shardwise.precision import GradientPrecision, Precision, ReductionPrecision
@@ -198,7 +198,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     if folder is not None:
-        override_setting(raw, f"run.folder={json.dumps(str(folder))}")
+        override_setting(raw, f"run.folder={json_text(str(folder))}")
     for override in overrides:
         override_setting(raw, override)
     return parse_section(Settings, raw, "")
@@ -306,4 +306,4 @@ def to_toml(settings: Settings, explained: bool = False) -> str:
 
 def to_toml_value(value: str | float | bool) -> str:
     """Return a TOML value: JSON except for one character, which TOML requires to be escaped."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json_text(value, ensure_ascii=False).replace("\x7f", "\\u007f")

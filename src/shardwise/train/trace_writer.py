@@ -5,13 +5,13 @@ RUN/trace/step-3.json   Chrome's trace format, for Perfetto or chrome://tracing
 RUN/trace/step-3.svg    with a pipeline: the measured timeline above the simulated one
 """
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwise.atomic import written_aside
+from shardwise.json_text import json_text
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.spans import WAIT, Span
@@ -29,7 +29,7 @@ def write_trace(folder: Path, mesh: Mesh, step: int) -> str:
     failure = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(event) for event in trace_events(spans, mesh))
+        lines = (json_text(event) for event in trace_events(spans, mesh))
         rank_path(path, mesh.rank).write_text(",\n".join(lines), encoding="utf-8")
     except OSError as error:
         failure = f"{path} cannot be written: {error.strerror}"
@@ -68,7 +68,7 @@ def join_ranks(path: Path, mesh: Mesh, step: int) -> None:
     paths = [each for each in paths if each.exists()]
     with written_aside(path, unique=False) as aside, aside.open("w", encoding="utf-8") as file:
         file.write(
-            f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(header)}, "traceEvents": [\n'
+            f'{{"displayTimeUnit": "ms", "otherData": {json_text(header)}, "traceEvents": [\n'
         )
         for each in paths:
             file.write((",\n" if each != paths[0] else "") + each.read_text(encoding="utf-8"))

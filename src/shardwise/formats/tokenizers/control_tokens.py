@@ -13,6 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from shardwise.json_text import json_text
+
 MARK = "\ufdd0\ufdd1"
 """Two code points that are no characters, and in no text."""
 
@@ -39,7 +41,7 @@ def marked_backend(backend: Backend) -> Backend:
     for token in record["added_tokens"]:
         if token["special"]:
             token["normalized"] = False  # match before marks are removed
-    return Backend.from_str(json.dumps(record))
+    return Backend.from_str(json_text(record))
 
 
 def mark(value: Any, tokens: Collection[str], pattern: re.Pattern[str]) -> Any:

@@ -8,12 +8,12 @@ a known field that would change the completion, but is not supported, is refused
 "1" is not 1.
 """
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
+from shardwise.json_text import json_text
 from shardwise.serve.request import GrammarKind, SamplingParams
 
 MAX_PROMPTS = 1024  # the length of an engine's queue
@@ -126,7 +126,7 @@ class ResponseFormat(StrictModel):
             raise ValueError(
                 "response_format must have the schema under json_schema.schema, as an object"
             )
-        return "json_schema", json.dumps(schema)
+        return "json_schema", json_text(schema)
 
 
 SAMPLING_FIELDS = (
@@ -190,7 +190,7 @@ class GenerationRequest(BaseRequest):
             if name == "regex" and isinstance(value, str):
                 return "regex", value
             if name == "json" and isinstance(value, str | dict):
-                return "json_schema", value if isinstance(value, str) else json.dumps(value)
+                return "json_schema", value if isinstance(value, str) else json_text(value)
             raise ValueError(
                 "structured_outputs must be a schema under json, or a text under regex"
             )

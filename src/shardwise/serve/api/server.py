@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from shardwise.formats.tokenizers.tokenizer import SPECIAL_NAMES
+from shardwise.json_text import json_text
 from shardwise.serve.api.chat import chat_request, complete_chat, stream_chat
 from shardwise.serve.api.completions import complete, completion_requests, stream_completion
 from shardwise.serve.api.errors import ApiError, to_api_error
@@ -150,7 +151,7 @@ def add_generation(app: FastAPI, service: Service) -> None:
     def error_event(error: Exception) -> str:
         api_error = to_api_error(error)
         service.metrics.errors.labels(api_error.code).inc()
-        return json.dumps(api_error.body())
+        return json_text(api_error.body())
 
     @app.post(
         "/v1/completions", response_model=None, responses={200: {"model": Completion}, **ERRORS}

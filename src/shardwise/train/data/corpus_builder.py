@@ -5,7 +5,6 @@ the ids of the whole document (`long_text.py`).
 """
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.atomic import exclusive, partial_path, remove, written_aside
+from shardwise.json_text import json_text
 from shardwise.train.data.corpus import FORMAT_VERSION, HELD_OUT, START_DTYPE, TRAIN, Corpus, Split
 from shardwise.train.data.document_encoder import DocumentEncoder, DocumentTokenizer
 from shardwise.train.data.documents import Reading, TextChunk, fail, read_file, source_files
@@ -125,7 +125,7 @@ def write_corpus(corpus: Corpus, folder: Path) -> None:
         "files": corpus.files,
         "special_tokens": corpus.special_tokens,
     }
-    (folder / "data.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "data.json").write_text(json_text(record, indent=1) + "\n")
 
 
 def refuse_used(destination: Path) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from shardwise.json_text import json_text
+
 CHUNK_CHARACTERS = 1 << 20
 TEXT = "text"
 MESSAGES = "messages"
@@ -322,7 +324,7 @@ def render_messages(value: list[Any], render: Render, place: str) -> str:
 def valid_text(text: object, place: str) -> str:
     """Return a document. Raises ValueError, naming `place`, if it is no valid text."""
     if not isinstance(text, str):
-        raise ValueError(f"{place} is not text but {json.dumps(text, default=repr)[:40]}.")
+        raise ValueError(f"{place} is not text but {json_text(text, default=repr)[:40]}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
