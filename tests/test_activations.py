@@ -509,25 +509,35 @@ def test_the_loss_saves_two_gradients(dtype: torch.dtype) -> None:
     share = share_of(config, Layout(), microbatch)
     final_norm = share.tokens * (config.hidden_size * element_bytes + 4)
     chunk = 18 * config.vocab_size * (element_bytes + (4 if element_bytes < 4 else 0))
-    logits = logits_bytes(config, Layout(), 0, microbatch, element_bytes)
+    logits = logits_bytes(config, Layout(), 0, microbatch, element_bytes, element_bytes)
     assert kept == head_bytes(config, share, element_bytes) - final_norm + logits - chunk
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("tokens", [17, 3000])
 def test_the_logits_row_is_the_peak_of_the_loss(
-    dtype: torch.dtype, tokens: int, tmp_path: Path
+    dtype: torch.dtype, grad_dtype: torch.dtype, tokens: int, tmp_path: Path
 ) -> None:
     """Besides the gradient of its input; all of 17 rows of 32,000 logits, and one chunk of three or
     six of 3,000. Columns of one number a row, some 40 bytes together, are not counted."""
     config = replace(LLAMA, hidden_size=8, vocab_size=32_000)
     x = torch.randn(1, tokens, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(32_000, 8, dtype=dtype, requires_grad=True)
+    weight.grad_dtype = grad_dtype
     targets = torch.randint(32_000, (1, tokens))
     peak, _ = peak_bytes(
         lambda: cross_entropy(x, weight, targets, cross_entropy_grad_), tmp_path / "trace.json"
     )
-    planned = logits_bytes(config, Layout(), 0, MicroBatchShape(1, tokens), dtype.itemsize)
+    microbatch = MicroBatchShape(1, tokens)
+    planned = logits_bytes(config, Layout(), 0, microbatch, dtype.itemsize, grad_dtype.itemsize)
     assert 0 <= peak - x.nbytes - planned <= 100 * tokens
 
 

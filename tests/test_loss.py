@@ -160,6 +160,26 @@ def test_bf16_is_the_definition_to_its_own_rounding(rows: int) -> None:
     assert_close((dx, dw), wanted[1:], BF16)
 
 
+def test_fp32_gradients_of_bf16_weights_are_summed_in_fp32() -> None:
+    """Over 50 chunks: the gradient of the weight against the same factors in fp64, to what rounding
+    the factors to 8 bits costs; a sum in bf16 is several times further away."""
+    x, weight, targets = (each.to(torch.bfloat16) for each in drawn(1500, 24, 90))
+    targets = targets.long().clamp(0, 89)
+    (exact,) = torch.autograd.grad(
+        definition(x.double(), wide := weight.double().requires_grad_(), targets), wide
+    )
+    errors = {}
+    for grad_dtype in (torch.bfloat16, torch.float32):
+        leaf = weight.clone().requires_grad_()
+        leaf.grad_dtype = grad_dtype
+        with patch.multiple(loss, PRODUCT_BYTES=30 * 90 * 2, SOFTMAX_BYTES=4000):
+            (found,) = torch.autograd.grad(cross_entropy(x, leaf, targets), leaf)
+        assert found.dtype == grad_dtype
+        errors[grad_dtype] = float((found.double() - exact).norm() / exact.norm())
+    assert errors[torch.float32] < 2e-3
+    assert errors[torch.float32] < errors[torch.bfloat16] / 3, errors
+
+
 def test_bf16_keeps_the_gradient_of_an_almost_certain_token() -> None:
     """1 - p is about 1e-4, which a subtraction from 1 in bf16 loses; the gradient is within 1 % of
     fp64."""
@@ -245,7 +265,9 @@ def test_gradients_do_not_depend_on_uninitialized_memory(
     )
     wanted = with_gradients(cross_entropy, x, weight, targets)
     empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda tensor: empty_like(tensor).fill_(torch.nan))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *given, **named: empty_like(*given, **named).fill_(torch.nan)
+    )
     got = with_gradients(cross_entropy, x, weight, targets)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
 

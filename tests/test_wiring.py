@@ -268,6 +268,22 @@ def test_fp32_gradients_of_bf16_weights_keep_what_bf16_would_round(
     )
 
 
+@pytest.mark.parametrize("layout", ["dp1", "dp1.z3"])
+def test_the_heads_gradient_reaches_the_fp32_sum_unrounded(
+    data: Path, tmp_path: Path, layout: str
+) -> None:
+    """One micro-batch, so what is no bf16 number was summed in fp32 by the loss itself."""
+    settings = tiny_settings(data, tmp_path, layout=layout, precision="bf16", gradients="fp32")
+    program, mesh = program_of(settings)
+    take_step(program, mesh, make_batches(settings, mesh).batch(0), 0.0, 0.0)
+    rounded = {
+        spec.name: bool(torch.equal(grad, grad.bfloat16().float()))
+        for spec, _, grad in program.store.owned("gradient")
+    }
+    name = "embed" if program.config.tied else "head"
+    assert [each for each, is_rounded in rounded.items() if not is_rounded] == [name]
+
+
 # -- data and evaluation
 
 

@@ -43,7 +43,8 @@ def cross_entropy(
     part that the backward adds. So each chunk of rows goes through the matmul, the softmax and the
     two matmuls of the gradients, and is then dropped, as in the Liger kernels. At most
     PRODUCT_BYTES of logits exist at once in the dtype of x, and SOFTMAX_BYTES in fp32 if
-    `cross_entropy_grad` needs them.
+    `cross_entropy_grad` needs them. The gradient of the weight is summed over chunks in the
+    weight's `grad_dtype`, and returned in it.
 
     With `seams`, `weight` is this rank's shard of a vocabulary of `vocab_size` rows, followed by
     padding. Logits are never gathered: ranks exchange the maximum and two sums per token.
@@ -54,8 +55,9 @@ def cross_entropy(
         x = x.detach()
         weight = weight.detach()
     shard = VocabShard(seams, weight.shape[0], vocab_size or weight.shape[0])
+    grad_dtype = (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
     total: Tensor = LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, targets.flatten(), shard, cross_entropy_grad
+        x.flatten(0, -2), weight, targets.flatten(), shard, cross_entropy_grad, grad_dtype
     )
     return total
 
@@ -91,10 +93,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         shard: VocabShard,
         cross_entropy_grad: CrossEntropyGrad,
+        grad_dtype: torch.dtype,
     ) -> Tensor:
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         dx = torch.empty_like(x) if needs_dx else None
-        dw = (torch.empty_like if len(x) else torch.zeros_like)(weight) if needs_dw else None
+        new = torch.empty_like if len(x) else torch.zeros_like
+        dw = new(weight, dtype=grad_dtype) if needs_dw else None
         total = x.new_zeros((), dtype=torch.float32)
         vocab = weight.shape[0]
         row_chunks = list(chunks(len(x), PRODUCT_BYTES // (vocab * x.element_size())))
@@ -110,19 +114,42 @@ class LinearCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 torch.mm(logits, weight, out=dx[rows])
             if dw is not None:
-                torch.addmm(dw, logits.t(), x[rows], beta=int(rows.start > 0), out=dw)
+                add_product(dw, logits, x[rows], is_first=rows.start == 0)
         ctx.save_for_backward(dx, dw)
         return total
 
     @staticmethod
     def backward(
         ctx: Any, *scales: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         dx, dw = ctx.saved_tensors
         (scale,) = scales
         dx = None if dx is None else dx.mul_(scale)
         dw = None if dw is None else dw.mul_(scale)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
+
+
+def add_product(dw: Tensor, dlogits: Tensor, x: Tensor, is_first: bool) -> None:
+    """Add dlogits^T x, of dlogits [rows, V] and x [rows, D], to dw [V, D], which the first product
+    overwrites.
+
+    For a wider dw than the factors, CPUs multiply in its dtype, a few columns of dlogits at a time.
+    GPUs, whose fp32 products are many times slower, round each product before they add it.
+    """
+    beta = int(not is_first)
+    if dw.dtype == x.dtype:
+        torch.addmm(dw, dlogits.t(), x, beta=beta, out=dw)
+        return
+    on_cpu = dw.device.type == "cpu"
+    factor = x.to(dw.dtype) if on_cpu else x
+    for columns in chunks(len(dw), SOFTMAX_BYTES // (len(x) * dw.element_size())):
+        part = dlogits[:, columns].t()
+        if on_cpu:
+            torch.addmm(dw[columns], part.to(dw.dtype), factor, beta=beta, out=dw[columns])
+        elif is_first:
+            dw[columns].copy_(part @ factor)
+        else:
+            dw[columns].add_(part @ factor)
 
 
 def local_targets(targets: Tensor, shard: VocabShard) -> Targets:

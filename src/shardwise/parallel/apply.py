@@ -97,6 +97,9 @@ def apply(
         offload,
         tied=frozenset({"embed"} if config.tied else ()),
     )
+    if mesh.coord.pp == layout.pp - 1:
+        head = store.weights([model.head_name])[model.head_name]
+        head.grad_dtype = grad_dtype  # the loss sums its gradient over chunks of tokens
     stages = stage_pieces(config, layout)
     actions = schedule.ranks[mesh.coord.pp] if schedule else None
     table = step_table(config, layout, mesh.coord.pp, overlap=overlap, actions=actions)

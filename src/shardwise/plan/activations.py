@@ -232,18 +232,28 @@ def head_gradient_bytes(layout: Layout, stage: int, num_bytes: int) -> int:
 
 
 def logits_bytes(
-    config: ModelConfig, layout: Layout, stage: int, microbatch: MicroBatchShape, element_bytes: int
+    config: ModelConfig,
+    layout: Layout,
+    stage: int,
+    microbatch: MicroBatchShape,
+    element_bytes: int,
+    grad_bytes: int,
 ) -> int:
     """Return the peak bytes of the loss: the gradient of the head's weight, a chunk of logits, and
     a chunk of the softmax in fp32, which is the same memory where logits are in fp32. Native
-    kernels need no fp32 chunk: up to SOFTMAX_BYTES less."""
+    kernels need no fp32 chunk: up to SOFTMAX_BYTES less. For a gradient in fp32 of a head in bf16
+    (`grad_bytes`, `element_bytes`), CPUs widen its factors."""
     if stage < layout.pp - 1:
         return 0
     share = share_of(config, layout, microbatch)
     rows = longest_chunk(share.tokens, PRODUCT_BYTES // (share.vocab * element_bytes))
     wide_rows = longest_chunk(rows, SOFTMAX_BYTES // (share.vocab * 4)) if element_bytes < 4 else 0
-    gradient = head_gradient_bytes(layout, stage, share.vocab * share.hidden * element_bytes)
-    return gradient + share.vocab * (rows * element_bytes + wide_rows * 4)
+    widened = 0
+    if grad_bytes > element_bytes:
+        columns = longest_chunk(share.vocab, SOFTMAX_BYTES // (rows * grad_bytes))
+        widened = rows * (columns + share.hidden) * grad_bytes
+    gradient = head_gradient_bytes(layout, stage, share.vocab * share.hidden * grad_bytes)
+    return gradient + share.vocab * rows * element_bytes + max(share.vocab * wide_rows * 4, widened)
 
 
 def peak_held(

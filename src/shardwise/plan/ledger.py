@@ -178,8 +178,10 @@ class TrainingMemory:
             rows["optimizer"] = 0
         if self.microbatch is not None:
             given = (self.config, self.layout, stage, self.microbatch)
-            rows["activations"] = activation_bytes(*given, computed_bytes(self.precision))
-            rows["logits"] = logits_bytes(*given, computed_bytes(self.precision))
+            computed = computed_bytes(self.precision)
+            rows["activations"] = activation_bytes(*given, computed)
+            is_fsdp = self.layout.shard == "fsdp"  # which widens gradients as it sends them
+            rows["logits"] = logits_bytes(*given, computed, computed if is_fsdp else each.gradients)
         return rows
 
     def ledger(self, stage: int) -> Ledger:
