@@ -392,15 +392,37 @@ def test_compressed_text_is_read_and_other_compression_refused(tmp_path: Path) -
     source = tmp_path / "source"
     source.mkdir()
     (source / "a.txt.gz").write_bytes(gzip.compress(b"text"))
-    (source / "b.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0\0")
+    (source / "b.jsonl.xz").write_bytes(b"\xfd7zXZ\0\0")
     build_corpus(source, tmp_path / "data", Bytes())
     assert texts_in(tmp_path / "data") == ["text"]
-    with pytest.raises(ValueError, match=r"b\.jsonl\.zst is compressed in a way that is not read"):
-        build_corpus(source / "b.jsonl.zst", tmp_path / "other", Bytes())
+    with pytest.raises(ValueError, match=r"b\.jsonl\.xz is compressed in a way that is not read"):
+        build_corpus(source / "b.jsonl.xz", tmp_path / "other", Bytes())
     for damaged in (gzip.compress(b"text" * 99)[:-9], b"no gzip"):
         (source / "a.txt.gz").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"a\.txt\.gz is not a complete gzip file"):
             build_corpus(source / "a.txt.gz", tmp_path / "other", Bytes())
+
+
+def test_zstandard_is_read(tmp_path: Path) -> None:
+    zstd = pytest.importorskip("backports.zstd")
+    source = tmp_path / "source"
+    source.mkdir()
+    frames = [zstd.compress(json.dumps({"text": text}).encode() + b"\n") for text in ("é", "two")]
+    (source / "a.jsonl.zst").write_bytes(b"".join(frames))
+    (source / "b.txt.ZST").write_bytes(zstd.compress(b"text"))
+    build_corpus(source, tmp_path / "data", Bytes())
+    assert texts_in(tmp_path / "data") == ["é", "two", "text"]
+    for damaged in (frames[0] + frames[1][:-3], b"no frame"):
+        (source / "a.jsonl.zst").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.jsonl\.zst is not a complete Zstandard file"):
+            build_corpus(source / "a.jsonl.zst", tmp_path / "other", Bytes())
+
+
+def test_zstandard_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "backports", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0\0")
+    with pytest.raises(ValueError, match=r"needs an extra: in the clone, pip install '\.\[zstd\]'"):
+        build_corpus(tmp_path, tmp_path / "data", Bytes())
 
 
 # -- bad input

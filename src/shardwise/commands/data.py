@@ -35,8 +35,8 @@ def add_data(subparsers: Any) -> None:
     build.add_argument(
         "source",
         metavar="SOURCE",
-        help="a file or folder of text, .jsonl, .json or .parquet, also .gz; or `python`, the "
-        "source of Python's standard library",
+        help="a file or folder of text, .jsonl, .json or .parquet, also .gz or .zst; or `python`, "
+        "the source of Python's standard library",
     )
     build.add_argument("destination", metavar="DST", help="folder to write")
     build.add_argument(

@@ -24,8 +24,9 @@ TEXT = "text"
 MESSAGES = "messages"
 """The fields that are read where none is named: a text, or else a conversation."""
 
-COMPRESSED = (".zst", ".bz2", ".xz", ".zip", ".lz4")
-"""The suffixes of compressed files that are not read."""
+READ_COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".bz2", ".xz", ".zip", ".lz4")
+"""The suffixes of compressed files that are read, and of those that are not."""
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]
@@ -90,7 +91,7 @@ def text_files(root: Path) -> list[Path]:
 
 def is_binary(path: Path) -> bool:
     """Return whether a file has none of the known formats and a zero byte near its start."""
-    if format_of(path) in READERS or path.suffix.lower() == ".gz":
+    if format_of(path) in READERS or path.suffix.lower() in READ_COMPRESSED:
         return False
     with path.open("rb") as file:
         return b"\0" in file.read(8192)
@@ -123,36 +124,50 @@ def walk(root: Path, excluded: frozenset[str] = COMPILED) -> list[Path]:
 
 
 def read_file(path: Path, reading: Reading) -> Iterator[TextChunk]:
-    """Yield the documents of one file, which may be compressed (.gz).
+    """Yield the documents of one file, which may be compressed (.gz, .zst).
 
     Raises ValueError for a file that cannot be read; rows of it go to `reading.on_bad`.
     """
     if path.suffix.lower() in COMPRESSED:
         raise ValueError(
-            f"{path} is compressed in a way that is not read; decompress it, or use .gz."
+            f"{path} is compressed in a way that is not read; decompress it, or use .gz or .zst."
         )
     reader = READERS.get(format_of(path))
     return reader(path, reading) if reader else read_text(path)
 
 
 def format_of(path: Path) -> str:
-    """Return the lower-case suffix of a file, or that before .gz."""
-    name = path.name.lower().removesuffix(".gz")
-    return Path(name).suffix
+    """Return the lower-case suffix of a file, or that before .gz or .zst."""
+    is_compressed = path.suffix.lower() in READ_COMPRESSED
+    return Path(path.stem if is_compressed else path.name).suffix.lower()
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, decompressed if it ends in .gz. Raises ValueError for damaged ones."""
-    if path.suffix.lower() != ".gz":
+    """Open a file, decompressed if it ends in .gz or .zst. Raises ValueError for damaged ones."""
+    suffix = path.suffix.lower()
+    if suffix not in READ_COMPRESSED:
         with path.open("rb") as plain:
             yield plain
         return
+    open_compressed, damage = zstd_opener(path) if suffix == ".zst" else (gzip.open, zlib.error)
     try:
-        with gzip.open(path, "rb") as file:
+        with open_compressed(path, "rb") as file:
             yield cast(BinaryIO, file)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file: {error}.") from error
+    except (gzip.BadGzipFile, EOFError, damage) as error:
+        kind = "Zstandard" if suffix == ".zst" else "gzip"
+        raise ValueError(f"{path} is not a complete {kind} file: {error}.") from error
+
+
+def zstd_opener(path: Path) -> tuple[Callable[..., Any], type[Exception]]:
+    """Return the function that opens a Zstandard file, and the error of damaged ones."""
+    try:
+        from backports import zstd
+    except ImportError as error:
+        raise ValueError(
+            f"Reading {path} needs an extra: in the clone, pip install '.[zstd]'."
+        ) from error
+    return zstd.open, zstd.ZstdError
 
 
 def read_text(path: Path) -> Iterator[TextChunk]:
