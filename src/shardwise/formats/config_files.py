@@ -87,9 +87,9 @@ class Fields:
         for name, supported in self.only.items():
             value = raw.get(name)
             if value is not None and value not in supported:
-                works = " or ".join(json.dumps(each) for each in supported) or "null"
+                works = " or ".join(json_text(each) for each in supported) or "null"
                 raise ValueError(
-                    f"{within}{name} = {json.dumps(value):.60} is not supported; {works} works"
+                    f"{within}{name} = {json_text(value):.60} is not supported; {works} works"
                 )
         known = self.read | self.harmless | self.only.keys() | own
         is_on = (name for name, value in raw.items() if value is not None and value is not False)
