@@ -520,6 +520,28 @@ def test_a_wrong_request_is_a_400_that_names_the_field(
     assert engine.engine.num_steps == 0
 
 
+TOO_LONG = "x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a", TOO_LONG]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
+        ("/v1/embeddings", {"input": TOO_LONG}, "input"),
+        ("/tokenize", {"prompt": TOO_LONG}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    client: TestClient, path: str, body: Any, param: str
+) -> None:
+    error = post(client, path, body, 400)["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert re.search(r"at least [\d,]+ tokens, but the limit is 256", error["message"])
+    assert re.search(r"a text of [\d,]+ bytes may fit", error["message"])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_that_must_not_be_called_are_no_hindrance(client: TestClient, stream: bool) -> None:
     answer = client.post(

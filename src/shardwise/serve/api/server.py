@@ -86,6 +86,7 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         reports = asyncio.ensure_future(log_throughput(engine))
         yield
         reports.cancel()
+        service.encoder.close()
         await engine.close()
 
     docs_url = None if settings.no_docs else "/docs"
@@ -233,33 +234,16 @@ def add_tokenization(app: FastAPI, service: Service) -> None:
     @app.post(
         "/tokenize", response_model=None, responses={200: {"model": TokenizeResponse}, **ERRORS}
     )
-    async def tokenize(body: TokenizeRequest) -> Response:
-        service.model_name(body)
-        if (body.prompt is None) == (body.messages is None):
-            raise ValueError("prompt or messages must be given, and not both")
-        if body.prompt is None:
-            tokens = await service.chat_tokens(body)
-        else:
-            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
-        texts = None
-        if body.return_token_strs:
-            texts = await asyncio.to_thread(service.token_texts, tokens)
-        return json_response(
-            TokenizeResponse(
-                count=len(tokens),
-                max_model_len=service.engine.max_len,
-                tokens=tokens,
-                token_strs=texts,
-            )
-        )
+    async def post_tokenize(body: TokenizeRequest, request: Request) -> Response:
+        return json_response(await while_connected(request.receive, tokenize(service, body)))
 
     @app.post(
         "/detokenize", response_model=None, responses={200: {"model": DetokenizeResponse}, **ERRORS}
     )
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def post_detokenize(body: DetokenizeRequest, request: Request) -> Response:
         service.model_name(body)
         check_ids("tokens", body.tokens, service.engine.vocab_size)
-        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)
+        text = await while_connected(request.receive, service.encoder.decode(body.tokens))
         return json_response(DetokenizeResponse(prompt=text))
 
     @app.get("/tokenizer_info", responses=ERRORS)
@@ -267,6 +251,23 @@ def add_tokenization(app: FastAPI, service: Service) -> None:
         """Describe the tokenizer; lm-eval probes this route to learn that the server tokenizes."""
         special = {name: service.tokenizer.special.get(name) for name in SPECIAL_NAMES}
         return TokenizerInfo(**special, chat_template=service.tokenizer.chat_template)
+
+
+async def tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
+    """Return the token ids of a text or of a conversation."""
+    service.model_name(body)
+    if (body.prompt is None) == (body.messages is None):
+        raise ValueError("prompt or messages must be given, and not both")
+    if body.prompt is None:
+        tokens = await service.chat_tokens(body)
+    else:
+        tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=service.engine.max_len,
+        tokens=tokens,
+        token_strs=await service.token_texts(tokens) if body.return_token_strs else None,
+    )
 
 
 def add_status(app: FastAPI, service: Service, admission: Admission) -> None:

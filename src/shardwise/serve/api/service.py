@@ -7,6 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from shardwise.formats.tokenizers.text_bound import text_bound
+from shardwise.serve.api.encoder import TextEncoder
 from shardwise.serve.api.errors import ApiError
 from shardwise.serve.api.metrics import Metrics
 from shardwise.serve.api.requests import (
@@ -19,6 +21,7 @@ from shardwise.serve.api.responses import CachedTokens, Usage
 from shardwise.serve.api.streaming import merge
 from shardwise.serve.engine_client import EngineClient
 from shardwise.serve.request import (
+    ContextLengthExceeded,
     Delta,
     Logprob,
     Request,
@@ -30,6 +33,8 @@ from shardwise.serve.request import (
 from shardwise.serve.sampling.detokenize import is_byte_token
 from shardwise.serve.settings import ServerSettings
 
+IDS_AT_ONCE = 1024
+
 
 class Service:
     """The engine as endpoints use it."""
@@ -39,6 +44,8 @@ class Service:
         self.settings = settings
         self.metrics = metrics
         self.tokenizer = engine.tokenizer
+        self.encoder = TextEncoder(engine.tokenizer)
+        self.text_bound = text_bound(engine.tokenizer.backend)
 
     def model_name(self, body: BaseRequest) -> str:
         """Return the model's name in the request, by default the server's first. Raises a 404."""
@@ -60,15 +67,29 @@ class Service:
 
         `field` is the name of the prompt in the request.
         """
-        tokens = await self.encode(prompt, special_tokens) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            tokens = await self.encode(prompt, special_tokens, field)
+        else:
+            tokens = prompt
         check_ids(field, tokens, self.engine.vocab_size)
         if not tokens:
             raise ValueError(f"{field} is empty; give it at least one token")
         return tokens
 
-    async def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """Tokenize in another thread: a long text takes a second, which must not block others."""
-        return await asyncio.to_thread(self.tokenizer.encode, text, special_tokens)
+    async def encode(self, text: str, special_tokens: bool, field: str = "prompt") -> list[int]:
+        """Return the token ids of a text, which is encoded only if it may fit into the context.
+
+        Raises ContextLengthExceeded for one that cannot, with what can.
+        """
+        bound = self.text_bound
+        max_len = self.engine.max_len
+        if bound is not None and (fewest := bound.fewest_tokens(text)) > max_len:
+            raise ContextLengthExceeded(
+                f"{field} has {len(text):,} characters, which are at least {fewest:,} tokens, but "
+                f"the limit is {max_len}; a text of {max_len * bound.token_bytes:,} bytes may fit",
+                field,
+            )
+        return await self.encoder.encode(text, special_tokens)
 
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Return the token ids of a conversation in the model's chat template."""
@@ -76,7 +97,7 @@ class Service:
         text = await asyncio.to_thread(
             self.tokenizer.chat, messages, body.add_generation_prompt is not False
         )
-        return await self.prompt_tokens(text, bool(body.add_special_tokens))
+        return await self.prompt_tokens(text, bool(body.add_special_tokens), "messages")
 
     def make_request(
         self,
@@ -133,8 +154,13 @@ class Service:
             return bytes((int(token[3:5], 16),))
         return token.replace("▁", " ").encode()
 
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
-        return [self.token_text(id) for id in ids]
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts of tokens; other requests run in between."""
+        texts = []
+        for start in range(0, len(ids), IDS_AT_ONCE):
+            texts += [self.token_text(id) for id in ids[start : start + IDS_AT_ONCE]]
+            await asyncio.sleep(0)
+        return texts
 
     def token_text(self, id: int) -> str:
         """Return the text of a token, or OpenAI's `bytes:\\xe2\\x80` for a part of a character."""
