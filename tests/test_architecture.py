@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src/shardwise"
 
 CORE = {
     "atomic", "block", "chunks", "config", "environment", "hardware", "json_text", "kv_pages",
-    "layout", "params", "precision", "setting", "shards", "suggest",
+    "lasting_stream", "layout", "params", "precision", "setting", "shards", "suggest",
 }  # fmt: skip
 MODEL_SIDE = {"core", "quant", "kernels", "model", "formats"}
 LAYERS: dict[str, set[str]] = {

@@ -201,6 +201,20 @@ def test_our_own_faults_are_not_hidden(error: Exception, monkeypatch: pytest.Mon
         main(["fail"])
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("args", "code"), [(["plan", "gpt2", "--gpu", "l4"], 0), (["x"], 2)])
+def test_a_full_disk_under_the_log_is_no_fault(args: list[str], code: int) -> None:
+    """Nor is a pipe whose reader has left."""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, os.fdopen(pipe, "w") as broken:
+        for stderr in (full, broken):
+            done = subprocess.run(
+                [*COMMAND, *args], stdout=subprocess.DEVNULL, stderr=stderr, timeout=60
+            )
+            assert done.returncode == code
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_no_fault(closed: str) -> None:
     """What would go to a closed stream goes nowhere, and nowhere else: stdout stays one JSON

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -79,13 +79,19 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, PATIENCE_S))
 
 
-def remote(path: Path, said: list[str] | None = None, **settings: Any) -> RemoteEngine:
+def remote(
+    path: Path,
+    said: list[str] | None = None,
+    pauses_s: Sequence[float] = process.PAUSES_S,
+    **settings: Any,
+) -> RemoteEngine:
     chosen: dict[str, Any] = {"dtype": "fp32", "kv_bytes": 1 << 23} | settings
     return RemoteEngine(
         EngineSettings(path, **chosen),
         read_config(path),
         load_tokenizer(path),
         ([] if said is None else said).append,
+        pauses_s,
     )
 
 
@@ -230,19 +236,43 @@ def test_one_that_dies_is_told_of_and_started_again(
         assert time.monotonic() - began < 2
         with pytest.raises(EngineDied, match="started again"):
             await tokens_of(engine)
+        await asyncio.sleep(0)
         assert not engine.is_ready and said[-1] == "it is started again"
         await engine.restart
         assert engine.is_ready and pid_of(engine) != pid
         assert_gone(pid)
         assert await tokens_of(engine) == expected
-        monkeypatch.setattr(process, "QUICK_S", 1e9)
-        os.kill(pid_of(engine), signal.SIGKILL)
-        with pytest.raises(EngineDied, match="code -9"):
-            await tokens_of(engine, LONG)
-        assert "not started again" in said[-1] and not engine.is_ready
         await engine.close()
         assert set(children(os.getpid())) <= set(others)
         assert not list(own_temporary_folder.iterdir())
+
+    run(check())
+
+
+def test_one_that_ends_early_is_started_again_after_growing_pauses(folder: Path) -> None:
+    """Failed starts count too, an engine that lasts starts the count again, and one that keeps
+    ending early is lost in the end."""
+
+    async def check() -> None:
+        said: list[str] = []
+        engine = remote(folder, said, pauses_s=(0.0, 0.01, 0.02))
+        await engine.start()
+        os.kill(pid_of(engine), signal.SIGKILL)
+        with pytest.raises(EngineDied, match="code -9"):
+            await tokens_of(engine, LONG)
+        await asyncio.sleep(0)
+        assert not engine.is_running and said[-1] == "it is started again in 0.01 s"
+        await engine.restart
+        assert engine.is_running and await tokens_of(engine)
+        engine.settings = replace(engine.settings, model=folder / "gone")
+        os.kill(pid_of(engine), signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            await engine.lost.wait()
+        assert said[-3] == "it is started again in 0.02 s" and "not be started" in said[-2]
+        assert said[-1] == "it ended early 3 times in a row, and is not started again"
+        with pytest.raises(EngineDied, match="for good"):
+            await tokens_of(engine)
+        await engine.close()
 
     run(check())
 
@@ -404,7 +434,8 @@ def test_ranks_end_together_and_are_started_again(
             EngineDied, match=r"the engine has ended: rank 1 failed first, with exit code -?\d+$"
         ):
             await engine.embed(list(range(200)) * 20)
-        assert not engine.is_lost and said[-1] == "it is started again"
+        await asyncio.sleep(0)
+        assert not engine.lost.is_set() and said[-1] == "it is started again"
         await engine.close()
         for pid in (first, second):
             assert_gone(pid)

@@ -618,13 +618,9 @@ def test_a_full_queue_is_a_429_and_a_dead_engine_a_503(
         dead = client.post(path, json=body)
         assert dead.status_code == 503 and dead.json()["error"]["message"] == "rank 1 was killed"
         assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 503
-        engine.is_lost = True
-        assert (
-            client.get("/health")
-            .json()["error"]["message"]
-            .startswith("the engine has ended for good")
-        )
-        assert client.get("/health").status_code == 503
+        engine.is_running = False
+        for unavailable in (dead, client.get("/health"), client.get("/ready")):
+            assert unavailable.status_code == 503 and int(unavailable.headers["retry-after"]) > 0
         assert "shardwise_kv_pages" not in client.get("/metrics").text
 
 

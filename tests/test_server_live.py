@@ -7,9 +7,12 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +20,8 @@ import openai
 import pytest
 
 from shardwise.cli import main
-from shardwise.serve.api.server import Server, bind, make_app
+from shardwise.serve.api.lifetime import Server, bind
+from shardwise.serve.api.server import make_app
 from shardwise.serve.api.streaming import ClientDisconnected, EventStream, merge
 from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
@@ -478,6 +482,56 @@ def test_a_stream_that_is_cut_off_says_so(
 
     run(scenario())
     assert "Traceback" not in capfd.readouterr().err
+
+
+STUCK = """
+import asyncio, threading
+from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
+from shardwise.serve.api import lifetime
+from shardwise.serve.settings import ServerSettings
+
+class Engine:
+    tokenizer = byte_tokenizer()
+    max_len = 10
+    is_running = True
+    lost = asyncio.Event()
+
+    async def start(self):
+        pass
+
+    async def stats(self):
+        return await asyncio.to_thread(threading.Event().wait)  # for ever
+
+    close = start
+
+lifetime.END_S = 0.5
+lifetime.serve_forever(Engine(), ServerSettings(("tiny",)), lifetime.bind("127.0.0.1", 0), 0.1)
+"""
+
+
+def test_a_signal_ends_a_server_whose_threads_never_end(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        url = server.stderr.readline().rpartition(" ")[2].strip()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{url}/ready", timeout=0.1)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(LIMIT_S) == 1
+
+
+def test_a_server_whose_engine_is_lost_stops(model: TinyModel) -> None:
+    async def scenario() -> None:
+        engine = TinyEngine(model)
+        async with serving(engine) as live:
+            watch = asyncio.create_task(live.server.stop_if_lost())
+            engine.lost.set()
+            await asyncio.wait_for(live.ended, LIMIT_S)
+            await watch
+
+    run(scenario())
 
 
 def test_a_port_in_use_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,9 @@ class TinyEngine:
         self.may_step.set()
         self.asked: list[Request] = []
         self.death: str | None = None
-        self.is_closed = self.is_lost = False
+        self.is_closed = False
+        self.is_running = True
+        self.lost = asyncio.Event()
 
     @property
     def num_running(self) -> int:

@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from typing import Any, NoReturn
 
 from shardwise.commands.bench import add_bench
@@ -27,6 +28,7 @@ from shardwise.commands.plan import add_plan
 from shardwise.commands.schedule import add_schedule
 from shardwise.commands.serve import add_serve
 from shardwise.commands.train import add_config, add_train
+from shardwise.lasting_stream import lasting
 from shardwise.suggest import nearest
 
 PROG = "shardwise"
@@ -146,13 +148,18 @@ def check_flags(parser: Parser, words: Sequence[str], siblings: Mapping[str, Par
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code. What stderr does not take is dropped."""
     argv = sys.argv[1:] if argv is None else argv
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode loses only a bar
     warnings.showwarning = show_warning
+    with redirect_stderr(lasting(sys.stderr)):
+        return run_command(argv)
+
+
+def run_command(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
         code: int = args.run(args)

@@ -59,7 +59,7 @@ ENGINE_FLAGS = (
 
 def run_serve(args: argparse.Namespace) -> int:
     """Exit 0 after a signal if every request finished, 1 if some did not or the engine died."""
-    from shardwise.serve.api.server import bind, serve_forever
+    from shardwise.serve.api.lifetime import bind, serve_forever
     from shardwise.serve.default_params import default_params
     from shardwise.serve.engine.remote import RemoteEngine
     from shardwise.serve.engine_client import EngineDied

@@ -2,6 +2,7 @@
 lives in a process of its own.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -82,14 +83,18 @@ class EngineClient(Protocol):
 
     Attributes:
         max_len: The most tokens that prompt and completion may have together.
-        is_lost: The engine has ended, and is not restarted.
+        is_running: The engine's process exists and is ready; not so while it is restarted.
+        lost: Set once the engine has ended and is not restarted.
     """
 
     tokenizer: Tokenizer
     config: ModelConfig
     max_len: int
     vocab_size: int
-    is_lost: bool
+    lost: asyncio.Event
+
+    @property
+    def is_running(self) -> bool: ...
 
     def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of all n completions; closing the generator aborts the request.

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardwise.hardware import device_for
 from shardwise.json_text import json_text
+from shardwise.lasting_stream import lasting
 from shardwise.parallel.memory import peak_memory_bytes
 from shardwise.parallel.mesh import Mesh
 
@@ -102,26 +103,6 @@ class Meter:
         )
 
 
-class LastingStream:
-    """A stream that ignores failed writes, so that a run survives the loss of its terminal and can
-    still be saved."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.encoding = stream.encoding
-        self.isatty = stream.isatty
-        self.fileno = stream.fileno
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-
 class Metrics:
     """Writes `metrics.jsonl` in the run's folder and shows progress on stderr, on the rank that is
     `active`; on the others it does nothing. `shows_mfu` puts the MFU into the progress: where the
@@ -150,7 +131,7 @@ class Metrics:
         self._file = path.open("a", buffering=1)
         self._is_written = True
         self._board = open_tensorboard(folder, resumed_step) if tensorboard else None
-        self._console = Console(file=cast(TextIO, LastingStream(sys.stderr)))
+        self._console = Console(file=lasting(sys.stderr))
         self._progress = Progress(
             TextColumn("[bold]train"),
             BarColumn(),

@@ -16,6 +16,8 @@ from shardwise.serve.request import ContextLengthExceeded
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 WRONG_BODY = "the body must be a JSON object, sent with the header content-type: application/json"
+RETRY_LATER = {"retry-after": "5"}
+"""What passes by itself: a restart of the engine, or of the server."""
 
 
 class ApiError(Exception):
@@ -69,7 +71,7 @@ def to_api_error(error: Exception) -> ApiError:
             headers = {"retry-after": str(error.retry_after_s)}
             return ApiError(429, str(error), "queue_full", headers=headers)
         case EngineDied():
-            return ApiError(503, str(error), "engine_died")
+            return ApiError(503, str(error), "engine_died", headers=RETRY_LATER)
         case HTTPException():
             codes = {404: "not_found", 405: "method_not_allowed"}
             code = codes.get(error.status_code, "invalid_request")

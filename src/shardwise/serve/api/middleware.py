@@ -15,14 +15,13 @@ from contextlib import contextmanager, suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardwise.serve.api.errors import ApiError, to_api_error
+from shardwise.serve.api.errors import RETRY_LATER, ApiError, to_api_error
 from shardwise.serve.api.log import LOG, log_request
 from shardwise.serve.api.metrics import Metrics
 from shardwise.serve.api.streaming import ClientDisconnected
 
 OPEN_PATH = "/health"
 REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
-RETRY_AFTER_S = 5
 
 
 class Admission:
@@ -42,7 +41,7 @@ class Admission:
                 503,
                 "the server is shutting down and accepts no new requests",
                 "draining",
-                headers={"retry-after": str(RETRY_AFTER_S)},
+                headers=RETRY_LATER,
             )
         self.num_in_flight += 1
         self.idle.clear()

@@ -1,4 +1,4 @@
-"""The HTTP server: its routes, and how it starts and stops.
+"""The application: its routes. `lifetime.py` starts and stops the server around it.
 
 A request passes the middleware (id, API key, size), is validated against its body's type
 (`requests.py`), becomes one or more requests of the engine, and returns whole or as a stream of
@@ -9,16 +9,12 @@ import array
 import asyncio
 import base64
 import json
-import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -32,7 +28,7 @@ from shardwise.json_text import json_text
 from shardwise.serve.api.chat import chat_request, complete_chat, stream_chat
 from shardwise.serve.api.completions import complete, completion_requests, stream_completion
 from shardwise.serve.api.errors import ApiError, to_api_error
-from shardwise.serve.api.log import configure, log_throughput
+from shardwise.serve.api.log import log_throughput
 from shardwise.serve.api.metrics import Metrics
 from shardwise.serve.api.middleware import Admission, RequestMiddleware
 from shardwise.serve.api.requests import (
@@ -62,9 +58,6 @@ from shardwise.serve.request import check_ids
 from shardwise.serve.settings import ServerSettings
 
 STATS_TIMEOUT_S = 10.0  # the engine replies between steps, which are long for large models
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close them first
-DRAIN_S = 15.0
-ABORT_S = 1.0  # time for the error to reach clients whose requests are cut off
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse},
     "5XX": {"model": ErrorResponse},
@@ -286,9 +279,9 @@ def add_status(app: FastAPI, service: Service, admission: Admission) -> None:
 
     @app.get("/health", responses=ERRORS)
     async def health() -> dict[str, str]:
-        """Liveness: 200 also while the server drains and while its engine restarts."""
-        if service.engine.is_lost:
-            raise ApiError(503, "the engine has ended for good; restart the server", "engine_died")
+        """Liveness: 200 while the engine runs, also while the server drains."""
+        if not service.engine.is_running:
+            raise EngineDied("no engine is running; it is started again")
         return {"status": "ok"}
 
     @app.get("/ready", responses=ERRORS)
@@ -325,127 +318,3 @@ def add_status(app: FastAPI, service: Service, admission: Admission) -> None:
 
 def json_response(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind an address before a model is loaded, so that a port in use fails at once.
-
-    Nobody can connect yet. Raises ValueError if the address cannot be bound.
-    """
-    try:
-        if not 0 <= port < 2**16:
-            raise OSError(f"ports are from 0 to {2**16 - 1}")
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"cannot listen on {host}, port {port}: {reason}; --port 0 picks a free port"
-        ) from None
-    return listener
-
-
-class StartableEngine(EngineClient, Protocol):
-    """An engine that has to be started."""
-
-    async def start(self) -> None: ...
-
-
-def serve_forever(
-    engine: StartableEngine,
-    settings: ServerSettings,
-    listener: socket.socket,
-    drain_s: float = DRAIN_S,
-) -> int:
-    """Start the engine and serve until SIGTERM or SIGINT, then let running requests finish.
-
-    Returns how many requests were cut off after `drain_s`. Raises what the engine's start raises.
-    """
-
-    configure(settings.log_level, access=not settings.no_access_log)
-
-    async def serve() -> int:
-        await engine.start()
-        server = Server(make_app(engine, settings), drain_s)
-        await server.serve(sockets=[listener])
-        return server.num_cut_off
-
-    return asyncio.run(serve())
-
-
-class Server(uvicorn.Server):
-    """A uvicorn server that prints when it is ready, and that drains on a signal: it refuses new
-    requests with 503 until the running ones have finished.
-
-    (uvicorn closes the socket first, and clients of a load balancer see refused connections.)
-    """
-
-    def __init__(self, app: FastAPI, drain_s: float = DRAIN_S) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-                server_header=False,
-            )
-        )
-        self.admission: Admission = app.state.admission
-        self.engine: EngineClient = app.state.engine
-        self.drain_s = drain_s
-        self.draining: asyncio.Task[None] | None = None
-        self.num_cut_off = 0
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            host, port = listener.getsockname()[:2]
-            address = f"[{host}]" if ":" in host else host
-            print_log(f"ready at http://{address}:{port}")
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    def stop(self) -> None:
-        """Drain; at the second call, stop draining and cut off what runs."""
-        if self.draining is None:
-            self.draining = asyncio.ensure_future(self.drain())
-        else:
-            self.draining.cancel()
-
-    async def drain(self) -> None:
-        if self.admission.num_in_flight:
-            print_log(
-                f"shutting down; {self.admission.num_in_flight} running requests have "
-                f"{self.drain_s:g} s to finish"
-            )
-        try:
-            await self.admission.drain(self.drain_s)
-        finally:
-            self.num_cut_off = self.admission.num_in_flight
-            if self.num_cut_off:  # closing the engine ends their requests with an error
-                await self.engine.close()
-                await self.admission.drain(ABORT_S)
-            self.should_exit = True
-
-
-def print_log(text: str) -> None:
-    print(f"shardwise: {text}", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ come out, asynchronously.
 So a step of the model never waits for a client, and no client for a step. One thread receives the
 engine's messages and passes them to the event loop; another sends messages, which the engine
 handles between steps. If the engine dies, all pending requests fail with the reason, and it is
-restarted.
+restarted: at once, or after a growing pause if it ends early again and again.
 """
 
 import asyncio
@@ -33,9 +33,15 @@ from shardwise.serve.request import Delta, Request
 from shardwise.serve.settings import EngineSettings
 
 END_S = 10.0
-"""Seconds that an engine has to end before it is killed."""
+"""Seconds that an engine which failed has to end before it is killed: its ranks find out whose
+fault it was."""
+CLOSE_S = 2.0
+"""Seconds that an engine has to end when the server closes it."""
 QUICK_S = 60.0
-"""An engine that ends sooner than this after its start is not restarted."""
+"""An engine that ends sooner than this after its start has ended early."""
+PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Seconds before a restart, by the number of early ends and failed starts in a row before it. One
+more, and the engine is lost."""
 
 Message = tuple[Any, ...]
 """A message: (kind, request id, arguments) to the engine, (kind, values) from it."""
@@ -45,7 +51,7 @@ class RemoteEngine:
     """The engine client of the server. All its coroutines belong to one event loop.
 
     `report` gets a line about each phase of the start, and if the engine ends. `waiting` has the
-    queue of each pending request, by its id.
+    queue of each pending request, by its id. `lost` is set once the engine has ended for good.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class RemoteEngine:
         config: ModelConfig,
         tokenizer: Tokenizer,
         report: Callable[[str], None],
+        pauses_s: Sequence[float] = PAUSES_S,
     ):
         self.settings = settings
         self.config = config
@@ -66,12 +73,18 @@ class RemoteEngine:
         self.process: EngineProcess | None = None
         self.running = False
         self.closing = False
-        self.is_lost = False
+        self.pauses_s = pauses_s
+        self.num_early = 0
+        self.lost = asyncio.Event()
         self.restart: asyncio.Task[None] | None = None
 
     @property
     def is_ready(self) -> bool:
-        return self.running and not self.closing
+        return self.is_running and not self.closing
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.running
 
     # -- start and end
 
@@ -92,12 +105,21 @@ class RemoteEngine:
         self.report(str(started))
 
     async def start_again(self) -> None:
-        try:
-            await self.start()
-        except (ValueError, EngineDied) as error:
-            self.is_lost = True
-            if not self.closing:
-                self.report(f"it could not be started: {error}")
+        """Restart the engine, with a pause before each attempt."""
+        while self.num_early < len(self.pauses_s):
+            pause_s = self.pauses_s[self.num_early]
+            self.report(f"it is started again{f' in {pause_s:g} s' if pause_s else ''}")
+            await asyncio.sleep(pause_s)
+            if self.closing:
+                return
+            try:
+                return await self.start()
+            except (ValueError, EngineDied) as error:
+                self.num_early += 1
+                if not self.closing:
+                    self.report(f"it could not be started: {error}")
+        self.report(f"it ended early {self.num_early} times in a row, and is not started again")
+        self.lost.set()
 
     async def close(self) -> None:
         """End the engine; pending requests fail."""
@@ -105,7 +127,7 @@ class RemoteEngine:
         for request_id in self.waiting:
             self.deliver(request_id, EngineDied("the server is shutting down"))
         if self.process is not None:
-            await asyncio.to_thread(self.process.end)
+            await asyncio.to_thread(self.process.end, CLOSE_S)
 
     # -- messages of the engine
 
@@ -142,9 +164,7 @@ class RemoteEngine:
     def handle_death(
         self, process: "EngineProcess", ready: "asyncio.Future[Ready]", kind: str, reason: str
     ) -> None:
-        """Fail all pending requests and restart the engine, unless it never became ready or ended
-        soon after its start.
-        """
+        """Fail all pending requests and restart the engine, unless it never became ready."""
         self.process = None
         self.running = False
         if not ready.done():
@@ -156,12 +176,9 @@ class RemoteEngine:
         for request_id in self.waiting:
             self.deliver(request_id, EngineDied(f"the engine has ended: {in_brief(reason)}"))
         self.report(f"the engine has ended: {reason}")
-        if time.monotonic() - process.start_s > QUICK_S:
-            self.report("it is started again")
-            self.restart = asyncio.create_task(self.start_again())
-        else:
-            self.is_lost = True
-            self.report("it ended soon after it had begun, so it is not started again")
+        is_early = time.monotonic() - process.start_s < QUICK_S
+        self.num_early = self.num_early + 1 if is_early else 0
+        self.restart = asyncio.create_task(self.start_again())
 
     # -- messages to the engine
 
@@ -170,7 +187,7 @@ class RemoteEngine:
         if self.closing:
             raise EngineDied("the server is shutting down")
         if self.process is None or not self.running:
-            what = "has ended for good" if self.is_lost else "is started again"
+            what = "has ended for good" if self.lost.is_set() else "is started again"
             raise EngineDied(f"the engine is not running; it {what}")
         self.process.outgoing.put(message)
 
@@ -240,6 +257,7 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.start_s = time.monotonic()
+        self.end_s = END_S
         self.folder = tempfile.TemporaryDirectory(prefix="shardwise-")
         address = os.path.join(self.folder.name, "engine")
         self.socket = socket.socket(socket.AF_UNIX)
@@ -290,7 +308,7 @@ class EngineProcess:
         """Wait for the process to end, clean up, and return (exception name, reason)."""
         self.hang_up()
         self.outgoing.put(None)
-        self.process.join(END_S)
+        self.process.join(self.end_s)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -308,8 +326,9 @@ class EngineProcess:
             while (message := self.outgoing.get()) is not None and self.connection is not None:
                 self.connection.send(message)
 
-    def end(self) -> None:
+    def end(self, within_s: float = END_S) -> None:
         """End the process and wait for it; one that has not yet connected is killed."""
+        self.end_s = within_s
         if self.connection is None:
             self.process.kill()
         self.hang_up()
