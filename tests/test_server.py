@@ -689,6 +689,32 @@ def test_keys_guard_every_path_but_health(engine: TinyEngine) -> None:
     assert len(engine.asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 40, "max_tokens": 1}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 40}], "max_tokens": 1},
+        ),
+    ],
+)
+def test_keys_share_no_prefix_cache(engine: TinyEngine, path: str, body: dict[str, Any]) -> None:
+    """A salt of the request separates what one key sends, too."""
+
+    def cached(client: TestClient, key: str, **salt: str) -> int:
+        sent = post(client, path, {**body, **salt}, authorization=f"Bearer {key}")
+        tokens: int = sent["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return tokens
+
+    with client_of(engine, api_keys=("first", "second")) as client:
+        assert cached(client, "first") == 0 < cached(client, "first")
+        assert cached(client, "second") == 0 < cached(client, "second")
+        assert cached(client, "first", cache_salt="s") == 0 < cached(client, "first")
+        assert cached(client, "second", cache_salt="s") == 0
+        assert cached(client, "first", cache_salt="s") > 0
+
+
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_a_body_has_a_limit_with_and_without_a_told_length(
     engine: TinyEngine, in_chunks: bool

@@ -19,7 +19,9 @@ import httpx
 import openai
 import pytest
 
-from shardwise.cli import main
+from shardwise.cli import main, parse
+from shardwise.commands.serve import api_keys
+from shardwise.serve.api.connections import ConnectionLimits
 from shardwise.serve.api.lifetime import Server, bind
 from shardwise.serve.api.server import make_app
 from shardwise.serve.api.streaming import ClientDisconnected, EventStream, merge
@@ -60,14 +62,22 @@ class Live:
         )
 
 
+LIMITS = ConnectionLimits(max_connections=100, header_s=LIMIT_S)
+
+
 @asynccontextmanager
 async def serving(
-    engine: TinyEngine, drain_s: float = LIMIT_S, send_buffer_bytes: int = 0
+    engine: TinyEngine,
+    drain_s: float = LIMIT_S,
+    send_buffer_bytes: int = 0,
+    limits: ConnectionLimits = LIMITS,
+    **changes: Any,
 ) -> AsyncIterator[Live]:
     listener = bind("127.0.0.1", 0)
     if send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    server = Server(make_app(engine, ServerSettings(("tiny",), (KEY,))), drain_s)
+    settings = ServerSettings(("tiny",), (KEY,), **changes)
+    server = Server(make_app(engine, settings), limits, drain_s)
     ended = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started)
     try:
@@ -407,6 +417,95 @@ def test_random_requests_with_random_aborts_leave_nothing_behind(model: TinyMode
     run(scenario())
 
 
+# Slow clients
+
+HEAD = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+GET = "GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+SLOW_BODY = f"{HEAD}content-length: 9\r\n\r\n{{"
+
+
+async def connect(live: Live, text: str = "") -> Any:
+    """Open a connection and send `text`: (reader, writer)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    writer.write(text.encode())
+    return reader, writer
+
+
+async def ending(reader: asyncio.StreamReader) -> bytes:
+    """Return what the server sends until it closes the connection."""
+    try:
+        return await asyncio.wait_for(reader.read(), LIMIT_S)
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize(("before", "head"), [("", ""), ("", HEAD), (GET, HEAD)])
+def test_a_head_that_does_not_arrive_ends_its_connection(
+    model: TinyModel, before: str, head: str
+) -> None:
+    """The first, and one after another request; requests that arrive are not affected."""
+
+    async def scenario() -> None:
+        limits = ConnectionLimits(100, header_s=0.05)
+        async with serving(TinyEngine(model), limits=limits) as live, live.http() as client:
+            reader, writer = await connect(live, before)
+            if before:
+                await reader.readuntil(b'{"status":"ok"}')
+            writer.write(head.encode())
+            assert await ending(reader) == b""
+            writer.close()
+            assert (await client.get("/health")).status_code == 200
+
+    run(scenario())
+
+
+def test_a_body_that_does_not_arrive_is_a_408(model: TinyModel) -> None:
+    async def scenario() -> None:
+        async with serving(TinyEngine(model), body_timeout_s=0.05) as live:
+            reader, writer = await connect(live, SLOW_BODY)
+            received = await ending(reader)
+            assert received.startswith(b"HTTP/1.1 408") and b"within 0.05 s" in received
+            writer.close()
+
+    run(scenario())
+
+
+def test_idle_connections_make_room_and_busy_ones_do_not(model: TinyModel) -> None:
+    async def scenario() -> None:
+        limits = ConnectionLimits(3, header_s=LIMIT_S)
+        async with serving(TinyEngine(model), limits=limits) as live:
+            open_ones = live.server.server_state.connections
+            first, first_writer = await connect(live, "GET")
+            writers = [(await connect(live))[1] for _ in range(2)]
+            await until(lambda: len(open_ones) == 3)
+            _, busy = await connect(live, SLOW_BODY)
+            assert await ending(first) == b""  # it has waited longest
+            busy_ones = [busy, *[(await connect(live, SLOW_BODY))[1] for _ in range(2)]]
+            await until(lambda: sum(not each.is_waiting for each in open_ones) == 3)
+            reader, last = await connect(live)
+            refusal = await ending(reader)
+            assert refusal.startswith(b"HTTP/1.1 503") and b"retry-after: 5\r\n" in refusal
+            assert b"too_many_connections" in refusal and len(open_ones) == 3
+            for writer in (first_writer, *writers, *busy_ones, last):
+                writer.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+def test_slow_bodies_hold_up_no_drain(model: TinyModel, path: str) -> None:
+    async def scenario() -> None:
+        async with serving(TinyEngine(model)) as live:
+            _, writer = await connect(live, SLOW_BODY.replace("/v1/completions", path))
+            await until(lambda: bool(live.server.server_state.tasks))
+            live.server.stop()
+            await asyncio.wait_for(live.ended, LIMIT_S / 2)
+            assert live.server.num_cut_off == 0
+            writer.close()
+
+    run(scenario())
+
+
 # Starting and stopping
 
 
@@ -553,6 +652,10 @@ def test_a_port_in_use_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> Non
         (["--host", "no host"], "cannot listen on no host"),
         (["--max-body-bytes", "1000"], "1 MiB"),
         (["--api-key", ""], "an API key must be"),
+        (["--api-key-file", "/dev/null"], "/dev/null has no API key"),
+        (["--api-key-file", "no-such-file"], "no-such-file: No such file"),
+        (["--header-timeout", "0"], "a number of seconds above 0"),
+        (["--max-connections", "0"], "at least 1"),
         (["--api-kay", "a"], "did you mean --api-key?"),
         (["--tensor-parallel-size", "2"], "did you mean --tp?"),
         (["--max-model-len=64"], "did you mean --max-len?"),
@@ -564,3 +667,18 @@ def test_flags_that_cannot_work(
 ) -> None:
     assert main(["serve", "nothing", *flags]) == 2
     assert says in capfd.readouterr().err
+
+
+def test_keys_come_from_the_command_line_a_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \none\n")
+    monkeypatch.setenv("SHARDWISE_API_KEY", "three")
+    args = parse(["serve", "m", "--api-key", "zero", "--api-key-file", str(file)])
+    assert api_keys(args) == ("zero", "one", "two", "three")
+    monkeypatch.delenv("SHARDWISE_API_KEY")
+    assert api_keys(parse(["serve", "m"])) == ()
+    monkeypatch.setenv("SHARDWISE_API_KEY", "")
+    assert main(["serve", "nothing"]) == 2
+    assert "SHARDWISE_API_KEY is empty" in capfd.readouterr().err

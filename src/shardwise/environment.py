@@ -1,13 +1,15 @@
 """The environment variables that Shardwise reads; no other file reads any.
 
 RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are those of torchrun. SHARDWISE_KERNELS selects
-the kernels for CPUs. OMP_NUM_THREADS is read by OpenMP itself; here only whether it is set.
+the kernels for CPUs. SHARDWISE_API_KEY is an API key of `shardwise serve`. OMP_NUM_THREADS is read
+by OpenMP itself; here only whether it is set.
 """
 
 import os
 from dataclasses import dataclass
 
 CPU_KERNELS_VARIABLE = "SHARDWISE_KERNELS"
+API_KEY_VARIABLE = "SHARDWISE_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,11 @@ def sets_threads() -> bool:
 def cpu_kernels() -> str | None:
     """Return the kernels for CPUs that the environment selects: `torch` or an instruction set."""
     return os.environ.get(CPU_KERNELS_VARIABLE) or None
+
+
+def api_key() -> str | None:
+    """Return the API key of the environment. Raises ValueError if it is empty."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise ValueError(f"{API_KEY_VARIABLE} is empty; unset it to serve without a key from it")
+    return None if key is None else key.strip()

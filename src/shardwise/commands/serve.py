@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import log
+from shardwise.environment import api_key
 from shardwise.layout import Layout
 from shardwise.serve.keywords import VLLM_FLAGS
 from shardwise.serve.settings import EngineSettings, ServerSettings, check_model
@@ -41,6 +42,12 @@ def add_serve(subparsers: Any) -> None:
         help="port to bind; 0 picks a free port (default: %(default)s)",
     )
     add_flags(parser, ServerSettings)
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="PATH",
+        help="require one of the API keys in this file, one a line",
+    )
     layout = parser.add_mutually_exclusive_group()
     add_flags(layout, EngineSettings, ["layout"])
     layout.add_argument(
@@ -65,7 +72,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from shardwise.serve.engine_client import EngineDied
 
     default_names = {"model_names": (default_model_name(args.model),)}
-    settings = ServerSettings(**default_names | given_values(args, ServerSettings))
+    values = default_names | given_values(args, ServerSettings)
+    settings = ServerSettings(**values | {"api_keys": api_keys(args)})
     with bind(args.host, args.port) as listener:
         model, engine_settings = describe_engine(args)
         sampling = default_params(model.source, engine_settings.generation_config)
@@ -79,6 +87,23 @@ def run_serve(args: argparse.Namespace) -> int:
     if num_cut_off:
         log(f"{num_cut_off} requests were cut off")
     return 1 if num_cut_off else 0
+
+
+def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the keys of the command line, of the file and of the environment.
+
+    Other users of a machine can read a command line. Raises ValueError if a source has no key.
+    """
+    keys: list[str] = list(getattr(args, "api_keys", ()))
+    if args.api_key_file is not None:
+        lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
+        in_file = [line.strip() for line in lines if line.strip()]
+        if not in_file:
+            raise ValueError(f"{args.api_key_file} has no API key; write one a line")
+        keys += in_file
+    if (key := api_key()) is not None:
+        keys.append(key)
+    return tuple(dict.fromkeys(keys))
 
 
 def default_model_name(model: str) -> str:

@@ -3,6 +3,7 @@
 The flags of `shardwise serve`, `bench serve`, `generate` and `eval` are generated from the fields.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -122,7 +123,7 @@ class ServerSettings:
     )
     api_keys: tuple[str, ...] = setting(
         (),
-        "require this API key; repeatable",
+        "require this API key, as one in --api-key-file or SHARDWISE_API_KEY does; repeatable",
         flag="api-key",
         metavar="KEY",
         default_help="no authentication",
@@ -136,6 +137,15 @@ class ServerSettings:
     )
     max_body_bytes: int = setting(
         4 << 20, "maximum size of a request body, at least 1 MiB", default_help="4 MiB"
+    )
+    max_connections: int = setting(
+        1024, "connections at once; one more takes the place of the one that has idled longest"
+    )
+    header_timeout_s: float = setting(
+        10.0, "seconds for the head of a request to arrive", flag="header-timeout", metavar="S"
+    )
+    body_timeout_s: float = setting(
+        60.0, "seconds for the body of a request to arrive", flag="body-timeout", metavar="S"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "least severity that is logged; info logs requests and, every 10 s, tokens/s"
@@ -154,6 +164,12 @@ class ServerSettings:
                 f"max_body_bytes is {self.max_body_bytes}, but must be at least "
                 f"{LEAST_BODY_BYTES} (1 MiB)"
             )
+        if self.max_connections < 1:
+            raise ValueError(f"max_connections is {self.max_connections}, but must be at least 1")
+        for name in ("header_timeout", "body_timeout"):
+            seconds = getattr(self, f"{name}_s")
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"{name} is {seconds:g}, but must be a number of seconds above 0")
 
 
 def check_model(

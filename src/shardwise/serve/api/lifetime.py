@@ -4,18 +4,21 @@ a known time."""
 import asyncio
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, cast
 
 import uvicorn
 from fastapi import FastAPI
 
+from shardwise.serve.api.connections import ConnectionLimits, LimitedProtocol
 from shardwise.serve.api.log import configure
 from shardwise.serve.api.middleware import Admission
 from shardwise.serve.api.server import make_app
@@ -32,6 +35,8 @@ ABORT_S = 1.0
 END_S = 5.0
 """Seconds after the drain, or after a second signal, in which the process ends: ABORT_S, open
 connections, the engine."""
+OTHER_FILES = 256
+"""Open files besides connections."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -76,10 +81,12 @@ def serve_forever(
     ends, even if a thread still works.
     """
     configure(settings.log_level, access=not settings.no_access_log)
+    raise_open_files(settings.max_connections + OTHER_FILES)
 
     async def serve() -> int:
         await engine.start()
-        server = Server(make_app(engine, settings), drain_s, end_process_after)
+        limits = ConnectionLimits(settings.max_connections, settings.header_timeout_s)
+        server = Server(make_app(engine, settings), limits, drain_s, end_process_after)
         watch = asyncio.ensure_future(server.stop_if_lost())
         await server.serve(sockets=[listener])
         watch.cancel()
@@ -88,6 +95,15 @@ def serve_forever(
         return server.num_cut_off
 
     return asyncio.run(serve())
+
+
+def raise_open_files(number: int) -> None:
+    """Allow this process so many open files, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        number = min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 def end_process_after(seconds: float) -> None:
@@ -113,12 +129,14 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
+        limits: ConnectionLimits,
         drain_s: float = DRAIN_S,
         end_after: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                http=cast(type[asyncio.Protocol], partial(LimitedProtocol, limits)),
                 log_config=None,
                 access_log=False,
                 ws="none",

@@ -33,9 +33,8 @@ class Admission:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Count one request while the block runs. Raises a 503 if closed."""
+    def check_open(self) -> None:
+        """Raise a 503 if closed."""
         if self.is_closed:
             raise ApiError(
                 503,
@@ -43,6 +42,11 @@ class Admission:
                 "draining",
                 headers=RETRY_LATER,
             )
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count one request while the block runs. Raises a 503 if closed."""
+        self.check_open()
         self.num_in_flight += 1
         self.idle.clear()
         try:
@@ -68,12 +72,14 @@ class RequestMiddleware:
         app: ASGIApp,
         api_keys: Sequence[str],
         max_body_bytes: int,
+        body_timeout_s: float,
         admission: Admission,
         metrics: Metrics,
     ) -> None:
         self.app = app
         self.api_keys = api_keys
         self.max_body_bytes = max_body_bytes
+        self.body_timeout_s = body_timeout_s
         self.admission = admission
         self.metrics = metrics
 
@@ -113,17 +119,31 @@ class RequestMiddleware:
             log_request(scope["method"], scope["path"], status, seconds, request_id)
 
     async def handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        """Authenticate the request, admit it and read its body, then pass it on."""
+        """Authenticate the request, read its body and admit it, then pass it on.
+
+        A request counts as in flight once its body has arrived: slow clients hold up no drain.
+        """
+        scope["state"]["tenant"] = ""
         if self.api_keys and scope["path"] != OPEN_PATH:
-            self.check_api_key(headers.get("authorization", ""))
+            scope["state"]["tenant"] = self.check_api_key(headers.get("authorization", ""))
         if scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
+        self.admission.check_open()
+        try:
+            async with asyncio.timeout(self.body_timeout_s):
+                receive = await self.read_body(headers, receive)
+        except TimeoutError:
+            message = f"the body has not arrived within {self.body_timeout_s:g} s"
+            raise ApiError(408, message, "timeout", headers={"connection": "close"}) from None
         with self.admission.admit():
-            await self.app(scope, await self.read_body(headers, receive), send)
+            await self.app(scope, receive, send)
 
-    def check_api_key(self, authorization: str) -> None:
-        """Raise a 401 for a wrong key, in a time that depends neither on the key nor on which."""
+    def check_api_key(self, authorization: str) -> str:
+        """Return which tenant a key stands for.
+
+        Raises a 401 for a wrong key, in a time that depends neither on the key nor on which.
+        """
         scheme, _, key = authorization.partition(" ")
         given = key.strip().encode()
         matches = [hmac.compare_digest(given, each.encode()) for each in self.api_keys]
@@ -133,6 +153,7 @@ class RequestMiddleware:
             )
             headers = {"www-authenticate": "Bearer"}
             raise ApiError(401, message, "invalid_api_key", headers=headers)
+        return f"key {matches.index(True)}"
 
     async def read_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the whole body, up to the limit; return a `receive` that yields it at once."""

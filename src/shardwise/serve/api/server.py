@@ -51,7 +51,7 @@ from shardwise.serve.api.responses import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from shardwise.serve.api.service import Service
+from shardwise.serve.api.service import Service, isolate
 from shardwise.serve.api.streaming import EventStream, cancel_and_wait, while_connected
 from shardwise.serve.engine_client import EngineClient, EngineDied, QueueFull
 from shardwise.serve.request import check_ids
@@ -97,6 +97,7 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         RequestMiddleware,
         api_keys=settings.api_keys,
         max_body_bytes=settings.max_body_bytes,
+        body_timeout_s=settings.body_timeout_s,
         admission=admission,
         metrics=metrics,
     )
@@ -153,6 +154,7 @@ def add_generation(app: FastAPI, service: Service) -> None:
     async def post_completions(body: CompletionRequest, request: Request) -> Response:
         async def respond() -> Response:
             requests = await completion_requests(service, body)
+            requests = [isolate(each, request.state.tenant) for each in requests]
             id = f"cmpl-{request.state.request_id}"
             if body.stream:
                 events = stream_completion(service, body, requests, id)
@@ -169,6 +171,7 @@ def add_generation(app: FastAPI, service: Service) -> None:
     async def post_chat_completions(body: ChatRequest, request: Request) -> Response:
         async def respond() -> Response:
             engine_request = await chat_request(service, body)
+            engine_request = isolate(engine_request, request.state.tenant)
             id = f"chatcmpl-{request.state.request_id}"
             if body.stream:
                 events = stream_chat(service, body, engine_request, id)

@@ -171,6 +171,13 @@ class Service:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
+def isolate(request: Request, tenant: str) -> Request:
+    """Return the request with a salt of its tenant, beside its own: the time of a first token, and
+    `cached_tokens`, would tell other tenants which prompts are in the prefix cache.
+    """
+    return replace(request, salt=f"{tenant}/{request.salt}") if tenant else request
+
+
 def check_not_failed(delta: Delta) -> None:
     """Raise a 500 for a request that failed in the model, a 503 for one that was ended early."""
     if delta.finish_reason == "error":
