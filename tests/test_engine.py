@@ -4,6 +4,8 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from shardwise.serve.engine.runner import Logits, PromptLogprobs, Runner
 from shardwise.serve.engine.scheduler import Limits, QueueFull
 from shardwise.serve.engine.sequence import Batch, BatchEntry
 from shardwise.serve.request import Request, SamplingParams
+from shardwise.serve.sampling.grammar import MAX_BYTES, SMALL_BYTES, GrammarCompiler, GrammarState
 from shardwise.serve.sampling.penalties import SamplerState
 from shardwise.serve.sampling.sampler import sample_tokens
 from smollm2 import smollm2_gguf
@@ -438,6 +441,38 @@ def test_a_bad_structure_is_refused_and_an_aborted_one_forgotten(
         refused[1][1]
     )
     assert re.fullmatch("ab+", texts)
+    assert_empty(engine)
+
+
+def test_a_structure_that_takes_too_long_or_is_too_large_is_refused(
+    model: ReferenceModel, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is small waits for no large one."""
+    pytest.importorskip("llguidance")
+    may_compile = Event()
+    genuine = GrammarCompiler._compile
+
+    def compile_slowly(self: GrammarCompiler, kind: Any, text: str) -> GrammarState:
+        if len(text) > SMALL_BYTES:
+            may_compile.wait(30)
+        return genuine(self, kind, text)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_slowly)
+    engine = engine_of(runner, byte_tokenizer(), limits=Limits(20, 4, 9))
+    with pytest.raises(ValueError, match=r"the regex has 262,145 bytes, but the limit is 262,144"):
+        engine.add(Request((1, 2), greedy(9, structure=("regex", "a" * (MAX_BYTES + 1)))))
+    engine.grammar_limit_s = 0.0
+    for name in range(5):
+        large = greedy(9, structure=("regex", "a" * (SMALL_BYTES + 1)))
+        engine.add(Request((1, 2), large, request_id=name))
+    engine.grammar_limit_s = 1e9
+    engine.add(Request((1, 2), greedy(9, structure=("regex", "ab+")), request_id=5))
+    engine.compiling[5][1].result()
+    refused = dict(engine.start_compiled())
+    assert refused.keys() == {0, 1, 2, 3, 4} and engine.requests.keys() == {5}
+    assert str(refused[0]) == "the grammar takes more than 1e+09 s to compile; a simpler one works"
+    engine.abort(5)
+    may_compile.set()
     assert_empty(engine)
 
 

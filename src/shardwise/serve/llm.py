@@ -169,7 +169,7 @@ class LLM:
         """
         engine = self.engine
         if not engine.has_work:
-            grammars = [grammar for _, grammar in engine.compiling.values()]
+            grammars = [grammar for _, grammar, _ in engine.compiling.values()]
             wait(grammars, return_when=FIRST_COMPLETED)
         if engine.num_waiting <= self.settings.max_queued:
             for _, error in engine.start_compiled():

@@ -20,7 +20,7 @@ from shardwise.serve.engine.sequence import Batch, Sequence
 from shardwise.serve.engine_client import Stats
 from shardwise.serve.request import Delta, Logprob, Request, check_ids, check_length
 from shardwise.serve.sampling.detokenize import Detokenizer
-from shardwise.serve.sampling.grammar import GrammarCompiler, GrammarState
+from shardwise.serve.sampling.grammar import LIMIT_S, GrammarCompiler, GrammarState
 from shardwise.serve.sampling.penalties import SamplerState
 from shardwise.serve.sampling.sampler import sample_tokens
 
@@ -48,7 +48,8 @@ class Engine:
 
     Attributes:
         requests: The sequences that have not ended, by request id.
-        compiling: Requests whose grammar is being compiled, by request id.
+        compiling: Requests whose grammar is being compiled, each with the time (of
+            `time.monotonic`) at which it is refused, by request id.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.requests: dict[int, list[Sequence]] = {}
-        self.compiling: dict[int, tuple[Request, Future[GrammarState]]] = {}
+        self.compiling: dict[int, tuple[Request, Future[GrammarState], float]] = {}
         self.grammars: GrammarCompiler | None = None
+        self.grammar_limit_s = LIMIT_S
         self.failed_ids: set[int] = set()
         self.num_steps = 0
         self.num_prompt_tokens = 0
@@ -104,7 +106,8 @@ class Engine:
         else:
             self.grammars = self.grammars or GrammarCompiler(self.tokenizer, self.config.vocab_size)
             grammar = self.grammars.compile(*request.params.structure)
-            self.compiling[request.request_id] = request, grammar
+            due_s = time.monotonic() + self.grammar_limit_s
+            self.compiling[request.request_id] = request, grammar, due_s
 
     def start_compiled(self) -> list[tuple[int, Exception]]:
         """Queue the requests whose grammar has been compiled.
@@ -112,18 +115,22 @@ class Engine:
         Returns (request id, reason) of those that are refused.
         """
         refused: list[tuple[int, Exception]] = []
-        for request_id, (request, grammar) in list(self.compiling.items()):
+        for request_id, (request, grammar, due_s) in list(self.compiling.items()):
             if not grammar.done():
+                if time.monotonic() > due_s:
+                    self.abort(request_id)
+                    reason = f"the grammar takes more than {self.grammar_limit_s:g} s to compile"
+                    refused.append((request_id, ValueError(f"{reason}; a simpler one works")))
                 continue
             del self.compiling[request_id]
             if (failure := grammar.exception()) is not None:
-                reason = failure if isinstance(failure, ValueError) else ValueError(str(failure))
-                refused.append((request_id, reason))
+                error = failure if isinstance(failure, ValueError) else ValueError(str(failure))
+                refused.append((request_id, error))
                 continue
             try:
                 self.start(request, grammar.result())
-            except (ValueError, QueueFull) as error:
-                refused.append((request_id, error))
+            except (ValueError, QueueFull) as refusal:
+                refused.append((request_id, refusal))
         return refused
 
     def start(self, request: Request, grammar: GrammarState | None = None) -> None:
@@ -143,7 +150,7 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """Abort a request after its client disconnects. No-op if it has finished."""
         if request_id in self.compiling:
-            _, grammar = self.compiling.pop(request_id)
+            _, grammar, _ = self.compiling.pop(request_id)
             grammar.cancel()
         for sequence in self.requests.pop(request_id, ()):
             self.scheduler.finish(sequence.id)

@@ -2,8 +2,8 @@
 JSON schema or a regular expression.
 
 The grammar is matched by llguidance (Earley parser and lazy automata over bytes, MIT licence, no
-dependencies), which releases Python's lock: a schema is compiled on a thread of its own while other
-requests run.
+dependencies), which releases Python's lock: grammars are compiled on threads while requests run.
+Its own limits bound the work per byte of a grammar, and `MAX_BYTES` the bytes.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 WHITESPACE = r"[ \n\t\r]{1,40}"
 """Whitespace between the parts of JSON: enough for indentation, but bounded, since a model could
 otherwise generate it for ever."""
+
+MAX_BYTES = 1 << 18
+"""The size of a grammar: one that takes most of a second to compile."""
+SMALL_BYTES = 1 << 14
+"""The size up to which grammars have threads of their own, and so wait for no large one."""
+NUM_THREADS = 3
+LIMIT_S = 15.0
+"""Seconds that a request waits for its grammar."""
 
 
 class GrammarState:
@@ -57,7 +65,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Compiles grammars one after another, on a thread next to the engine's.
+    """Compiles grammars on threads next to the engine's, large ones one after another.
 
     Making the first takes a third of a second more, to read the vocabulary.
     """
@@ -68,19 +76,25 @@ class GrammarCompiler:
         self._library = llguidance
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._thread = ThreadPoolExecutor(1, "structure")
+        self._small = ThreadPoolExecutor(NUM_THREADS, "small grammars")
+        self._large = ThreadPoolExecutor(1, "large grammars")
 
     def compile(self, kind: GrammarKind, text: str = "") -> "Future[GrammarState]":
         """Return a future of the grammar's initial state.
 
         `text` is the schema or the regular expression; "json" is any JSON object. The future holds
-        a ValueError if the text cannot be used.
+        a ValueError if the text cannot be used. Raises ValueError for a text that is too large.
         """
-        return self._thread.submit(self._compile, kind, text)
+        num_bytes = len(text.encode(errors="surrogatepass"))
+        if num_bytes > MAX_BYTES:
+            raise ValueError(f"the {kind} has {num_bytes:,} bytes, but the limit is {MAX_BYTES:,}")
+        threads = self._small if num_bytes <= SMALL_BYTES else self._large
+        return threads.submit(self._compile, kind, text)
 
     def close(self) -> None:
-        """End the thread; grammars that wait are not compiled."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """End the threads; grammars that wait are not compiled."""
+        for threads in (self._small, self._large):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     def _compile(self, kind: GrammarKind, text: str) -> GrammarState:
         matcher = self._library.LLMatcher
