@@ -29,13 +29,31 @@ def test_affinity_and_quota_bound_the_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota + "\n")
-    assert usable_cores(tmp_path) == cores
+    assert usable_cores(tmp_path, tmp_path / "none") == cores
+
+
+def test_quotas_of_version_1_and_of_cgroups_above_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    membership = tmp_path / "membership"
+    membership.write_text("5:cpu,cpuacct:/docker/a\n3:memory:/docker/a\n0::/docker/a\n")
+    folder = tmp_path / "cpu/docker/a"
+    folder.mkdir(parents=True)
+    for name, value in (("cpu.cfs_quota_us", -1), ("cpu.cfs_period_us", 100_000)):
+        (folder / name).write_text(f"{value}\n")
+        (folder.parent / name).write_text(f"{value}\n")
+    assert usable_cores(tmp_path, membership) == 64
+    (folder / "cpu.cfs_quota_us").write_text("800000\n")
+    assert usable_cores(tmp_path, membership) == 8
+    (folder.parent / "cpu.cfs_quota_us").write_text("300000\n")
+    assert usable_cores(tmp_path, membership) == 3
 
 
 def test_without_affinity_all_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert usable_cores(tmp_path) == 6
+    assert usable_cores(tmp_path, tmp_path / "none") == 6
 
 
 @pytest.mark.parametrize(("value", "is_set"), [(None, False), ("", False), ("3", True)])

@@ -523,16 +523,29 @@ def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> N
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     """What it has read of files can be dropped; without a limit, or outside of a container, there
     is none."""
-    assert container_bytes(tmp_path) == 1 << 62
+    nowhere = tmp_path / "none"
+    assert container_bytes(tmp_path, nowhere) == 1 << 62
     for name, text in (
         ("current", "700\n"),
         ("stat", "anon 100\ninactive_file 250\nactive_file 50\n"),
         ("max", "max\n"),
     ):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert container_bytes(tmp_path) == 1 << 62
+    assert container_bytes(tmp_path, nowhere) == 1 << 62
     (tmp_path / "memory.max").write_text("1000\n")
-    assert container_bytes(tmp_path) == 1000 - 700 + 250
+    assert container_bytes(tmp_path, nowhere) == 1000 - 700 + 250
+
+
+def test_limits_of_cgroup_version_1_and_of_the_cgroups_above_count(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("4:memory:/docker/a\n3:cpu,cpuacct:/docker/b\n0::/docker/c\n")
+    for folder, limit in (("docker/a", (1 << 63) - 4096), ("docker", 2000), ("docker/b", 1000)):
+        path = tmp_path / "memory" / folder
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (path / "memory.usage_in_bytes").write_text("700\n")
+        (path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 250\n")
+    assert container_bytes(tmp_path, membership) == 2000 - 700 + 250
 
 
 def test_a_cache_that_memory_cannot_hold_is_refused_with_one_that_it_can(folder: Path) -> None:

@@ -245,15 +245,23 @@ def test_two_ranks_train_and_report(straight: tuple[Path, str, str]) -> None:
     assert steps[0]["lr"] == pytest.approx(0.005) and steps[1]["lr"] == pytest.approx(0.01)
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that one has started; ranks are those of the fork server."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
 def test_a_stopped_run_resumes_to_the_same_end(
     straight: tuple[Path, str, str], data: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM to the launcher alone saves and stops; the second part ends bit for bit where the
-    straight run ended."""
+    """SIGTERM to the launcher alone saves and stops, though a rank is suspended; the second part
+    ends bit for bit where the straight run ended."""
     path = config_file(tmp_path, data, **STRAIGHT)
     run = tmp_path / "run"
     with Training(str(path)) as training:
         training.wait_for_step(run, 2)
+        (rank, *_) = (each for child in children(training.process.pid) for each in children(child))
+        os.kill(rank, signal.SIGSTOP)
         training.process.terminate()
         code, out, err = training.end()
     assert (code, out) == (143, ""), err

@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,9 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, a stop by the scheduler, a closed terminal: on each, a run saves and stops."""
+
+GRACE_S = 600.0
+"""Seconds that ranks have to save and end after a stop signal, before they are killed."""
 
 BLAME_S = 5.0
 """Seconds that a rank whose collective failed waits before it fails too, so that the rank at fault
@@ -126,7 +130,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
 @contextmanager
 def relayed_signals(num_ranks: int) -> Iterator[None]:
     """Relay STOP_SIGNALS to the ranks while the block runs; they stop after their step. A second
-    Ctrl-C kills them.
+    Ctrl-C kills them, and so does GRACE_S. A rank that is suspended (SIGSTOP) is continued first.
 
     The main thread blocks the signals, and the ranks that it starts inherit the mask: none dies
     before it can save. A second thread receives them from the system, and Python runs the handler
@@ -134,6 +138,7 @@ def relayed_signals(num_ranks: int) -> Iterator[None]:
     """
     others = multiprocessing.active_children()
     early: list[int] = []
+    killers: list[threading.Timer] = []
     interrupts = 0
 
     def relay(number: int, frame: FrameType | None) -> None:
@@ -146,6 +151,11 @@ def relayed_signals(num_ranks: int) -> Iterator[None]:
         for process in ranks:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL if interrupts > 1 else number)
+            os.kill(process.pid, signal.SIGCONT)
+        if not killers:
+            killers.append(threading.Timer(GRACE_S, kill_all, [ranks]))
+            killers[0].daemon = True
+            killers[0].start()
         if interrupts > 1:
             raise Stopped(number)
 
@@ -166,9 +176,16 @@ def relayed_signals(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         done.set()
+        for killer in killers:
+            killer.cancel()
         for number, handler in former.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def kill_all(processes: Iterable[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 @contextmanager

@@ -7,6 +7,15 @@ from pathlib import Path
 
 import torch
 
+from shardwise.parallel.cgroup import MEMBERSHIP, ROOT, cgroup_folders
+
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""The files of a limit and of its use, and the part of `memory.stat` that may be dropped: version 2
+and version 1."""
+
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank: allocated on the GPU, or resident in the process."""
@@ -42,18 +51,23 @@ def available_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as file:
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    return min(sizes["MemAvailable"], container_bytes(Path("/sys/fs/cgroup")))
+    return min(sizes["MemAvailable"], container_bytes())
 
 
-def container_bytes(folder: Path) -> int:
-    """Return the free memory of a cgroup, whose file cache may be dropped (cgroup v2, "Memory
-    Interface Files"); 2^62 without a limit.
+def container_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
+    """Return the memory that the limits of this process's cgroups leave; 2^62 without a limit."""
+    return min(map(free_bytes, cgroup_folders("memory", root, membership)))
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free memory of one cgroup, whose file cache may be dropped (cgroup v2, "Memory
+    Interface Files"; cgroup v1, "Memory Resource Controller"); 2^62 without a limit.
     """
-    try:
-        limit = int((folder / "memory.max").read_text())
-        used = int((folder / "memory.current").read_text())
-        lines = (folder / "memory.stat").read_text().splitlines()
-        stat = dict(line.split() for line in lines)
-    except (OSError, ValueError):  # "max"
-        return 1 << 62
-    return limit - used + int(stat.get("inactive_file", 0))
+    for limit, current, cache in MEMORY_FILES:
+        with suppress(OSError, ValueError):  # another version, or "max"
+            total = int((folder / limit).read_text())
+            used = int((folder / current).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
+            return min(total - used + int(stat.get(cache, 0)), 1 << 62)
+    return 1 << 62

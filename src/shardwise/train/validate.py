@@ -203,4 +203,4 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(machine, container_bytes(Path("/sys/fs/cgroup")))
+    return min(machine, container_bytes())
