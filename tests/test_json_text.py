@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.json_text import json_text
 from shardwise.measure.perplexity import Perplexity
 from shardwise.train.metrics import Metrics, StepMetrics
+from shardwise.writing.json_text import json_text
 
 VALUES: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -28,8 +28,8 @@ from shardwise.commands.plan import add_plan
 from shardwise.commands.schedule import add_schedule
 from shardwise.commands.serve import add_serve
 from shardwise.commands.train import add_config, add_train
-from shardwise.lasting_stream import lasting
 from shardwise.suggest import nearest
+from shardwise.writing.lasting_stream import lasting
 
 PROG = "shardwise"
 COMMANDS = (

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from shardwise.commands.bench_serve import add_bench_serve
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import log, print_rows, rows_json
-from shardwise.json_text import json_text
 from shardwise.layout import Layout
 from shardwise.measure.rows import Row, ratios_to_first
 from shardwise.measure.workload import StepSizes
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.measure.train_step import Measured, Workload

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import Advance, progress_bar
-from shardwise.json_text import json_text
 from shardwise.quantize.quant_config import METHODS
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import log, progress_bar
-from shardwise.json_text import json_text
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.formats.tokenizers.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
-from shardwise.json_text import json_text
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console

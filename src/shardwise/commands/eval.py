@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import log, progress_bar
-from shardwise.json_text import json_text
 from shardwise.serve.settings import EngineSettings
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.formats.tokenizers.tokenizer import Tokenizer

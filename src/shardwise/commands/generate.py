@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.flags import add_flags, given_values
 from shardwise.commands.terminal import format_rate
-from shardwise.json_text import json_text
 from shardwise.serve.request import CompletionOutput, Request, SamplingParams, check_length
 from shardwise.serve.settings import EngineSettings
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.formats.open_model import OpenModel

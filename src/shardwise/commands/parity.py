@@ -6,9 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
-from shardwise.json_text import json_text
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.measure.parity import Difference, Parity, Trial

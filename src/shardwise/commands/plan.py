@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import result_console
 from shardwise.hardware import GPUS_PER_NODE, MARGIN
-from shardwise.json_text import json_text
 from shardwise.layout import Layout
 from shardwise.precision import PRECISIONS
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.formats.catalogue import FoundModel

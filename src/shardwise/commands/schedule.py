@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from shardwise.commands.terminal import result_console
-from shardwise.json_text import json_text
 from shardwise.layout import Schedule
 from shardwise.suggest import nearest
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.parallel.pipeline.table import Costs, Memory, Table

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from shardwise.json_text import json_text
 from shardwise.measure.rows import Row
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console

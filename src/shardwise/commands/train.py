@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.terminal import log
-from shardwise.json_text import json_text
+from shardwise.writing.json_text import json_text
 
 if TYPE_CHECKING:
     from shardwise.train.loop import Outcome

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import check_flag
-from shardwise.json_text import json_text
+from shardwise.writing.json_text import json_text
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.formats.dtype_names import TORCH_NAMES
-from shardwise.json_text import json_text
+from shardwise.writing.json_text import json_text
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, each) for name, each in TORCH_NAMES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -11,10 +11,10 @@ from contextlib import aclosing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from shardwise.json_text import json_text
 from shardwise.measure.load_test import RequestFailed
 from shardwise.serve.engine_client import EngineClient, EngineDied, QueueFull
 from shardwise.serve.request import Request, SamplingParams
+from shardwise.writing.json_text import json_text
 
 
 class EngineBackend:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.atomic import partial_path, replace_durably, sync
 from shardwise.formats.run_checkpoint import (
     FORMAT_VERSION,
     STATES,
@@ -22,11 +21,12 @@ from shardwise.formats.run_checkpoint import (
     list_checkpoints,
 )
 from shardwise.formats.safetensors import write_safetensors
-from shardwise.json_text import json_text
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.state_store import StateStore
 from shardwise.params import ParamSpec
 from shardwise.shards import Box, is_first_holder
+from shardwise.writing.atomic import partial_path, replace_durably, sync
+from shardwise.writing.json_text import json_text
 
 
 def save_checkpoint(

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.hardware import device_for
-from shardwise.json_text import json_text
-from shardwise.lasting_stream import lasting
 from shardwise.parallel.memory import peak_memory_bytes
 from shardwise.parallel.mesh import Mesh
+from shardwise.writing.json_text import json_text
+from shardwise.writing.lasting_stream import lasting
 
 SMALLEST_MATRIX = 128
 MATRIX_SIZE = 1024

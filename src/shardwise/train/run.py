@@ -13,11 +13,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.atomic import exclusive, partial_path, written_aside
 from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.run_checkpoint import list_checkpoints, newest_checkpoint
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
-from shardwise.json_text import json_text
 from shardwise.parallel.launch import is_first_rank, run_ranks
 from shardwise.parallel.offload import check_space
 from shardwise.train.checkpoint import remove_partial
@@ -25,6 +23,8 @@ from shardwise.train.loop import Outcome
 from shardwise.train.rank import offload_folder, train
 from shardwise.train.settings import Run, Settings, to_toml
 from shardwise.train.validate import offloaded_bytes, ranks_here, validated_run
+from shardwise.writing.atomic import exclusive, partial_path, written_aside
+from shardwise.writing.json_text import json_text
 
 SETTINGS_FILE = "config.toml"
 WRITTEN_FIRST = {"model", "offload", "data.json", partial_path(Path(SETTINGS_FILE)).name}

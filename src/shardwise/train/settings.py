@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardwise.config import ModelConfig
-from shardwise.json_text import json_text
 from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import BUCKET_BYTES
 from shardwise.precision import GradientPrecision, Precision, ReductionPrecision
 from shardwise.setting import setting
 from shardwise.suggest import listed
+from shardwise.writing.json_text import json_text
 
 
 @dataclass(frozen=True)

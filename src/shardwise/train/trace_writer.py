@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.atomic import written_aside
-from shardwise.json_text import json_text
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.spans import WAIT, Span
 from shardwise.plan.measured import read_trace
 from shardwise.plan.svg import draw_timelines
+from shardwise.writing.atomic import written_aside
+from shardwise.writing.json_text import json_text
 
 
 def write_trace(folder: Path, mesh: Mesh, step: int) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.atomic import written_aside
 from shardwise.config import ModelConfig
 from shardwise.formats.families import family_of
 from shardwise.formats.gguf.gguf_blocks import to_blocks
@@ -26,6 +25,7 @@ from shardwise.params import ParamSpec, model_specs
 from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.ggml import BLOCKS
 from shardwise.quant.scheme import quantizable
+from shardwise.writing.atomic import written_aside
 
 
 def write_gguf(

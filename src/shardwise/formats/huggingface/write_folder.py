@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.atomic import written_aside
 from shardwise.config import ModelConfig
 from shardwise.formats.config_files import write_json
 from shardwise.formats.families import family_of
@@ -28,6 +27,7 @@ from shardwise.formats.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from shardwise.params import ParamSpec
 from shardwise.quant.format import QuantizedMatrix
 from shardwise.quant.scheme import Scheme, quantizable
+from shardwise.writing.atomic import written_aside
 
 
 def write_folder(

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from shardwise.json_text import json_text
+from shardwise.writing.json_text import json_text
 
 MARK = "\ufdd0\ufdd1"
 """Two code points that are no characters, and in no text."""

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from shardwise.json_text import json_text
 from shardwise.serve.request import GrammarKind, SamplingParams
+from shardwise.writing.json_text import json_text
 
 MAX_PROMPTS = 1024  # the length of an engine's queue
 MAX_CHOICES = 128

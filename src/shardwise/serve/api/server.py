@@ -24,7 +24,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from shardwise.formats.tokenizers.tokenizer import SPECIAL_NAMES
-from shardwise.json_text import json_text
 from shardwise.serve.api.chat import chat_request, complete_chat, stream_chat
 from shardwise.serve.api.completions import complete, completion_requests, stream_completion
 from shardwise.serve.api.errors import ApiError, to_api_error
@@ -56,6 +55,7 @@ from shardwise.serve.api.streaming import EventStream, cancel_and_wait, while_co
 from shardwise.serve.engine_client import EngineClient, EngineDied, QueueFull
 from shardwise.serve.request import check_ids
 from shardwise.serve.settings import ServerSettings
+from shardwise.writing.json_text import json_text
 
 STATS_TIMEOUT_S = 10.0  # the engine replies between steps, which are long for large models
 ERRORS: dict[int | str, dict[str, Any]] = {

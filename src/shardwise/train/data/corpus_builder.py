@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.atomic import exclusive, partial_path, remove, written_aside
-from shardwise.json_text import json_text
 from shardwise.train.data.corpus import FORMAT_VERSION, HELD_OUT, START_DTYPE, TRAIN, Corpus, Split
 from shardwise.train.data.document_encoder import DocumentEncoder, DocumentTokenizer
 from shardwise.train.data.documents import Reading, TextChunk, fail, read_file, source_files
 from shardwise.train.data.long_text import pieces
+from shardwise.writing.atomic import exclusive, partial_path, remove, written_aside
+from shardwise.writing.json_text import json_text
 
 BATCH_CHARACTERS = 1 << 22
 BATCH_CHUNKS = 1 << 12

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from shardwise.json_text import json_text
+from shardwise.writing.json_text import json_text
 
 CHUNK_CHARACTERS = 1 << 20
 TEXT = "text"
