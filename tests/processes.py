@@ -56,13 +56,13 @@ def ranks_of(launcher: int) -> list[int]:
 
 def stays(pid: int) -> bool:
     """Return whether a process serves the whole session: a pooled rank, the server that forks
-    them, or Python's own tracker."""
+    them, Python's own tracker, or a process for the chat templates of a shared tokenizer."""
     if pid in {child.pid for child in multiprocessing.active_children() if child.daemon}:
         return True
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        is_server = is_fork_server(pid) and parent_of(pid) == os.getpid()
-        return b"resource_tracker" in command or is_server
+        is_shared = is_fork_server(pid) or b"chat_template.py" in command
+        return b"resource_tracker" in command or (is_shared and parent_of(pid) == os.getpid())
     return False
 
 

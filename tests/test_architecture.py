@@ -100,7 +100,7 @@ SAME_NAMES: dict[str, str] = {
     "Batch": "of a training step, and of a step of the engine",
     "Metrics": "of training, and of the server",
     "gated": "the reference, and Triton's",
-    "main": "the command line, and the engine's process",
+    "main": "the command line, and the processes of the engine and of chat templates",
     "rms_norm": "the reference, and Triton's",
 }
 """File names, and names of functions and classes, that are one idea in several places."""
@@ -231,6 +231,10 @@ def test_modules_that_ranks_are_forked_with_start_neither_threads_nor_cuda() -> 
     )
     alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # NumPy's threads survive a fork
     assert subprocess.run([sys.executable, "-c", code], timeout=60, env=alone).returncode == 0
+
+
+def test_the_program_that_renders_chat_templates_imports_nothing_of_the_package() -> None:
+    assert not graph()["shardwise.formats.tokenizers.chat_template"]
 
 
 def test_only_parallel_calls_torch_distributed() -> None:

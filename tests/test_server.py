@@ -8,6 +8,8 @@ import math
 import re
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,12 +22,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from examples import examples
+from shardwise.formats.tokenizers.template_process import TemplateProcesses
 from shardwise.serve.api.log import log_throughput, throughput
 from shardwise.serve.api.server import make_app
 from shardwise.serve.engine_client import EngineDied, Stats
 from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
-from tiny_engine import TinyEngine, TinyModel, talking_model
+from tiny_engine import LOOP, TinyEngine, TinyModel, talking_model
 
 LOGPROB = 1e-5  # absolute, in fp32
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -300,6 +303,25 @@ def test_a_chat_is_its_template_gone_on_with(client: TestClient) -> None:
         "content": text["choices"][0]["text"],
     }
     assert tokens_used(chat) == tokens_used(text) and chat["object"] == "chat.completion"
+
+
+def test_chats_that_loop_in_the_template_are_400s_and_hold_up_no_others(model: TinyModel) -> None:
+    loop = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}x"
+    tokenizer = replace(model.tokenizer, chat_template=loop)
+    tokenizer.__dict__["_templates"] = TemplateProcesses(cpu_s=0.5)
+
+    def chat(content: str, status: int) -> Any:
+        messages = [{"role": "user", "content": content}]
+        return post(client, "/v1/chat/completions", {"messages": messages, **GREEDY}, status)
+
+    engine = TinyEngine(replace(model, tokenizer=tokenizer))
+    with client_of(engine) as client, ThreadPoolExecutor(8) as pool:
+        looping = [pool.submit(chat, "loop", 400) for _ in range(8)]
+        chat("hello", 200)
+        post(client, "/tokenize", {"prompt": "hello"})
+        assert not any(each.done() for each in looping)
+        for each in looping:
+            assert "more than 0.5 s of CPU time" in each.result()["error"]["message"]
 
 
 def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room(client: TestClient) -> None:

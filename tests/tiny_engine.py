@@ -32,6 +32,8 @@ TEMPLATE = (
     "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt "
     "%}assistant: {% endif %}"
 )
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+"""A template, or a part of one, that does not end in hours."""
 NUM_PAGES = 128
 PAGE_TOKENS = 16
 MAX_LEN = 256

@@ -25,6 +25,7 @@ from shardwise.formats.tokenizers.control_tokens import (
     marked_backend,
     text_backend,
 )
+from shardwise.formats.tokenizers.template_process import TemplateProcesses
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -164,22 +165,25 @@ class Tokenizer:
         tokens spelled out.
 
         Encode it with `special_tokens=False`, since the template already contains them. Raises
-        ValueError if the model has no chat template, or if the template rejects the messages.
+        ValueError if the model has no chat template, if the template rejects the messages, and if
+        it reaches a limit of `template_process.py`.
         """
-        from shardwise.formats.tokenizers.chat_template import render_chat
-
         if self.chat_template is None:
             raise ValueError(
                 "this model has no chat template: give it plain text to continue, not messages"
             )
-        return render_chat(self._template, messages, self.special, add_generation_prompt)
+        variables = {
+            "messages": list(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.special,
+        }
+        return self._templates.render(self.chat_template, variables)
 
     @cached_property
-    def _template(self) -> Any:
-        from shardwise.formats.tokenizers.chat_template import compile_template
-
-        assert self.chat_template is not None
-        return compile_template(self.chat_template)
+    def _templates(self) -> TemplateProcesses:
+        return TemplateProcesses()
 
     def save(self, folder: str | Path) -> None:
         """Write files from which `transformers.AutoTokenizer` and `load_tokenizer` read the same

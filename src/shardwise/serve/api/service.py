@@ -3,10 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from shardwise.formats.tokenizers.template_process import MAX_PROCESSES
 from shardwise.formats.tokenizers.text_bound import text_bound
 from shardwise.serve.api.encoder import TextEncoder
 from shardwise.serve.api.errors import ApiError
@@ -46,6 +48,8 @@ class Service:
         self.tokenizer = engine.tokenizer
         self.encoder = TextEncoder(engine.tokenizer)
         self.text_bound = text_bound(engine.tokenizer.backend)
+        # slow templates hold up other chats and texts only when all of these threads wait
+        self._template_threads = ThreadPoolExecutor(MAX_PROCESSES, "chat-template")
 
     def model_name(self, body: BaseRequest) -> str:
         """Return the model's name in the request, by default the server's first. Raises a 404."""
@@ -94,8 +98,11 @@ class Service:
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Return the token ids of a conversation in the model's chat template."""
         messages = [message.for_template() for message in body.messages or ()]
-        text = await asyncio.to_thread(
-            self.tokenizer.chat, messages, body.add_generation_prompt is not False
+        text = await asyncio.get_running_loop().run_in_executor(
+            self._template_threads,
+            self.tokenizer.chat,
+            messages,
+            body.add_generation_prompt is not False,
         )
         return await self.prompt_tokens(text, bool(body.add_special_tokens), "messages")
 
