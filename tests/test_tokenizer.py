@@ -659,7 +659,7 @@ def test_half_a_surrogate_pair_is_refused(trained: Tokenizer) -> None:
     [
         ({}, "has no tokenizer: expected tokenizer.json"),
         ({"tokenizer.model": "x"}, "only as tokenizer.model.*save_pretrained"),
-        ({"tokenizer.json": "{"}, "is not a tokenizer that can be read"),
+        ({"tokenizer.json": "{"}, "tokenizer.json is not valid JSON"),
         ({"tokenizer.json": "{}"}, "is not a tokenizer that can be read"),
         ({"vocab.json": "{", "merges.txt": ""}, "is not valid JSON"),
         ({"vocab.json": "[]", "merges.txt": ""}, "must hold a JSON object, but it holds a list"),

@@ -10,11 +10,12 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from shardwise.formats.config_files import read_optional_json
+from shardwise.formats.config_files import read_json_object, read_optional_json
 from shardwise.formats.families import FAMILIES, GPT2
 from shardwise.formats.tokenizers.added_tokens import add_tokens
 from shardwise.formats.tokenizers.bpe import add_bos_eos, byte_level_bpe, parse_merge
-from shardwise.formats.tokenizers.tokenizer import SPECIAL_NAMES, Tokenizer
+from shardwise.formats.tokenizers.check_pipeline import check_pipeline
+from shardwise.formats.tokenizers.tokenizer import SPECIAL_NAMES, Tokenizer, backend_errors
 
 FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
@@ -65,9 +66,12 @@ def _read_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
 
 def _read_tokenizer_json(file: Path) -> Backend:
     try:
+        check_pipeline(read_json_object(file))
+    except ValueError as error:
+        names_file = str(error).startswith(str(file))
+        raise ValueError(str(error) if names_file else f"{file}: {error}") from None
+    with backend_errors(f"{file} is not a tokenizer that can be read"):
         backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{file} is not a tokenizer that can be read: {error}") from error
     backend.no_truncation()  # files store the truncation and padding that were last used
     backend.no_padding()
     return backend

@@ -5,7 +5,7 @@ from pathlib import Path
 from shardwise.formats.gguf.gguf_file import Gguf, read_gguf
 from shardwise.formats.gguf.gguf_tokenizer import tokenizer_from_gguf
 from shardwise.formats.tokenizers.folder_tokenizer import has_tokenizer, tokenizer_from_folder
-from shardwise.formats.tokenizers.tokenizer import Tokenizer
+from shardwise.formats.tokenizers.tokenizer import Tokenizer, backend_errors, check_usable
 
 
 def load_tokenizer(source: str | Path | Gguf) -> Tokenizer:
@@ -14,9 +14,14 @@ def load_tokenizer(source: str | Path | Gguf) -> Tokenizer:
 
     Raises ValueError if there is none, or none that can be read.
     """
-    if isinstance(source, Gguf):
-        return _from_open_gguf(source)
-    path = Path(source)
+    path = source.path if isinstance(source, Gguf) else Path(source)
+    with backend_errors(f"the tokenizer of {path} cannot be used"):
+        tokenizer = _from_gguf(source) if isinstance(source, Gguf) else _from_path(path)
+        check_usable(tokenizer)
+    return tokenizer
+
+
+def _from_path(path: Path) -> Tokenizer:
     if not path.exists():
         raise ValueError(
             f"{path} does not exist; expected a model folder, a run folder or a .gguf file"
@@ -26,10 +31,10 @@ def load_tokenizer(source: str | Path | Gguf) -> Tokenizer:
         return tokenizer_from_folder(path / "model" if is_run else path)
     if path.suffix != ".gguf":
         raise ValueError(f"{path} has no tokenizer: it is neither a folder nor a .gguf file")
-    return _from_open_gguf(read_gguf(path))
+    return _from_gguf(read_gguf(path))
 
 
-def _from_open_gguf(gguf: Gguf) -> Tokenizer:
+def _from_gguf(gguf: Gguf) -> Tokenizer:
     try:
         return tokenizer_from_gguf(gguf.metadata)
     except ValueError as error:

@@ -6,7 +6,8 @@ https://huggingface.co/docs/transformers/main_classes/tokenizer
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,20 @@ from shardwise.formats.tokenizers.control_tokens import (
 )
 from shardwise.formats.tokenizers.template_process import TemplateProcesses
 
+PROBES = ("", " ", "a", "Hello, world!\n\t 123", "é→漢字\u0301😀\0", "a" * 100)
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@contextmanager
+def backend_errors(source: str) -> Iterator[None]:
+    """Turn faults of the package `tokenizers`, panics of Rust included, into a ValueError that
+    begins with `source`."""
+    try:
+        yield
+    except BaseException as error:  # a panic is no Exception, and its class cannot be imported
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise ValueError(f"{source}: {str(error)[:500]}") from error
+        raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +113,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        with backend_errors("the tokenizer cannot decode these tokens"):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def offsets(self, text: str, special_tokens: bool = False) -> list[int]:
         """Return where each id of `encode` begins in `text`, in characters."""
-        encoding = self.backend.encode(text, add_special_tokens=special_tokens)
+        with backend_errors("the tokenizer cannot encode this text"):
+            encoding = self.backend.encode(text, add_special_tokens=special_tokens)
         return [start for start, _ in encoding.offsets]
 
     def num_added(self, ids: Sequence[int]) -> tuple[int, int]:
@@ -214,22 +230,46 @@ class Tokenizer:
 
 
 def _encode(backend: Backend, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
-    try:
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-    except TypeError as error:  # raised for strings that UTF-8 cannot encode
-        raise ValueError(
-            "the text is not valid Unicode: it contains half of a surrogate pair"
-        ) from error
+    with backend_errors("the tokenizer cannot encode this text"):
+        try:
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        except TypeError as error:  # raised for strings that UTF-8 cannot encode
+            raise ValueError(
+                "the text is not valid Unicode: it contains half of a surrogate pair"
+            ) from error
     return [encoding.ids for encoding in encodings]
 
 
+def check_usable(tokenizer: Tokenizer) -> None:
+    """Encode and decode a few texts and tokens, within `backend_errors`. Raises ValueError for a
+    pipeline that makes ids which no token has."""
+    for text in PROBES:
+        try:
+            ids = tokenizer.backend.encode(text).ids
+        except Exception:  # a vocabulary without an unknown token; such a text is refused later
+            continue
+        if max(ids, default=-1) >= tokenizer.vocab_size:
+            raise ValueError(f"its pipeline makes the id {max(ids)}, which no token has")
+    step = max(1, tokenizer.vocab_size // 256)
+    tokenizer.decode(range(0, tokenizer.vocab_size, step), skip_special=False)
+
+
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if the tokenizer has ids without a row in an embedding of `vocab_size` rows.
+    """Raise ValueError if the tokenizer has ids, those of end tokens included, without a row in an
+    embedding of `vocab_size` rows.
 
     More rows than ids is common and fine: vocabularies are padded to a multiple that devices like.
     """
-    if tokenizer.vocab_size > vocab_size:
+    last = tokenizer.vocab_size - 1
+    if last >= vocab_size:
         raise ValueError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary "
-            f"has only {vocab_size} rows; use the tokenizer that the model was trained with"
+            f"the tokenizer has ids up to {last}, but the model's vocabulary has only {vocab_size} "
+            f"rows, none for {tokenizer.backend.id_to_token(last)!r:.60}; use the tokenizer that "
+            "the model was trained with"
+        )
+    last_end = max(tokenizer.eos_ids, default=-1)
+    if last_end >= vocab_size:
+        raise ValueError(
+            f"the model's end token has the id {last_end} (eos_token_id), but its vocabulary has "
+            f"only {vocab_size} rows"
         )

@@ -64,10 +64,7 @@ def build_corpus(
         raise ValueError(
             f"held_out is a share of the documents: at least 0 and below 1, not {held_out}."
         )
-    if not tokenizer.eos_ids:
-        raise ValueError(
-            "The tokenizer has no end-of-text token to separate documents; define one."
-        )
+    check_end_token(tokenizer)
     destination = destination.resolve()
     encoder = DocumentEncoder(tokenizer, parse_special)
     reading = Reading(encoder.render, field, on_bad)
@@ -82,6 +79,19 @@ def build_corpus(
             f"Building {destination} failed: {error.strerror or error}{where}."
         ) from error
     return corpus
+
+
+def check_end_token(tokenizer: Encoder) -> None:
+    """Raise ValueError unless the tokenizer has a token that separates documents."""
+    if not tokenizer.eos_ids:
+        raise ValueError(
+            "The tokenizer has no end-of-text token to separate documents; define one."
+        )
+    if min(tokenizer.eos_ids) >= tokenizer.vocab_size:
+        raise ValueError(
+            f"The end token has the id {min(tokenizer.eos_ids)} (eos_token_id), but the tokenizer "
+            f"has ids below {tokenizer.vocab_size} only."
+        )
 
 
 # -- the data set
