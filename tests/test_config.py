@@ -192,7 +192,16 @@ def test_windows_are_those_of_the_family() -> None:
         ({"rope_theta": float("nan")}, "rope_theta must be a finite number above 0, not nan"),
         ({"rope_theta": -1}, "rope_theta must be a finite number above 0, not -1"),
         ({"rope_theta": 0}, "rope_theta must be a finite number above 0, not 0"),
-        ({"rope_theta": 10**400}, "malformed"),
+        ({"rope_theta": 10**400}, "rope_theta must be a finite number above 0, not 1000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and at most 1024 is"),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers is 1000"),
+        ({"hidden_size": 10**18}, "hidden_size is 1000"),
+        ({"num_attention_heads": 10**9}, "num_heads is 1000000000, and at most 16384 is"),
+        (
+            {"num_hidden_layers": 1024, "hidden_size": 1 << 17, "intermediate_size": 1 << 22}
+            | {"head_dim": 8},
+            "its matrices have 1.69e+15 weights, and at most 2e+13 are supported",
+        ),
         ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window must be a whole number"),
         (
             {"model_type": "mistral", "sliding_window": -3},
@@ -249,6 +258,24 @@ def test_a_config_holds_only_what_a_model_can_be(change: dict[str, Any]) -> None
 def test_a_scaling_divides_by_no_zero(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(RopeScaling("llama3", 8.0), **change)
+
+
+SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, True, "8", [8], {"a": 8}, 1e400, 10**12, 10**400])
+@pytest.mark.parametrize("key", [*SIZES, "rms_norm_eps", "rope_theta"])
+def test_a_number_that_no_model_has_is_refused_for_every_field(key: str, value: Any) -> None:
+    is_float = key not in SIZES
+    if is_float and value in (1.0, 10**12) and value is not True:
+        from_hugging_face(LLAMA | {key: value})
+        return
+    with pytest.raises(ValueError, match=r"^config\.json: .+") as caught:
+        from_hugging_face(LLAMA | {key: value})
+    assert "malformed" not in str(caught.value) and len(str(caught.value)) < 250
 
 
 def test_a_missing_size_is_named() -> None:

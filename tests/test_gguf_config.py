@@ -80,6 +80,9 @@ def gguf_config(
             "layer_norm_rms_epsilon must be a finite number",
         ),
         ("llama.vocab_size", "x", "vocab_size must be a whole number"),
+        ("llama.block_count", 100_000, "block_count is 100000, and at most 1024 is"),
+        ("llama.block_count", 2**32 - 1, "block_count is 4294967295, and at most 1024 is"),
+        ("llama.context_length", 2**64 - 1, "llama.context_length is 18446744073709551615"),
     ],
 )
 def test_a_gguf_header_that_describes_no_model_is_refused(key: str, value: Any, said: str) -> None:

@@ -1,12 +1,28 @@
 """`ModelConfig`: the shape of a decoder and the choices in which families differ."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Positions = Literal["rope", "learned"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RopeScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
+MAX_LAYERS = 1024
+MAX_SIZE = (1 << 31) - 1
+LARGEST = {
+    "num_layers": MAX_LAYERS,
+    "hidden_size": 1 << 17,
+    "ffn_size": 1 << 22,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_positions": MAX_SIZE,
+}
+MAX_WEIGHTS = 2 * 10**13
+"""The largest sizes of a model, far above those of any: a config comes from a stranger, and what is
+computed from it takes time and memory that grow with them."""
 
 
 @dataclass(frozen=True)
@@ -102,24 +118,19 @@ class ModelConfig:
     windowed_layers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        sizes = (
-            "num_layers",
-            "hidden_size",
-            "ffn_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "vocab_size",
-            "max_positions",
-        )
-        for name in sizes:
-            check_size(f"model config: {name}", getattr(self, name))
+        for name, most in LARGEST.items():
+            check_size(f"model config: {name}", getattr(self, name), most)
         for name in ("tied", "gated", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
             check_flag(f"model config: {name}", getattr(self, name))
         for name in ("norm_eps", "rope_theta"):
             check_positive(f"model config: {name}", getattr(self, name))
         if self.sliding_window is not None:
             check_size("model config: sliding_window", self.sliding_window)
+        if self.num_weights > MAX_WEIGHTS:
+            raise ValueError(
+                f"model config: its matrices have {self.num_weights:.3g} weights, and at most "
+                f"{MAX_WEIGHTS:.3g} are supported"
+            )
         if self.num_heads % self.num_kv_heads:
             works = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             raise ValueError(
@@ -143,6 +154,13 @@ class ModelConfig:
             raise ValueError(
                 f"model config: yarn rope scaling needs a rope_theta above 1, not {self.rope_theta}"
             )
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights in the matrices of all blocks, the embedding and the head."""
+        attention = 2 * (self.q_size + self.kv_size)
+        block = attention + (3 if self.gated else 2) * self.ffn_size
+        return self.hidden_size * (self.num_layers * block + 2 * self.vocab_size)
 
     @property
     def norm_bias(self) -> bool:
@@ -174,14 +192,17 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * vector_bytes
 
 
-def check_size(name: str, value: Any) -> int:
+def check_size(name: str, value: Any, most: int = MAX_SIZE) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, not {value!r:.60}")
+    if value > most:
+        raise ValueError(f"{name} is {value!r:.60}, and at most {most} is supported")
     return value
 
 
 def check_positive(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number above 0, not {value!r:.60}")
     return float(value)
 

@@ -3,7 +3,7 @@
 import math
 import re
 
-from shardwise.config import ModelConfig
+from shardwise.config import LARGEST, ModelConfig
 from shardwise.formats.families import LLAMA
 
 LLAMA_WIDTHS = (  # hidden sizes with the number of layers that models of that width have
@@ -46,7 +46,8 @@ def _fit_ffn(count: int, hidden: int, layers: int, vocab: int) -> ModelConfig | 
     per_ffn = 3 * hidden * layers
     for multiple in (256, 64, 8, 1):
         ffn = round((count - without_ffn) / per_ffn / multiple) * multiple
-        if 4 * ffn >= hidden and abs(without_ffn + per_ffn * ffn - count) <= TOLERANCE * count:
+        is_usual = hidden <= 4 * ffn <= 4 * LARGEST["ffn_size"]
+        if is_usual and abs(without_ffn + per_ffn * ffn - count) <= TOLERANCE * count:
             return ModelConfig(
                 LLAMA.model_type,
                 num_layers=layers,

@@ -5,7 +5,7 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from typing import Any
 
-from shardwise.config import ModelConfig
+from shardwise.config import MAX_LAYERS, ModelConfig
 from shardwise.formats.config_files import config_errors
 from shardwise.formats.families import Family, family_of, find_gguf_family, windowed_family
 from shardwise.formats.gguf.gguf_file import Gguf
@@ -33,7 +33,7 @@ def config_from_gguf(file: Gguf, source: str) -> ModelConfig:
 def _config_from_metadata(file: Gguf, family: Family, keys: Keys) -> ModelConfig:
     hidden = keys.size("embedding_length")
     heads = keys.size("attention.head_count")
-    layers = keys.size("block_count")
+    layers = keys.size("block_count", most=MAX_LAYERS)
     head_dim = keys.size("attention.key_length", hidden // heads)
     value_size = keys.size("attention.value_length", head_dim)
     if value_size != head_dim:

@@ -8,7 +8,7 @@ the installed package.
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.config import check_positive, check_size
+from shardwise.config import MAX_SIZE, check_positive, check_size
 from shardwise.formats.config_files import Fields, warn_unknown
 
 OF_OTHER_ARCHITECTURES = (
@@ -84,8 +84,8 @@ class Keys:
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        return check_size(f"{self.architecture}.{key}", self._required(key, default))
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        return check_size(f"{self.architecture}.{key}", self._required(key, default), most)
 
     def number(self, key: str, default: float | None = None) -> float:
         return check_positive(f"{self.architecture}.{key}", self._required(key, default))

@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Activation, ModelConfig, check_positive, check_size
+from shardwise.config import MAX_LAYERS, Activation, ModelConfig, check_positive, check_size
 from shardwise.formats.config_files import config_errors, get_flag, read_json_object
 from shardwise.formats.families import Family, family_of, find_family
 from shardwise.formats.huggingface.config_fields import check_fields, own_spelling
@@ -44,7 +44,7 @@ def from_hugging_face(raw: dict[str, Any], source: str = "config.json") -> Model
 
 def _model_config(raw: dict[str, Any], family: Family) -> ModelConfig:
     keys = family.keys
-    layers = check_size(keys.num_layers, raw[keys.num_layers])
+    layers = check_size(keys.num_layers, raw[keys.num_layers], MAX_LAYERS)
     hidden = check_size(keys.hidden_size, raw[keys.hidden_size])
     heads = check_size(keys.num_heads, raw[keys.num_heads])
     max_positions = raw.get(keys.max_positions, keys.default_max_positions)

@@ -81,7 +81,7 @@ def build_corpus(
     return corpus
 
 
-def check_end_token(tokenizer: Encoder) -> None:
+def check_end_token(tokenizer: DocumentTokenizer) -> None:
     """Raise ValueError unless the tokenizer has a token that separates documents."""
     if not tokenizer.eos_ids:
         raise ValueError(
