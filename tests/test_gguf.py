@@ -2,6 +2,7 @@
 every way."""
 
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -492,6 +493,44 @@ def test_each_kind_of_damage_is_named(name: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(whole)
     refuse(path, reason)
+
+
+MANY = 1 << 21
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([(0, 2**30)], "it has 1073741824 items in an array, and at most 4194304 are supported"),
+        ([(0, MANY)] * 3, "its arrays have more than 4194304 items in all"),
+        ([(8, 2**28)], "its header is longer than 256 MiB"),
+    ],
+)
+def test_metadata_is_bounded_in_its_sum(
+    parts: list[tuple[int, int]], reason: str, tmp_path: Path
+) -> None:
+    """A file of 1 GB of arrays of bytes took 8.9 GB. The files are sparse."""
+    path = tmp_path / "large.gguf"
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, len(parts)))
+        for number, (kind, size) in enumerate(parts):
+            value = struct.pack("<Q", size)
+            if kind == 0:
+                value = struct.pack("<IQ", kind, size)
+            file.write(entry(9 if kind == 0 else kind, value, f"key{number}".encode()))
+            file.seek(size, 1)
+        file.truncate(file.tell() + 64)
+    refuse(path, reason)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "entries", "what"), [(2**20, 0, "tensors"), (0, 2**20, "metadata entries")]
+)
+def test_counts_are_bounded(tensors: int, entries: int, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "large.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, entries))
+    os.truncate(path, 1 << 26)
+    refuse(path, f"it has 1048576 {what}, and at most")
 
 
 def test_what_the_format_allows_is_read(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers.pre_tokenizers import FixedLength
 
+from shardwise.formats.gguf.gguf_tokenizer import tokenizer_from_gguf
 from shardwise.formats.tokenizers.check_pipeline import check_charsmap
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
 from shardwise.formats.tokenizers.tokenizer import backend_errors, check_usable, check_vocabulary
@@ -223,3 +224,10 @@ def test_an_end_token_without_a_row_is_refused(tmp_path: Path) -> None:
 def test_a_token_without_a_row_is_named() -> None:
     with pytest.raises(ValueError, match=r"rows, none for '<|endoftext|>'"):
         check_vocabulary(byte_tokenizer(), 256)
+
+
+@pytest.mark.parametrize("tokens", [["a" * 10**6], [f"{i:0200}" for i in range(50_000)]])
+def test_sentencepiece_tokens_are_short(tokens: list[str]) -> None:
+    metadata = {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens)}
+    with pytest.raises(ValueError, match=r"longest token has \d+ characters, and at most 256"):
+        tokenizer_from_gguf({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})

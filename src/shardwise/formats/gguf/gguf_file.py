@@ -49,8 +49,10 @@ _ARRAY = 9
 
 # Far above what any model needs: a corrupt length is rejected before memory is allocated.
 _MAX_NAME_BYTES = 1 << 10
-_MAX_STRING_BYTES = 1 << 28
-_MAX_ARRAY_ITEMS = 1 << 24
+_MAX_HEADER_BYTES = 1 << 28
+_MAX_ENTRIES = 1 << 16
+_MAX_TENSORS = 1 << 17
+_MAX_ITEMS = 1 << 22  # of all arrays together, each a Python object
 _MAX_ARRAY_DEPTH = 4
 _MAX_DIMS = 4
 
@@ -187,6 +189,7 @@ class _Cursor:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.position = 0
+        self.num_items = 0
         try:
             if not path.is_file():
                 raise self.error("it does not exist")
@@ -195,53 +198,64 @@ class _Cursor:
                 if self.num_bytes < _MIN_HEADER_BYTES:
                     raise self.error(f"it has only {self.num_bytes} bytes")
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.end = min(self.num_bytes, _MAX_HEADER_BYTES)
         except OSError as reason:
             raise self.error(f"it cannot be opened ({reason.strerror})") from None
 
     def error(self, reason: str) -> ValueError:
         return ValueError(f"{self.path} cannot be used as a GGUF file: {reason}")
 
+    def cut_short(self) -> ValueError:
+        """Return the error for a header that goes on beyond the end."""
+        if self.end < self.num_bytes:
+            return self.error(f"its header is longer than {_MAX_HEADER_BYTES >> 20} MiB")
+        return self.error(f"it ends at byte {self.end}, in the middle of its header")
+
     def take(self, num_bytes: int) -> int:
         """Skip that many bytes and return where they start."""
         start = self.position
-        if num_bytes > self.num_bytes - start:
-            raise self.error(f"it ends at byte {self.num_bytes}, in the middle of its header")
+        if num_bytes > self.end - start:
+            raise self.cut_short()
         self.position += num_bytes
         return start
 
     def number(self, form: str) -> Any:
         return struct.unpack_from(form, self.data, self.take(struct.calcsize(form)))[0]
 
-    def count(self, what: str, min_bytes: int) -> int:
-        """Read a count of items that follow. Raises ValueError if they exceed the rest of the
-        file."""
+    def count(self, what: str, min_bytes: int, most: int) -> int:
+        """Read a count of things that follow. Raises ValueError if there are more than `most`, or
+        more than fit in the rest of the file."""
         count: int = self.number("<Q")
         if count > (self.num_bytes - self.position) // min_bytes:
             raise self.error(f"its count of {what}, {count}, exceeds the size of the file")
+        if count > most:
+            raise self.error(f"it has {count} {what}, and at most {most} are supported")
         return count
 
     def name(self) -> str:
         return self.strings(1, _MAX_NAME_BYTES)[0]
 
-    def strings(self, count: int, max_bytes: int = _MAX_STRING_BYTES) -> list[str]:
+    def strings(self, count: int, max_bytes: int = _MAX_HEADER_BYTES) -> list[str]:
         """Read strings in one simple loop: a vocabulary with its merges has a hundred
         thousand."""
         data = self.data
         position = self.position
-        end = self.num_bytes
+        end = self.end
         length_at = struct.Struct("<Q").unpack_from
         strings = []
         try:
             for _ in range(count):
                 start = position + 8
                 position = start + length_at(data, position)[0]
+                if end < position <= self.num_bytes:
+                    raise self.cut_short()
                 if position > end or position - start > max_bytes:
                     raise self.error(
                         f"the string at byte {start} exceeds the file or any sensible length"
                     )
                 strings.append(str(data[start:position], "utf-8"))
         except struct.error:
-            raise self.error(f"it ends at byte {end}, in the middle of its header") from None
+            raise self.cut_short() from None
         except UnicodeDecodeError:
             raise self.error(f"the string at byte {start} is not UTF-8") from None
         self.position = position
@@ -258,13 +272,13 @@ class _Cursor:
             raise self.error(f"it has arrays nested in more than {_MAX_ARRAY_DEPTH} levels")
         item_type = self.number("<I")
         min_bytes = _MIN_ARRAY_BYTES if item_type == _ARRAY else 1
-        return self.items(item_type, self.count("items in an array", min_bytes), depth)
+        count = self.count("items in an array", min_bytes, _MAX_ITEMS)
+        self.num_items += count
+        if self.num_items > _MAX_ITEMS:
+            raise self.error(f"its arrays have more than {_MAX_ITEMS} items in all")
+        return self.items(item_type, count, depth)
 
     def items(self, item_type: int, count: int, depth: int) -> list[Any]:
-        if count > _MAX_ARRAY_ITEMS:
-            raise self.error(
-                f"it has an array of {count} items, more than the limit of {_MAX_ARRAY_ITEMS}"
-            )
         if item_type == _STRING:
             return self.strings(count)
         if item_type == _ARRAY:
@@ -297,8 +311,9 @@ def _read_part(cursor: _Cursor, part: int) -> tuple[dict[str, Any], dict[str, Gg
             f"it has version {version}; only versions 2 and 3 are supported, so convert the model "
             "again"
         )
-    num_tensors = cursor.count("tensors", _MIN_TENSOR_BYTES)
-    metadata = _read_metadata(cursor, cursor.count("metadata entries", _MIN_ENTRY_BYTES))
+    num_tensors = cursor.count("tensors", _MIN_TENSOR_BYTES, _MAX_TENSORS)
+    num_entries = cursor.count("metadata entries", _MIN_ENTRY_BYTES, _MAX_ENTRIES)
+    metadata = _read_metadata(cursor, num_entries)
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise cursor.error(f"its alignment is {alignment!r:.40} and must be a power of two")

@@ -62,14 +62,25 @@ def byte_level_bpe(
     return backend
 
 
+MAX_TOKEN_CHARS = 256
+MAX_VOCAB_CHARS = 1 << 23
+
+
 def sentencepiece_bpe(
     scores: Mapping[str, float], vocab: Mapping[str, int], unk: str, space_prefix: bool
 ) -> Backend:
     """Build SentencePiece BPE with byte fallback; `scores` holds the tokens that merges may make.
 
     With `space_prefix` every text gets a leading space, as if it followed a word; decoding strips
-    it again. Raises ValueError for scores that do not fit the vocabulary.
+    it again. Raises ValueError for scores that do not fit the vocabulary, and for tokens so long
+    that the search for their merges would take minutes.
     """
+    longest = max(map(len, scores), default=0)
+    if longest > MAX_TOKEN_CHARS or sum(map(len, scores)) > MAX_VOCAB_CHARS:
+        raise ValueError(
+            f"the tokenizer's longest token has {longest} characters, and at most "
+            f"{MAX_TOKEN_CHARS} are supported, with {MAX_VOCAB_CHARS} in all tokens"
+        )
     try:
         bpe = models.BPE(
             dict(vocab), _merges_by_score(scores), unk_token=unk, fuse_unk=True, byte_fallback=True
