@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import ModelConfig, RopeScaling
 from shardwise.formats.catalogue import CATALOGUE
+from shardwise.formats.config_files import read_json_object, read_toml
 from shardwise.formats.families import FAMILIES, Family
 from shardwise.formats.huggingface.hf_config import (
     from_hugging_face,
@@ -295,6 +296,23 @@ def test_a_broken_config_file_is_refused(content: bytes, tmp_path: Path) -> None
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json"):
         read_folder_config(tmp_path)
+
+
+def test_json_is_bounded_before_it_is_parsed(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"a": [' + "[]," * 10_000 + "1]}")
+    assert len(read_json_object(file)["a"]) == 10_001
+    with pytest.raises(ValueError, match="holds more than 4096 values"):
+        read_json_object(file, max_bytes=1 << 16)
+    with pytest.raises(ValueError, match="has 30010 bytes, and at most 4096 are supported"):
+        read_json_object(file, max_bytes=4096)
+
+
+@pytest.mark.parametrize("content", ["[", "a = " + "[" * 5000, "a = " + "9" * 5000, "a = 1\na = 2"])
+def test_a_broken_toml_file_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(content)
+    with pytest.raises(ValueError, match=r"run\.toml is not valid TOML"):
+        read_toml(tmp_path / "run.toml")
 
 
 @given(st.floats(6, 13))

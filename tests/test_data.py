@@ -555,8 +555,8 @@ def test_a_folder_that_is_not_a_data_set_is_refused(tmp_path: Path) -> None:
         ),
         (json.dumps({**record, "dtype": "float32"}), "does not describe a data set"),
         (json.dumps({**record, "splits": {"train": 3}}), "does not describe a data set"),
-        ("[]", "does not describe a data set"),
-        ("{", "does not describe a data set"),
+        ("[]", "must hold a JSON object"),
+        ("{", "is not valid JSON"),
     ]:
         (tmp_path / "data/data.json").write_text(broken)
         with pytest.raises(ValueError, match=sentence):

@@ -147,7 +147,7 @@ def test_invalid_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder, not a TOML file"):
         read_settings(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is not valid TOML"):
+    with pytest.raises(ValueError, match="is not UTF-8"):
         read_settings(tmp_path / "binary.toml")
 
 

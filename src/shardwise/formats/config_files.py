@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 import json
+import tomllib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from typing import Any
 
 from shardwise.config import check_flag
 from shardwise.writing.json_text import json_text
+
+MAX_BYTES = 128 << 20
+"""The largest text file that is read whole; the largest tokenizer.json have 35 MB."""
 
 
 @contextmanager
@@ -30,15 +34,43 @@ def config_errors(source: str) -> Iterator[None]:
         raise ValueError(f"{source} is malformed: {error}") from None
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ValueError unless the file holds one."""
+def read_whole_text(file: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a UTF-8 file. Raises ValueError for another encoding and for a file of
+    more than `max_bytes`."""
+    num_bytes = file.stat().st_size
+    if num_bytes > max_bytes:
+        raise ValueError(f"{file} has {num_bytes} bytes, and at most {max_bytes} are supported")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from None
+
+
+def read_json_object(file: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises ValueError unless the file holds one, of at most `max_bytes` and a 16th as many values:
+    a value of two bytes takes a hundred in memory.
+    """
+    text = read_whole_text(file, max_bytes)
+    if sum(map(text.count, ",:[")) > max_bytes // 16:
+        raise ValueError(f"{file} holds more than {max_bytes // 16} values")
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object, but it holds a {type(content).__name__}")
     return content
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises ValueError unless it is valid."""
+    text = read_whole_text(file)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid TOML: {error}") from None
 
 
 def read_optional_json(file: Path) -> dict[str, Any]:

@@ -12,33 +12,28 @@ damaged checkpoint is detected when it is opened, and the one before is used.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shardwise.formats.config_files import read_json_object
 from shardwise.params import ParamSpec
 from shardwise.shards import Box
 
 FORMAT_VERSION = 1
+MAX_INDEX_BYTES = 1 << 34
+"""An index has a line for each box of state, on thousands of ranks for large models."""
 NAME = re.compile(r"step-(\d{8})")
 State = Literal["master", "exp_avg", "exp_avg_sq"]
 STATES: tuple[State, ...] = ("master", "exp_avg", "exp_avg_sq")
 """The state of every parameter, each in fp32."""
-MALFORMED = (
-    KeyError,
-    TypeError,
-    AttributeError,
-    UnicodeDecodeError,
-    json.JSONDecodeError,
-    SafetensorError,
-)
+MALFORMED = (KeyError, TypeError, AttributeError, SafetensorError)
 """Exceptions that reading a malformed index or file raises."""
 
 
@@ -88,7 +83,7 @@ class Checkpoint:
                 raise DamagedCheckpoint(
                     f"checkpoint {path} is damaged: index.json does not match its checksum"
                 )
-            index = json.loads((path / "index.json").read_text(encoding="utf-8"))
+            index = read_index(path)
             if index["format_version"] != FORMAT_VERSION:
                 known = f"this version of shardwise reads {FORMAT_VERSION}"
                 raise ValueError(
@@ -156,6 +151,14 @@ class Checkpoint:
                     f"checkpoint {self.path} stores {spec.name} as {shape}, not {spec.shape}: it "
                     "is of another model"
                 )
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """Return the index of a checkpoint. Raises DamagedCheckpoint unless it is a JSON object."""
+    try:
+        return read_json_object(path / "index.json", MAX_INDEX_BYTES)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {error}") from None
 
 
 def overlap(start_a: int, size_a: int, start_b: int, size_b: int) -> tuple[int, int]:

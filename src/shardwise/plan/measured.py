@@ -5,7 +5,6 @@ The file has Chrome's trace format, which Perfetto and chrome://tracing show: a 
 and an event is an action of its table, or a wait within or between actions.
 """
 
-import json
 import math
 from bisect import bisect_left
 from collections import defaultdict
@@ -16,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from shardwise.formats.config_files import read_json_object
 from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import Action
 from shardwise.parallel.pipeline.table import Table
@@ -58,6 +58,9 @@ class StepTrace:
         return f"bubble {measured:.1%} measured, {simulated:.1%} simulated with the same times"
 
 
+MAX_TRACE_BYTES = 1 << 30
+
+
 def newest_trace(path: Path) -> Path:
     """Return the trace of the last traced step in the folder of a run; the path itself if it is a
     file. Raises ValueError if there is none."""
@@ -76,12 +79,12 @@ def newest_trace(path: Path) -> Path:
 def read_trace(path: Path) -> StepTrace:
     """Read the trace of a run. Raises ValueError for any other file."""
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = read_json_object(path, MAX_TRACE_BYTES)
         layout = Layout.parse(trace["otherData"]["layout"])
         step = int(trace["otherData"]["step"])
         events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         measured = measured_timeline(events, layout)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"{path} is not the trace of a run ({type(error).__name__}: {error})"
         ) from None

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.formats.config_files import read_toml
 from shardwise.formats.huggingface.hf_config import to_hugging_face
 from shardwise.formats.run_checkpoint import list_checkpoints, newest_checkpoint
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
@@ -159,10 +160,7 @@ def check_same_run(folder: Path, run: Run, warn: Callable[[str], None]) -> None:
     """Raise ValueError if the settings change what the weights are or the order of the data. `warn`
     receives a line for every other change."""
     path = folder / SETTINGS_FILE
-    try:
-        before = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    before = read_toml(path)
     data = Path(run.settings.data.folder)
     if (folder / "data.json").read_bytes() != (data / "data.json").read_bytes():
         raise ValueError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardwise.config import ModelConfig
+from shardwise.formats.config_files import read_toml
 from shardwise.layout import Layout
 from shardwise.parallel.pipeline.actions import BUCKET_BYTES
 from shardwise.precision import GradientPrecision, Precision, ReductionPrecision
@@ -190,13 +191,11 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
     if folder is not None:
         path = folder / "config.toml"
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = read_toml(path)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; {what_to_name(path)}") from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder, not a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
     if folder is not None:
         override_setting(raw, f"run.folder={json_text(str(folder))}")
     for override in overrides:
@@ -224,7 +223,7 @@ def override_setting(raw: dict[str, Any], override: str) -> None:
         )
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value
     table = raw.setdefault(section, {})
     if not isinstance(table, dict):

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from shardwise.formats.config_files import read_json_object, read_optional_json
+from shardwise.formats.config_files import read_json_object, read_optional_json, read_whole_text
 from shardwise.formats.families import FAMILIES, GPT2
 from shardwise.formats.tokenizers.added_tokens import add_tokens
 from shardwise.formats.tokenizers.bpe import add_bos_eos, byte_level_bpe, parse_merge
@@ -92,7 +92,7 @@ def _read_vocab_and_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
         )
     vocab = read_optional_json(folder / "vocab.json")
     try:
-        lines = _read_text(folder / "merges.txt").split("\n")
+        lines = read_whole_text(folder / "merges.txt").split("\n")
         merges = [parse_merge(line) for line in lines if line and not line.startswith("#version")]
         backend = byte_level_bpe(vocab, merges, pre_tokenizers[kind])
     except ValueError as error:
@@ -164,7 +164,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     with names."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return _read_text(file)
+        return read_whole_text(file)
     template = config.get("chat_template")
     if isinstance(template, list) and all(map(_is_named_template, template)):
         named = {entry["name"]: entry["template"] for entry in template}
@@ -181,10 +181,3 @@ def _is_named_template(entry: Any) -> bool:
     return isinstance(entry, dict) and all(
         isinstance(entry.get(key), str) for key in ("name", "template")
     )
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8: {error}") from None

@@ -10,12 +10,13 @@ A data set is a folder:
 Every document ends with the end-of-text token. `corpus_builder.py` writes them.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from shardwise.formats.config_files import read_json_object
 
 FORMAT_VERSION = 1
 TRAIN = "train"
@@ -62,7 +63,7 @@ def read_corpus(folder: Path) -> Corpus:
             f"{folder} is not a data set: it has no data.json (`shardwise data build` makes one)."
         )
     try:
-        record = json.loads(path.read_bytes())
+        record = read_json_object(path)
         if record["format_version"] != FORMAT_VERSION:
             raise ValueError(
                 f"{folder} has format version {record['format_version']}, but this program reads "
@@ -79,7 +80,7 @@ def read_corpus(folder: Path) -> Corpus:
             tuple(record["files"]),
             record.get("special_tokens", 0),
         )
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} does not describe a data set; build it again with `shardwise data build`."
         ) from error
