@@ -32,6 +32,7 @@ from shardwise.suggest import nearest
 from shardwise.writing.lasting_stream import lasting
 
 PROG = "shardwise"
+MAX_SENTENCE = 1500
 COMMANDS = (
     add_plan, add_schedule, add_data, add_config, add_train, add_parity, add_convert, add_eval,
     add_generate, add_serve, add_bench, add_demo,
@@ -198,9 +199,11 @@ def open_closed_streams() -> None:
 
 
 def user_sentence(error: ValueError | OSError) -> str | None:
-    """Return the error message for the user, or None for a fault of Shardwise itself."""
+    """Return the error message for the user, or None for a fault of Shardwise itself. It is cut
+    where a library has quoted all of a file."""
     if isinstance(error, ValueError):
-        return " ".join(str(error).split())
+        sentence = " ".join(str(error).split())
+        return sentence if len(sentence) <= MAX_SENTENCE else f"{sentence[:MAX_SENTENCE]} ..."
     if error.strerror is None:
         return None
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
