@@ -218,6 +218,8 @@ def test_windows_are_those_of_the_family() -> None:
         ),
         ({"attention_bias": "no"}, "attention_bias must be true or false"),
         ({"num_key_value_heads": [2]}, "num_kv_heads must be a whole number"),
+        ({"num_key_value_heads": 0}, "num_kv_heads must be a whole number of at least 1, not 0"),
+        ({"head_dim": False}, "head_dim must be a whole number of at least 1, not False"),
         ({"head_dim": 15}, "even head size, not 15"),
     ],
 )

@@ -55,7 +55,7 @@ def _config_from_metadata(file: Gguf, family: Family, keys: Keys) -> ModelConfig
         num_heads=heads,
         num_kv_heads=keys.size("attention.head_count_kv", heads),
         head_dim=head_dim,
-        vocab_size=keys.get("vocab_size") or len(tokens),
+        vocab_size=keys.get("vocab_size", len(tokens)),
         tied=not _stores(file, family, "head", "weight"),
         norm=family.norm,
         norm_eps=keys.number(NORM_EPS_KEYS[family.norm]),

@@ -62,8 +62,8 @@ def _model_config(raw: dict[str, Any], family: Family) -> ModelConfig:
         hidden_size=hidden,
         ffn_size=_ffn_size(raw, family, hidden),
         num_heads=heads,
-        num_kv_heads=_optional(raw, keys.num_kv_heads, keys.default_num_kv_heads) or heads,
-        head_dim=_optional(raw, keys.head_dim, keys.default_head_dim) or hidden // heads,
+        num_kv_heads=_optional(raw, keys.num_kv_heads, keys.default_num_kv_heads, heads),
+        head_dim=_optional(raw, keys.head_dim, keys.default_head_dim, hidden // heads),
         vocab_size=raw["vocab_size"],
         tied=get_flag(raw, "tie_word_embeddings", family.tied),
         norm=family.norm,
@@ -81,9 +81,11 @@ def _model_config(raw: dict[str, Any], family: Family) -> ModelConfig:
     )
 
 
-def _optional(raw: dict[str, Any], key: str | None, default: int | None) -> Any:
-    """Return the value of a key that a family may lack, and `default` if the file leaves it out."""
-    return None if key is None else raw.get(key, default)
+def _optional(raw: dict[str, Any], key: str | None, default: int | None, derived: int) -> Any:
+    """Return the value of a key that a family may lack: `default` if the file leaves it out, and
+    `derived` from other sizes if it is null or the family has no such key."""
+    value = None if key is None else raw.get(key, default)
+    return derived if value is None else value
 
 
 def _ffn_size(raw: dict[str, Any], family: Family, hidden: int) -> Any:

@@ -49,7 +49,7 @@ class TemplateProcesses:
         memory than the limits.
         """
         try:
-            request = json.dumps([source, variables]).encode() + b"\n"
+            request = json.dumps([source, variables], allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"messages must hold values of JSON only: {error}") from None
         with self._free, self._process() as process:

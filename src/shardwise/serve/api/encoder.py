@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Event, Lock
@@ -107,7 +108,7 @@ class TokenizerProcess:
         assert connection is not None
         try:
             if is_new:
-                connection.send(self.tokenizer)
+                connection.send(replace(self.tokenizer))  # without processes that it has started
             connection.send(call)
             if not connection.poll(self.limit_s):
                 raise ValueError(f"the text takes more than {self.limit_s:g} s; shorten it")
