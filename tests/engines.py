@@ -20,12 +20,14 @@ from shardwise.measure.reference_model import ReferenceModel
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.mesh import make_mesh
 from shardwise.quant.kv_dtype import KvDtype
-from shardwise.serve.engine.engine import BatchRunner, Engine, make_sequence
+from shardwise.serve.engine.engine import BatchRunner, Engine, end_tokens, make_sequence
 from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.runner import Runner
 from shardwise.serve.engine.scheduler import Limits, Scheduler
 from shardwise.serve.engine.sequence import Sequence
 from shardwise.serve.request import Delta, Logprob, Request, SamplingParams
+from shardwise.serve.sampling.constraints import Constraints
+from shardwise.serve.sampling.grammar import GrammarState
 from tiny_models import our_weights, tiny_model
 
 BYTES = {"vocab_size": 264}  # 256 bytes, an end, and 7 rows of padding
@@ -78,12 +80,14 @@ def sequence_of(
     params: SamplingParams,
     max_tokens: int,
     index: int = 0,
-    skip_special: bool = True,
+    grammar: GrammarState | None = None,
 ) -> Sequence:
     """Return a sequence without a prompt that generates at most `max_tokens` tokens."""
     most = min(max_tokens, params.max_tokens or max_tokens)
     request = Request((), params)
-    return make_sequence(0, request, tokenizer, most, index, skip_special=skip_special)
+    ends = end_tokens(params, tokenizer)
+    constraints = Constraints(params, tokenizer.vocab_size, ends, grammar=grammar)
+    return make_sequence(0, request, tokenizer, most, constraints, index)
 
 
 @dataclass
@@ -99,8 +103,8 @@ class AsDriver:
     def run(self, batch: Any) -> Any:
         return self.runner.run(batch)
 
-    def embed(self, tokens: list[int]) -> list[float]:
-        return self.runner.embed(tokens)
+    def embed(self, inputs: list[list[int]]) -> list[list[float]]:
+        return self.runner.embed(inputs)
 
     def keep_alive(self) -> None:
         pass

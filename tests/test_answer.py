@@ -43,7 +43,7 @@ def by_definition(tokens: list[int], params: SamplingParams, room: int) -> Ended
     text = ""
     for num, token in enumerate(tokens, 1):
         may_stop = num > params.min_tokens
-        if may_stop and token == EOS and not params.ignore_eos:
+        if token == EOS and not params.ignore_eos:  # it is sampled early only if nothing else may
             return Ended(num, text, "stop")
         if may_stop and token in params.stop_token_ids:
             return Ended(num, text, "stop", token)
@@ -105,8 +105,8 @@ def test_an_answer_by_definition(tokens: list[int], params: SamplingParams, room
 def test_what_can_end_an_answer() -> None:
     params = SamplingParams(stop_token_ids=(7, 9))
     tokenizer = replace(BYTES, eos_ids=frozenset({1, 7}))
-    assert sequence_of(tokenizer, params, 5).end_ids == {1, 7, 9}
-    assert sequence_of(tokenizer, replace(params, ignore_eos=True), 5).end_ids == {7, 9}
+    assert sequence_of(tokenizer, params, 5).end_tokens == {1: None, 7: None, 9: 9}
+    assert sequence_of(tokenizer, replace(params, ignore_eos=True), 5).end_tokens == {7: 7, 9: 9}
 
 
 def deltas_of(tokenizer: Tokenizer, text: str, **fields: Any) -> list[Delta]:
@@ -134,10 +134,50 @@ def test_real_tokens_reach_over_the_borders_of_stop_strings() -> None:
 def test_a_special_token_that_ends_nothing_is_shown_if_wanted() -> None:
     params = SamplingParams(ignore_eos=True, max_tokens=2)
     shown = [
-        text_of(take(sequence_of(BYTES, params, 9, skip_special=skip), [65, EOS]))
+        text_of(take(sequence_of(BYTES, replace(params, skip_special_tokens=skip), 9), [65, EOS]))
         for skip in (True, False)
     ]
     assert shown == ["A", "A<|endoftext|>"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+def test_a_stop_string_that_is_a_special_token_ends_at_that_token(
+    skip: bool, include: bool
+) -> None:
+    tokenizer = load_tokenizer(smollm2_gguf())
+    for text, reason in (("Hi<|im_start|>user", "<|im_start|>"), ("Hi<|im_end|>", None)):
+        deltas = deltas_of(
+            tokenizer,
+            text,
+            stop=("<|im_start|>",),
+            include_stop_str_in_output=include,
+            skip_special_tokens=skip,
+        )
+        assert len(deltas) == 2 and deltas[-1].finish_reason == "stop"
+        assert deltas[-1].stop_reason == reason
+        # the end token of a model is special: it is shown where special tokens are
+        is_shown = include and (reason is not None or not skip)
+        assert text_of(deltas) == (text.removesuffix("user") if is_shown else "Hi")
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown", "reason"),
+    [
+        ({"stop": ("of",)}, "The capital of", "of"),
+        ({"stop": ("tal o", "x")}, "The capital o", "tal o"),
+        ({"stop_token_ids": (282,)}, "The capital of", 282),
+    ],
+)
+def test_what_ended_a_completion_is_included_if_wanted(
+    fields: dict[str, Any], shown: str, reason: str | int
+) -> None:
+    tokenizer = load_tokenizer(smollm2_gguf())
+    assert tokenizer.encode("The capital of France")[2] == 282
+    deltas = deltas_of(
+        tokenizer, "The capital of France", include_stop_str_in_output=True, **fields
+    )
+    assert (text_of(deltas), deltas[-1].stop_reason) == (shown, reason)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

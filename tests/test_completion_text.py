@@ -76,6 +76,13 @@ def test_a_message_begins_without_a_space_as_in_hugging_face(client: TestClient)
     assert choice["message"]["content"] == "a a"
 
 
+def test_a_message_that_is_continued_keeps_the_space(client: TestClient) -> None:
+    messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "ab"}]
+    body = forced(FIRST, messages=messages, continue_final_message=True, max_tokens=2)
+    (choice,) = post(client, "/v1/chat/completions", body)["choices"]
+    assert choice["message"]["content"] == " a a"
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_what_is_shown_matches_the_grammar(client: TestClient, path: str) -> None:
     pytest.importorskip("llguidance")
@@ -106,6 +113,7 @@ def test_each_token_is_where_its_offset_says(
 ) -> None:
     body = forced(first, prompt=prompt, echo=True, logprobs=0, max_tokens=3)
     check_offsets(client, body, added=int(isinstance(prompt, str)))
+    check_offsets(client, body | {"skip_special_tokens": False}, int(isinstance(prompt, str)))
 
 
 @pytest.mark.parametrize("prompt", ["<|endoftext|>Hi <|endoftext|>é", [256, 104, 256]])
@@ -126,7 +134,8 @@ def check_offsets(client: TestClient, body: dict[str, Any], added: int) -> None:
     controls = {"<s>", "</s>", "<|endoftext|>"}
     for at, (start, end) in enumerate(zip(offsets, [*offsets[1:], len(text)], strict=True)):
         token = found["tokens"][at]
-        if at < added or (at >= echo and token in controls):
+        is_skipped = at >= echo and token in controls and body.get("skip_special_tokens", True)
+        if at < added or is_skipped:
             assert start == end
         elif not token.startswith("bytes:"):
             assert text[start:end] in (token, token.removeprefix(" "))

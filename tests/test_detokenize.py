@@ -145,7 +145,7 @@ def test_a_prompt_and_its_completion_are_the_text_of_all_ids(name: str, skip_spe
         if tokenizer.is_byte_level:
             assume("\N{REPLACEMENT CHARACTER}" not in text)
         assume(not ends_in_bytes(tokenizer, prompt))
-        detokenizer = Detokenizer(tokenizer, (), skip_special, prompt)
+        detokenizer = Detokenizer(tokenizer, (), skip_special, prompt=prompt)
         text += "".join(pieces(detokenizer, completion))
         assert text == tokenizer.decode([*prompt, *completion], skip_special)
 

@@ -122,7 +122,7 @@ def test_drawn_tokens_follow_from_a_plain_forward(model: ReferenceModel, runner:
     found = answers(engine_of(runner, model.tokenizer), requests)
     for request, (got,) in zip(requests, found, strict=True):
         rows = plain_logprobs(model, [*request.tokens, *got.tokens])[len(request.tokens) - 1 : -1]
-        sampler = SamplerState(request.params, request.tokens, frozenset(), 0)
+        sampler = SamplerState(request.params, request.tokens)
         for row, token in zip(rows, got.tokens, strict=True):
             assert sample_tokens(row[None], [sampler])[0] == [token]
             sampler.add(token)
@@ -172,10 +172,14 @@ def test_an_embedding_is_the_mean_of_the_last_hidden_states(name: str) -> None:
             Causal(theirs.config, causal_attention),
         )[0]
     expected = torch.nn.functional.normalize(hidden.mean(0), dim=0)
-    torch.testing.assert_close(torch.tensor(engine.embed(tokens)), expected, rtol=0, atol=1e-5)
+    alone, *company = engine.embed([[*tokens]]) + engine.embed([[*tokens[:5]], [*tokens], [7]])
+    torch.testing.assert_close(torch.tensor(alone), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(company[1]), expected, rtol=0, atol=1e-5)
+    (short,) = engine.embed([[*tokens[:5]]])
+    torch.testing.assert_close(torch.tensor(company[0]), torch.tensor(short), rtol=0, atol=1e-5)
     for wrong in ((), drawn_tokens(65, 0), (264,), (-1,)):
         with pytest.raises(ValueError, match=r"1 to 64 tokens|token ids from 0"):
-            engine.embed(wrong)
+            engine.embed([[1], [*wrong]])
 
 
 # -- failures

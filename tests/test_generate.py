@@ -290,7 +290,7 @@ def test_a_folder_that_is_broken_is_a_sentence(
     refused("model.safetensors", model=weights[:4])
     refused("has no weights: expected model.safetensors", model=None)
     refused("has no tokenizer", tokenizer=None)
-    refused("is not a tokenizer that can be read", tokenizer=b"[]")
+    refused("must hold a JSON object, but it holds a list", tokenizer=b"[]")
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_a_sentence(

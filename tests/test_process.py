@@ -37,7 +37,7 @@ from shardwise.serve.engine import remote as process
 from shardwise.serve.engine import worker
 from shardwise.serve.engine.remote import RemoteEngine
 from shardwise.serve.engine.runner import LOGPROB_ROWS
-from shardwise.serve.engine.scheduler import QueueFull
+from shardwise.serve.engine.scheduler import Limits, QueueFull
 from shardwise.serve.engine.sequence import Batch
 from shardwise.serve.engine_client import EngineDied
 from shardwise.serve.request import MAX_LOGPROBS, Request, SamplingParams
@@ -327,7 +327,7 @@ from pathlib import Path
 from shardwise.formats.huggingface.hf_config import read_folder_config
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer
 from shardwise.serve.engine.remote import RemoteEngine
-from shardwise.serve.engine.scheduler import QueueFull
+from shardwise.serve.engine.scheduler import Limits, QueueFull
 from shardwise.serve.settings import EngineSettings
 
 async def main(path, end):
@@ -454,7 +454,7 @@ class Idle(AsDriver):
 
     kept: threading.Event = field(default_factory=threading.Event)
 
-    def embed(self, tokens: Any) -> list[float]:
+    def embed(self, inputs: Any) -> list[list[float]]:
         raise RuntimeError("no memory")
 
     def keep_alive(self) -> None:
@@ -493,23 +493,40 @@ def test_ranks_are_kept_alive_while_only_questions_come(
     assert not talk.is_alive()
 
 
+class Picky(AsDriver):
+    """A runner that fails on inputs with token 9, and remembers how many tokens it embedded."""
+
+    sizes: list[list[int]]
+
+    def embed(self, inputs: Any) -> list[list[float]]:
+        self.sizes.append([len(tokens) for tokens in inputs])
+        if any(9 in tokens for tokens in inputs):
+            raise RuntimeError("no nines")
+        return super().embed(inputs)
+
+
 def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> None:
+    """Between two steps as many are embedded as fit into a step of 33 tokens."""
     model = load_reference_model(folder, torch.float32, torch.device("cpu"))
-    engine = engine_of(runner_of(model), model.tokenizer)
+    runs = Picky(runner := runner_of(model))
+    runs.sizes = []
+    engine = engine_of(runner, model.tokenizer, limits=Limits(33, 32, 1024), runs=runs)
     ours, its = Pipe()
     ours.send(("add", 0, Request(PROMPT, SHORT)))
-    for name in range(1, 7):
-        ours.send(("embed", name, [name, name]))
-    ours.send(("embed", 7, [264]))
+    for name, size in enumerate([2, 40, 30, 2, 1, 2, 5], 1):
+        ours.send(("embed", name, [name] * size))
+    ours.send(("embed", 8, [264]))
     ours.send(("abort", 6))
+    ours.send(("embed", 9, [9]))
     talk = threading.Thread(target=worker.serve_until_gone, args=(its, engine))
     talk.start()
-    refused, *heard = (ours.recv() for _ in range(1 + 5 + SHORT.max_tokens))  # type: ignore[operator]
-    assert refused[:2] == ("refused", 7) and "from 0 to 263" in refused[2]
-    assert [message[0] for message in heard] == ["result", "deltas"] * 5 + ["deltas"] * (
-        len(heard) - 10
-    )
-    assert [name for what, name, *_ in heard if what == "result"] == [1, 2, 3, 4, 5]
+    refused, *heard = (ours.recv() for _ in range(1 + 7 + SHORT.max_tokens))  # type: ignore[operator]
+    assert refused[:2] == ("refused", 8) and "from 0 to 263" in refused[2]
+    assert runs.sizes == [[2, 30, 1], [40], [2, 5, 1], [2], [5], [1]]
+    names = [message[1] if message[0] != "deltas" else "step" for message in heard]
+    assert names[:10] == [1, 3, 5, "step", 2, "step", 4, 7, 9, "step"]
+    assert set(names[10:]) == {"step"}
+    assert ("failed", 9, "no nines") in heard
     ours.send(("stats", 8))
     assert ours.recv()[:2] == ("result", 8)
     ours.close()

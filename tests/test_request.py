@@ -25,7 +25,7 @@ from shardwise.serve.request import SamplingParams
         ({"min_p": 1.1}, "min_p is 1.1"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"min_tokens": 17}, "min_tokens is 17, but it must be from 0 to max_tokens"),
+        ({"min_tokens": 17}, "min_tokens is 17, but it must be from 0 to 16, the most tokens"),
         ({"min_tokens": -1, "max_tokens": None}, "min_tokens is -1"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0, but it must be from 0.01 to 100"),
         ({"frequency_penalty": 2.1}, "frequency_penalty is 2.1, but it must be between -2 and 2"),

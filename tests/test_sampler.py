@@ -231,20 +231,14 @@ ANY_PARAMS = st.builds(
     logit_bias=st.dictionaries(
         st.integers(0, 6), st.sampled_from([-100.0, -1.5, 2.0, 100.0]), max_size=3
     ),
-    min_tokens=st.integers(0, 4),
-    stop_token_ids=st.sampled_from([(), (2,), (0, 5)]),
-    ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, 0, 3]),
 )
 
 
 def changed_by_definition(
-    row: list[float], params: SamplingParams, prompt: list[int], answer: list[int], eos: set[int]
+    row: list[float], params: SamplingParams, prompt: list[int], answer: list[int]
 ) -> list[float]:
     row = list(row)
-    if len(answer) < params.min_tokens:
-        for id in {*params.stop_token_ids, *(() if params.ignore_eos else eos)}:
-            row[id] = -math.inf
     for id, bias in params.logit_bias.items():
         row[id] += bias
     for id in {*prompt, *answer}:
@@ -272,8 +266,7 @@ def test_penalties_match_definition(
     row: list[float], params: SamplingParams, prompt: list[int], answer: list[int]
 ) -> None:
     """Results are within 1e-5, also after a fork, whose tokens change only its own penalties."""
-    end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (1,))}
-    sampling = SamplerState(params, prompt, end_ids)
+    sampling = SamplerState(params, prompt)
     for token in answer:
         sampling.add(token)
     other = sampling.fork(1)
@@ -281,7 +274,7 @@ def test_penalties_match_definition(
     for each, tokens in ((sampling, answer), (other, [*answer, 3])):
         logits = torch.tensor(row)
         each.change(logits)
-        expected = changed_by_definition(row, params, prompt, tokens, {1})
+        expected = changed_by_definition(row, params, prompt, tokens)
         torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-6, atol=1e-5)
         assert each.changes or logits.tolist() == row
 
@@ -329,7 +322,7 @@ def test_rows_are_batch_invariant(
         masks[2] = torch.full((-(-vocab_size // 32),), 0x55555555, dtype=torch.int32)
 
     def fresh() -> list[SamplerState]:
-        return [SamplerState(each, [1, 2, 2], {1}) for each in params]
+        return [SamplerState(each, [1, 2, 2]) for each in params]
 
     company = run_on(steps, fresh(), masks)
     for row in range(5):
@@ -353,9 +346,7 @@ def test_batched_sampling_matches_row_by_row(params: list[SamplingParams], fault
     masks = [None, torch.full((10,), 0x77777777, dtype=torch.int32), None, None]
 
     def fresh() -> list[SamplerState]:
-        return [
-            SamplerState(replace(each, seed=row), [1, 2, 2], {1}) for row, each in enumerate(params)
-        ]
+        return [SamplerState(replace(each, seed=row), [1, 2, 2]) for row, each in enumerate(params)]
 
     assert sample_together(logits, fresh(), masks) == sample_by_row(logits, fresh(), masks)
 
@@ -476,22 +467,15 @@ def bits(ids: set[int], vocab_size: int) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_allowed_tokens_are_sampled(kernels: ServingKernels, temperature: float) -> None:
-    """One row allows few tokens, one only an end token that min_tokens bans, one has no mask."""
-    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(15))
+    """One row allows few tokens, one only a single token, one none, one has no mask."""
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(15))
     logits[:, 50] = 60.0
-    params = SamplingParams(temperature=temperature, min_tokens=1, logprobs=0)
-    samplings = [SamplerState(params, (), {31}) for _ in range(3)]
-    picked = sample(
-        logits, samplings, [bits({0, 31, 63, 64, 99}, 100), bits({31}, 100), None], kernels=kernels
-    )
-    assert (
-        picked[0].token in {0, 63, 64, 99} and picked[1] == Sampled(None) and picked[2].token == 50
-    )
+    params = SamplingParams(temperature=temperature, logprobs=0)
+    masks = [bits({0, 31, 63, 64, 99}, 100), bits({31}, 100), bits(set(), 100), None]
+    picked = sample(logits, [SamplerState(params) for _ in masks], masks, kernels=kernels)
+    assert picked[0].token in {0, 31, 63, 64, 99}
+    assert (picked[1].token, picked[2], picked[3].token) == (31, Sampled(None), 50)
     assert picked[0].logprob and picked[0].logprob.logprob < -50, "told of the logits as they came"
-    samplings[1].add(0)
-    assert tokens_of(sample(logits[1:2], samplings[1:2], [bits({31}, 100)], kernels=kernels)) == [
-        31
-    ]
 
 
 def test_completions_of_one_request_have_different_seeds() -> None:

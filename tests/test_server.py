@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from examples import examples
 from shardwise.formats.tokenizers.template_process import TemplateProcesses
@@ -28,11 +29,12 @@ from shardwise.serve.api.server import make_app
 from shardwise.serve.engine_client import EngineDied, Stats
 from shardwise.serve.request import Request, SamplingParams
 from shardwise.serve.settings import ServerSettings
-from tiny_engine import LOOP, TinyEngine, TinyModel, talking_model
+from tiny_engine import LOOP, TEMPLATE, TinyEngine, TinyModel, talking_model
 
 LOGPROB = 1e-5  # absolute, in fp32
 GREEDY = {"temperature": 0, "max_tokens": 12}
-CHAT = {"messages": [{"role": "user", "content": "hi"}], **GREEDY}
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = {**ASKED, **GREEDY}
 MIB = 1 << 20
 
 
@@ -238,6 +240,10 @@ def test_every_sampling_field_reaches_the_engine(client: TestClient, engine: Tin
         "stop": ["zz"],
         "stop_token_ids": [7],
         "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "allowed_token_ids": [*range(97, 110)],
+        "bad_words": ["zz"],
         "logprobs": 2,
         "prompt_logprobs": 1,
     }
@@ -246,7 +252,7 @@ def test_every_sampling_field_reaches_the_engine(client: TestClient, engine: Tin
         client, "/v1/completions", {**ours, **fields, "user": "somebody", "not_known_yet": 1}
     )
     (request,) = engine.asked
-    assert request.params == SamplingParams(**{**fields, "stop": ("zz",), "logit_bias": {5: -1.5}})
+    assert request.params == SamplingParams(**{**fields, "logit_bias": {5: -1.5}})
     assert (request.tokens, request.priority, request.salt) == ((97, 98), -2, "mine")
     assert len(answer["choices"][1]["prompt_logprobs"]) == 2
 
@@ -303,6 +309,123 @@ def test_a_chat_is_its_template_gone_on_with(client: TestClient) -> None:
         "content": text["choices"][0]["text"],
     }
     assert tokens_used(chat) == tokens_used(text) and chat["object"] == "chat.completion"
+
+
+def prompt_of(client: TestClient, **body: Any) -> str:
+    """The text of the prompt that the chat template renders."""
+    tokens = post(client, "/tokenize", body)["tokens"]
+    return str(post(client, "/detokenize", {"tokens": tokens})["prompt"])
+
+
+WRITES_ALL = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}|{{ m.reasoning }}|"
+    "{{ m.content | trim }}{% for call in m.tool_calls %}{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% for name, value in call.function.arguments.items() "
+    "%}<{{ name }}={{ value }}>{% endfor %}{% endfor %}{% endfor %}"
+    "{% if enable_thinking is false %}<no thoughts>{% endif %}{{ reasoning_effort }}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CALL = {
+    "id": "1", "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 3, "b": "é"}'},
+}  # fmt: skip
+
+
+@pytest.fixture
+def writer(model: TinyModel) -> Iterator[TestClient]:
+    """Serves a template that writes all that it gets."""
+    engine = TinyEngine(model)
+    engine.tokenizer = replace(model.tokenizer, chat_template=WRITES_ALL)
+    with client_of(engine) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_past_tool_calls_and_reasoning_reach_the_template(writer: TestClient, name: str) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [CALL], name: "hm"},
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+    ]
+    assert prompt_of(writer, messages=messages) == (
+        '[user]||hi[assistant]hm|hm|add{"a": 3, "b": "é"}<a=3><b=é>[tool]||7[assistant]'
+    )
+    chat = post(writer, "/v1/chat/completions", {"messages": messages, **GREEDY})
+    assert chat["usage"]["prompt_tokens"] == len(prompt_of(writer, messages=messages).encode())
+
+
+def test_variables_of_the_request_reach_the_template(writer: TestClient) -> None:
+    kwargs = {"enable_thinking": False}
+    assert prompt_of(writer, **ASKED, chat_template_kwargs=kwargs) == (
+        "[user]||hi<no thoughts>[assistant]"
+    )
+    assert prompt_of(writer, **ASKED, reasoning_effort="low") == "[user]||hilow[assistant]"
+    assert prompt_of(writer, **ASKED, reasoning_effort="none") == (
+        "[user]||hi<no thoughts>none[assistant]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "end"),
+    [
+        (TEMPLATE, "The sky is ", "assistant: The sky is "),
+        (TEMPLATE, [{"type": "text", "text": "The "}, {"type": "text", "text": "sky"}],
+         "assistant: The \nsky"),
+        (WRITES_ALL, "The sky is ", "[assistant]||The sky is"),  # it trims contents
+    ],
+)  # fmt: skip
+def test_the_last_message_is_continued(
+    model: TinyModel, template: str, content: Any, end: str
+) -> None:
+    """As transformers does; the completion is that of the text."""
+    engine = TinyEngine(model)
+    engine.tokenizer = replace(model.tokenizer, chat_template=template)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    with client_of(engine) as client:
+        body = {"messages": messages, "continue_final_message": True}
+        prompt = prompt_of(client, **body)
+        chat = post(client, "/v1/chat/completions", {**body, **GREEDY})
+        text = post(client, "/v1/completions", {"prompt": prompt, **GREEDY})
+    assert prompt.endswith(end)
+    assert chat["choices"][0]["message"]["content"] == text["choices"][0]["text"]
+    if isinstance(content, str):
+        theirs, _ = render_jinja_template(
+            [messages], chat_template=template, continue_final_message=True
+        )
+        assert theirs == [prompt]
+
+
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}"
+    "{% if part.type == 'text' %}<{{ part.text }}>{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_knows_content_as_parts_gets_parts(model: TinyModel) -> None:
+    engine = TinyEngine(model)
+    engine.tokenizer = replace(model.tokenizer, chat_template=PARTS)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": parts}]
+    with client_of(engine) as client:
+        assert prompt_of(client, messages=messages) == "[user]<hi>[user]<one><two>"
+        body = {"messages": messages, "continue_final_message": True}
+        assert prompt_of(client, **body) == "[user]<hi>[user]<one><two"
+
+
+@pytest.mark.parametrize(("side", "kept"), [(None, "cdef"), ("left", "cdef"), ("right", "abcd")])
+def test_a_prompt_is_truncated(
+    client: TestClient, engine: TinyEngine, side: str | None, kept: str
+) -> None:
+    body = {"truncate_prompt_tokens": 4, "truncation_side": side}
+    post(client, "/v1/completions", {"prompt": ["abcdef", "a"], **GREEDY, **body})
+    assert [bytes(request.tokens).decode() for request in engine.asked] == [kept, "a"]
+    post(client, "/v1/completions", {"prompt": "a" * 400, **GREEDY, "truncate_prompt_tokens": -1})
+    assert len(engine.asked[-1].tokens) == 256 - 12
+    one, other = (
+        post(client, "/v1/embeddings", {"input": text, **changes})["data"][0]["embedding"]
+        for text, changes in ((kept, {}), ("abcdef", body))
+    )
+    assert one == other
 
 
 def test_chats_that_loop_in_the_template_are_400s_and_hold_up_no_others(model: TinyModel) -> None:
@@ -451,10 +574,81 @@ def test_an_answer_follows_its_schema(client: TestClient, asked: dict[str, Any])
     )
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"guided_choice": ["yes", "no."]},
+        {"guided_grammar": 'start: "yes" | "no."'},
+        {"structured_outputs": {"choice": ["yes", "no."], "regex": None, "json_object": False}},
+        {"structured_outputs": {"grammar": 'root ::= "yes" | "no."'}},
+    ],
+)
+def test_an_answer_is_one_of_the_choices(client: TestClient, asked: dict[str, Any]) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = post(client, path, {**PROMPT, **CHAT, "seed": 2, **asked})["choices"][0]
+        text = answer["text"] if "text" in answer else answer["message"]["content"]
+        assert text in ("yes", "no.") and answer["finish_reason"] == "stop"
+
+
+def test_any_object_may_be_asked_for(client: TestClient) -> None:
+    body = {
+        **CHAT, "temperature": 1, "seed": 1, "max_tokens": 60,
+        "logit_bias": {"125": 50, "34": -100}, "structured_outputs": {"json_object": True},
+    }  # fmt: skip
+    (choice,) = post(client, "/v1/chat/completions", body)["choices"]
+    assert json.loads(choice["message"]["content"]) == {}
+
+
 def test_an_answer_follows_its_regex(client: TestClient) -> None:
     body = {"prompt": "a", "guided_regex": "[a-f]{3}-[0-9]{2}", "max_tokens": 20}
     (choice,) = post(client, "/v1/completions", body)["choices"]
     assert re.fullmatch("[a-f]{3}-[0-9]{2}", choice["text"])
+
+
+@pytest.mark.parametrize("stream_it", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"guided_regex": "[a-f]{3}", "min_tokens": 9},
+        {"guided_regex": "[a-f]{3}", "stop_token_ids": [98], "min_tokens": 9},
+        {"guided_regex": "[a-f]{3}", "allowed_token_ids": [97, 98, 99]},
+        {"guided_regex": "[a-f]{3}", "logit_bias": {str(at): -100 for at in range(97, 103)}},
+        {"guided_json": {"enum": ["abc", "def"]}, "min_tokens": 60},
+    ],
+)
+def test_a_complete_grammar_ends_the_completion(
+    client: TestClient, asked: dict[str, Any], stream_it: bool
+) -> None:
+    """Whatever min_tokens and other constraints ask for, and in a batch."""
+    body = {"prompt": ["a", "b"], "max_tokens": 80, "seed": 1, "n": 2, **asked}
+    texts = [""] * 4
+    reasons = [""] * 4
+    answers = stream if stream_it else lambda *each: [post(*each)]
+    for answer in answers(client, "/v1/completions", body):
+        for choice in answer["choices"]:
+            texts[choice["index"]] += choice["text"]
+            reasons[choice["index"]] += choice["finish_reason"] or ""
+    assert reasons == ["stop"] * 4
+    form = "[a-f]{3}" if "guided_regex" in asked else '"(abc|def)"'
+    assert all(re.fullmatch(form, text) for text in texts), texts
+
+
+def test_only_allowed_tokens_and_no_bad_words_are_generated(client: TestClient) -> None:
+    body = {"prompt": "a", "max_tokens": 60, "seed": 1, "allowed_token_ids": [97, 98], "n": 2}
+    texts = [choice["text"] for choice in post(client, "/v1/completions", body)["choices"]]
+    assert all(set(text) == {"a", "b"} and "ab" in text for text in texts)
+    without = post(client, "/v1/completions", {**body, "bad_words": ["ab"]})["choices"]
+    assert all(re.fullmatch("b*a*", choice["text"]) for choice in without)
+
+
+def test_a_completion_ends_where_constraints_leave_no_token(
+    client: TestClient, engine: TinyEngine
+) -> None:
+    """Within a grammar the completion is cut off, so the reason is length."""
+    body = {"prompt": "a", "guided_regex": "abc", "bad_words": ["abc"], "min_tokens": 5}
+    (choice,) = post(client, "/v1/completions", body)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert engine.engine.num_failures == 0
 
 
 # What is refused
@@ -488,9 +682,23 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
      "response_format", "an object"),
     ("/v1/completions", {**PROMPT, "guided_json": {}, "guided_regex": "a"}, None, "must not be "
         "combined"),
-    ("/v1/completions", {**PROMPT, "structured_outputs": {"choice": ["a"]}},
-     "structured_outputs", "under regex"),
+    ("/v1/completions", {**PROMPT, "structured_outputs": {"choice": []}},
+     "structured_outputs", "texts under choice"),
+    ("/v1/completions", {**PROMPT, "structured_outputs": {"structural_tag": "a"}},
+     "structured_outputs", "'structural_tag'"),
+    ("/v1/completions", {**PROMPT, "guided_choice": ["a"], "structured_outputs": {"regex": "a"}},
+     None, "must not be combined"),
+    ("/v1/completions", {**PROMPT, "guided_grammar": "root ::= ("}, None, "the grammar cannot be"),
     ("/v1/completions", {**PROMPT, "guided_regex": "("}, None, "("),
+    ("/v1/completions", {**PROMPT, "guided_regex": "a", "allowed_token_ids": [98]}, None,
+     "allowed_token_ids, bad_words and the grammar exclude each other"),
+    ("/v1/completions", {**PROMPT, "bad_words": ["b"], "allowed_token_ids": [98]}, None,
+     "no token may come first"),
+    ("/v1/completions", {**PROMPT, "allowed_token_ids": []}, "allowed_token_ids", "empty"),
+    ("/v1/completions", {**PROMPT, "allowed_token_ids": [264]},
+     "allowed_token_ids", "from 0 to 263, but has 264"),
+    ("/v1/completions", {**PROMPT, "bad_words": [""]}, "bad_words", "at least 1 character"),
+    ("/v1/completions", {**PROMPT, "bad_words": "a"}, "bad_words", "must be a valid list"),
     ("/v1/completions", {**PROMPT, "priority": 2**31}, "priority", "less than"),
     ("/v1/completions", {}, "prompt", "field required"),
     ("/v1/completions", {"prompt": ""}, "prompt", "is empty"),
@@ -506,6 +714,18 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/completions", {"prompt": "a" * 256}, None, "exceed the 256 tokens that a request may "
         "have; a prompt of 255 tokens works"),
     ("/v1/completions", {"prompt": "a" * 250, "max_tokens": 7}, "max_tokens", "max_tokens=6 works"),
+    ("/v1/completions", {**PROMPT, "min_tokens": 17}, "min_tokens", "from 0 to 16, the most"),
+    ("/v1/completions", {"prompt": "a" * 250, "min_tokens": 7}, "min_tokens", "from 0 to 6"),
+    ("/v1/chat/completions", {**ASKED, "min_tokens": 2**62}, "min_tokens", "min_tokens=236 works"),
+    ("/v1/chat/completions", {**ASKED, "max_tokens": 2**62}, "max_tokens", "max_tokens=236 works"),
+    ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 237},
+     "max_completion_tokens", "max_completion_tokens=236 works"),
+    ("/v1/chat/completions", {**ASKED, "max_completion_tokens": 0},
+     "max_completion_tokens", "greater than or equal to 1"),
+    ("/v1/chat/completions", {**ASKED, "max_completion_tokens": 3, "min_tokens": 4},
+     "min_tokens", "from 0 to 3"),
+    ("/v1/chat/completions", {**ASKED, "logprobs": True, "top_logprobs": 21},
+     "top_logprobs", "less than or equal to 20"),
     ("/v1/chat/completions", {}, "messages", "field required"),
     ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
     ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages", "messages.0.role: "
@@ -520,6 +740,28 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/v1/chat/completions", {**CHAT, "logprobs": 2}, "logprobs", "must be a valid boolean"),
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, None, "tools are not "
         "supported"),
+    ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice", "none or auto"),
+    ("/v1/chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, "chat_template", "left out"),
+    ("/v1/chat/completions", {**CHAT, "documents": [{"text": "a"}]}, "documents", "left out"),
+    ("/v1/chat/completions", {**CHAT, "echo": True}, "echo", "left out: a chat is not echoed"),
+    ("/v1/completions", {**PROMPT, "use_beam_search": True}, "use_beam_search", "no beam search"),
+    ("/v1/chat/completions",
+     {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
+     "continue_final_message", "add_generation_prompt"),
+    ("/v1/chat/completions",
+     {"messages": [{"role": "assistant", "content": ""}], "continue_final_message": True},
+     "continue_final_message", "a text to continue"),
+    ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}},
+     "chat_template_kwargs", "must not have messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": "{"}}]}]}, "messages", "not valid JSON"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": "[" * 9000}}]}]}, "messages", "not valid JSON"),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": "3"}}]}]}, "messages", "no object"),
+    ("/v1/completions", {**PROMPT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or"),
+    ("/v1/completions", {**PROMPT, "truncate_prompt_tokens": 1, "echo": True},
+     "truncate_prompt_tokens", "echo"),
     ("/v1/chat/completions", {**CHAT, "response_format": "json"}, "response_format", "must be"),
     ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions", "left out"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or "
@@ -604,12 +846,23 @@ def test_json_must_be_called_json(client: TestClient) -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/v1/models", "/metrics", "/nowhere"])
+def test_head_is_get_without_a_body(client: TestClient, path: str) -> None:
+    get = client.get(path, headers={"x-request-id": "a"})
+    head = client.head(path, headers={"x-request-id": "a"})
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers.keys() == get.headers.keys()
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)]
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("HEAD", "/v1/completions", 405)],
 )
 def test_unknown_paths_and_methods(client: TestClient, method: str, path: str, status: int) -> None:
     answer = client.request(method, path)
-    assert answer.status_code == status and answer.json()["error"]["code"]
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] if method == "GET" else not answer.content
 
 
 def test_an_unknown_model_is_a_404(client: TestClient) -> None:

@@ -282,6 +282,56 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(model: TinyModel) -> No
     run(scenario())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_that_waits_sends_comments(fails: bool) -> None:
+    """An error that comes early has a status of its own, one that comes later is an event."""
+
+    async def scenario() -> None:
+        sent = list[bytes]()
+        goes_on = asyncio.Event()
+
+        async def events() -> AsyncGenerator[str, None]:
+            for number in range(2):
+                await goes_on.wait()
+                goes_on.clear()
+                if fails:
+                    raise ValueError("too late")
+                yield str(number)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send_message(message: Any) -> None:
+            sent.append(message.get("body", b"start"))
+
+        def num_comments() -> int:
+            return sent.count(b": waiting\n\n")
+
+        goes_on.set()
+        if fails:
+            with pytest.raises(ValueError, match="too late"):
+                await EventStream.start(events(), str)
+        goes_on.clear()
+        response = await EventStream.start(events(), str, comment_s=0.001)
+        response.comment_s = LIMIT_S
+        task = asyncio.create_task(response({"type": "http"}, receive, send_message))
+        await until(lambda: num_comments() >= 1)  # at once
+        response.comment_s = 0.001
+        assert sent[:2] == [b"start", b": waiting\n\n"]
+        goes_on.set()
+        if not fails:
+            await until(lambda: b"data: 0\n\n" in sent)
+            num_before = num_comments()
+            await until(lambda: num_comments() > num_before)
+            goes_on.set()
+        await task
+        data = [body for body in sent if body.startswith(b"data")]
+        first = [b"data: too late\n\n"] if fails else [b"data: 0\n\n", b"data: 1\n\n"]
+        assert data == [*first, b"data: [DONE]\n\n"] and sent[-2:] == [data[-1], b""]
+
+    run(scenario())
+
+
 def test_an_event_is_made_when_the_one_before_has_gone_out() -> None:
     async def scenario() -> None:
         made = []

@@ -48,8 +48,7 @@ def drawn(
     """What a model says that knows nothing but that it should come to an end, and why it ended."""
     ends = {id: 9.0 for id in (*tokenizer.eos_ids, *tokenizer.encode("]}"))}
     params = SamplingParams(seed=seed, max_tokens=num_tokens, logit_bias=ends)
-    answer = sequence_of(tokenizer, params, num_tokens)
-    answer.grammar = structure
+    answer = sequence_of(tokenizer, params, num_tokens, grammar=structure)
     text = ""
     while answer.finish_reason is None:
         allowed = [structure.allowed()]
@@ -76,6 +75,32 @@ def test_a_regex_is_followed_to_its_end(structures: GrammarCompiler, tokenizer: 
             structures.compile("regex", r"[a-f]{3}-(yes|no)-[0-9]{2}").result(), tokenizer, seed
         )
         assert reason == "stop" and re.fullmatch(r"[a-f]{3}-(yes|no)-[0-9]{2}", text)
+
+
+CHOICES = ["a b", "a", "c|d.", 'é"\n\\', "<|im_end|>"]
+
+
+def test_one_of_the_choices_is_generated(structures: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Also of choices that are patterns, or begin like another."""
+    start = structures.compile("choice", json.dumps(CHOICES)).result()
+    found = {drawn(start.fork(), tokenizer, seed) for seed in range(30)}
+    assert found <= {(choice, "stop") for choice in CHOICES} and len(found) > 2
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "yes" | NUMBER "."\nNUMBER: /[1-9]{1,3}/',
+        'root ::= "yes" | number "."\nnumber ::= [1-9] [1-9]? [1-9]?',
+    ],
+)
+def test_a_grammar_in_lark_or_gbnf_is_followed(
+    structures: GrammarCompiler, tokenizer: Tokenizer, grammar: str
+) -> None:
+    start = structures.compile("grammar", grammar).result()
+    found = [drawn(start.fork(), tokenizer, seed) for seed in range(8)]
+    assert all(reason == "stop" for _, reason in found)
+    assert all(re.fullmatch(r"yes|[1-9]{1,3}\.", text) for text, _ in found), found
 
 
 def test_any_object(structures: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -109,6 +134,10 @@ def test_after_a_token_that_was_not_allowed_nothing_is(
         ("json_schema", '{"type": "objec"}'),
         ("json_schema", "3"),
         ("json_schema", '{"$ref": "#"}'),
+        ("grammar", "start: foo"),
+        ("grammar", "nothing"),
+        ("grammar", 'root ::= "a" ('),
+        ("grammar", ""),
     ],
 )
 def test_what_cannot_be_used_is_a_sentence(

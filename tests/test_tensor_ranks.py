@@ -28,11 +28,11 @@ class Breaking:
     mesh: Mesh
     alone: int | None
 
-    def embed(self, tokens: Any) -> list[float]:
+    def embed(self, inputs: Any) -> list[list[float]]:
         self.mesh.tp.sum(1.0)
-        if tokens[0] == 0 and self.alone in (None, self.mesh.tp.rank):
+        if inputs[0][0] == 0 and self.alone in (None, self.mesh.tp.rank):
             raise RuntimeError("it broke")
-        return self.mesh.tp.sum(float(tokens[0]))
+        return [self.mesh.tp.sum(float(inputs[0][0]))]
 
 
 def embed_thrice(rank: int, world: int, alone: int | None) -> list[str]:
@@ -46,7 +46,7 @@ def embed_thrice(rank: int, world: int, alone: int | None) -> list[str]:
     found = []
     for token in (1, 0, 2):
         try:
-            found.append(str(driver.embed([token])))
+            found.append(str(driver.embed([[token]])))
         except RuntimeError as error:
             if alone is not None:
                 raise
@@ -56,7 +56,7 @@ def embed_thrice(rank: int, world: int, alone: int | None) -> list[str]:
 
 
 def test_ranks_that_fail_together_go_on(ranks: Ranks) -> None:
-    assert ranks.run(3, embed_thrice, None) == [["[3.0]", "it broke", "[6.0]"], [], []]
+    assert ranks.run(3, embed_thrice, None) == [["[[3.0]]", "it broke", "[[6.0]]"], [], []]
 
 
 @pytest.mark.parametrize("alone", [0, 1])

@@ -2,6 +2,7 @@
 ones."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,16 @@ def test_templates_render_as_in_transformers(
     )
     assert ours.chat(MESSAGES, add_generation_prompt) == expected
     assert expected
+
+
+def test_contents_reach_the_template_as_it_takes_them(trained: Tokenizer) -> None:
+    """A message without content, as one with tool calls, has none in the template either."""
+    writes = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    loops = "{% for m in messages %}[{% for p in m.content %}{{ p.text }};{% endfor %}]{% endfor %}"
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    messages = [{"content": "a"}, {"content": parts}, {"tool_calls": []}, {"content": ""}]
+    assert replace(trained, chat_template=writes).chat(messages) == "[a][b\nc][][]"
+    assert replace(trained, chat_template=loops).chat(messages) == "[a;][b;c;][][]"
 
 
 def test_chat_prompt_has_special_ids(smollm2: Tokenizer, reference: Any) -> None:

@@ -143,7 +143,7 @@ class TinyEngine:
 
     async def embed(self, tokens: Sequence[int]) -> list[float]:
         self.check()
-        return self.engine.embed(list(tokens))
+        return self.engine.embed([list(tokens)])[0]
 
     async def stats(self) -> Stats:
         self.check()

@@ -8,6 +8,7 @@ from shardwise.serve.engine.pages import Pages
 from shardwise.serve.engine.scheduler import Limits, Scheduler
 from shardwise.serve.engine.sequence import Batch, BatchEntry, Sequence
 from shardwise.serve.request import Request, SamplingParams
+from shardwise.serve.sampling.constraints import Constraints
 from shardwise.serve.sampling.detokenize import Detokenizer
 from shardwise.serve.sampling.penalties import SamplerState
 
@@ -34,13 +35,14 @@ def sequence(
         stop_token_ids=(END,) if ends else (),
     )
     request = Request(tuple(prompt), params, priority, salt, request_id=id)
-    end_ids = frozenset(params.stop_token_ids)
+    end_tokens = {token: token for token in params.stop_token_ids}
 
     def sample(index: int) -> Sequence:
-        sampler = SamplerState(params, prompt, end_ids, index)
+        sampler = SamplerState(params, prompt, index)
+        constraints = Constraints(params, VOCAB, end_tokens)
         text = Detokenizer(BYTES)
         return Sequence(
-            id + index, request, max_tokens, end_ids, frozenset(), sampler, text, index=index
+            id + index, request, max_tokens, end_tokens, sampler, constraints, text, index=index
         )
 
     first, *siblings = map(sample, range(n))

@@ -146,8 +146,7 @@ def complete(
     from shardwise.serve.engine.worker import make_engine, start_rank
 
     num_prompt = len(request.tokens)
-    max_positions = model.config.max_positions
-    max_tokens = check_length(num_prompt, request.params.max_tokens, max_positions)
+    max_tokens = check_length(num_prompt, request.params, model.config.max_positions)
     for_one = EngineSettings(
         source_path(model.source),
         **settings,

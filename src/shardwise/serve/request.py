@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-GrammarKind = Literal["json", "json_schema", "regex"]
+GrammarKind = Literal["json", "json_schema", "regex", "choice", "grammar"]
 MAX_LOGPROBS = 20
 
 
@@ -31,14 +31,22 @@ class SamplingParams:
         n: Completions of the prompt, each with a seed of its own.
         max_tokens: Maximum number of tokens to generate. None: up to the context length.
         min_tokens: Minimum number of tokens; end tokens and stop strings are ignored until then.
-        stop: Texts that end the completion and are not part of it.
+        stop: Texts that end the completion. One that is the text of a special token ends it at that
+            token.
         stop_token_ids: Token ids that end the completion.
+        include_stop_str_in_output: Keep the stop string, or the text of the end token, in the text.
+        skip_special_tokens: Leave special tokens out of the text.
         ignore_eos: Treat the model's end tokens like any other token.
+        allowed_token_ids: Token ids that may be generated; None: all. A model's end tokens are not
+            allowed unless they are among them.
+        bad_words: Texts that are not generated: no token completes the tokens of one, at the start
+            of a text or after a space.
         logprobs: Most probable tokens to return next to each sampled one, with their
             log-probabilities under the unmodified logits; None returns no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
         structure: Constraint on the whole completion: ("json_schema", schema),
-            ("regex", pattern), or ("json", "") for any JSON object.
+            ("regex", pattern), ("choice", JSON list of texts), ("grammar", grammar in Lark or
+            GBNF), or ("json", "") for any JSON object.
 
     Raises ValueError for a value out of range, with the range.
     """
@@ -58,6 +66,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structure: tuple[GrammarKind, str] | None = None
@@ -66,8 +78,12 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError("stop must contain non-empty strings.")
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name in ("stop", "bad_words"):
+            if not all(isinstance(text, str) and text for text in getattr(self, name)):
+                raise ValueError(f"{name} must contain non-empty strings.")
         for name, value, allowed, is_valid in self._rules():
             if not is_valid:
                 raise ValueError(f"{name} is {value}, but it must be {allowed}.")
@@ -94,11 +110,14 @@ class SamplingParams:
         yield "seed", self.seed, "a whole number of 64 bits", is_valid
         limit = math.inf if self.max_tokens is None else self.max_tokens
         yield "max_tokens", self.max_tokens, "at least 1", limit >= 1
-        yield "min_tokens", self.min_tokens, "from 0 to max_tokens", 0 <= self.min_tokens <= limit
+        allowed = "at least 0" if self.max_tokens is None else f"from 0 to {limit}, the most tokens"
+        yield "min_tokens", self.min_tokens, allowed, 0 <= self.min_tokens <= limit
         for name in ("logprobs", "prompt_logprobs"):
             num = getattr(self, name)
             is_valid = num is None or 0 <= num <= MAX_LOGPROBS
             yield name, num, f"from 0 to {MAX_LOGPROBS}", is_valid
+        is_valid = self.allowed_token_ids is None or bool(self.allowed_token_ids)
+        yield "allowed_token_ids", "empty", "left out, or have a token id", is_valid
         for token, bias in self.logit_bias.items():
             allowed = "between -100 and 100, for a token id of 0 or more"
             yield f"logit_bias of {token}", bias, allowed, abs(bias) <= 100 and token >= 0
@@ -107,6 +126,7 @@ class SamplingParams:
         """Raise ValueError if a field has a token id outside the vocabulary."""
         check_ids("logit_bias", self.logit_bias, vocab_size)
         check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
 
     @property
     def greedy(self) -> bool:
@@ -125,7 +145,7 @@ def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
 class ContextLengthExceeded(ValueError):
     """A prompt and its completion exceed the context length.
 
-    `param` is the field to change: "max_tokens", or None if the prompt itself is too long.
+    `param` is the field to change, or None if the prompt itself is too long.
     """
 
     def __init__(self, message: str, param: str | None) -> None:
@@ -133,22 +153,31 @@ class ContextLengthExceeded(ValueError):
         self.param = param
 
 
-def check_length(num_prompt: int, max_tokens: int | None, max_len: int) -> int:
-    """Return `max_tokens`, or what `max_len` leaves after the prompt if it is None.
+def check_length(
+    num_prompt: int, params: SamplingParams, max_len: int, limit_name: str = "max_tokens"
+) -> int:
+    """Return `max_tokens` of a request, or what `max_len` leaves after the prompt if it is None.
 
     Raises ValueError for an empty prompt, and ContextLengthExceeded, with what would work, if
-    prompt and completion together exceed `max_len` tokens.
+    prompt and completion together exceed `max_len` tokens. `limit_name` is the name under which the
+    request has `max_tokens`.
     """
     if num_prompt == 0:
         raise ValueError("the prompt is empty; give it at least one token")
     num_left = max_len - num_prompt
-    num_new = max(1, num_left) if max_tokens is None else max_tokens
+    num_new = max(1, num_left) if params.max_tokens is None else params.max_tokens
     if num_new > num_left:
-        works = f"max_tokens={num_left}" if num_left > 0 else f"a prompt of {max_len - 1} tokens"
+        works = f"{limit_name}={num_left}" if num_left > 0 else f"a prompt of {max_len - 1} tokens"
         raise ContextLengthExceeded(
-            f"{num_prompt} prompt tokens and max_tokens={num_new} exceed the {max_len} tokens that "
-            f"a request may have; {works} works",
-            "max_tokens" if num_left > 0 else None,
+            f"{num_prompt} prompt tokens and {limit_name}={num_new} exceed the {max_len} tokens "
+            f"that a request may have; {works} works",
+            limit_name if num_left > 0 else None,
+        )
+    if params.min_tokens > num_new:
+        raise ContextLengthExceeded(
+            f"{num_prompt} prompt tokens and min_tokens={params.min_tokens} exceed the {max_len} "
+            f"tokens that a request may have; min_tokens={num_new} works",
+            "min_tokens",
         )
     return num_new
 

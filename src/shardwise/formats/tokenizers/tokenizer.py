@@ -18,6 +18,7 @@ from tokenizers import decoders
 
 from shardwise.formats.config_files import read_optional_json, write_json
 from shardwise.formats.tokenizers.bpe import CHAR_TO_BYTE
+from shardwise.formats.tokenizers.chat_content import takes_parts, with_parts, with_text
 from shardwise.formats.tokenizers.control_tokens import (
     MARK,
     control_pattern,
@@ -30,6 +31,10 @@ from shardwise.formats.tokenizers.template_process import TemplateProcesses
 
 PROBES = ("", " ", "a", "Hello, world!\n\t 123", "é→漢字\u0301😀\0", "a" * 100)
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+TEMPLATE_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_NAMES}
+)
+"""Names in chat templates that have a meaning for all models."""
 
 
 @contextmanager
@@ -175,10 +180,17 @@ class Tokenizer:
             return token.encode()
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation of `{"role": ..., "content": ...}` messages as a prompt, special
         tokens spelled out.
+
+        A content is a text or a list of text parts, whichever the template takes. With
+        `add_generation_prompt` the prompt ends where the assistant's reply begins. `variables` are
+        further names that the template may use.
 
         Encode it with `special_tokens=False`, since the template already contains them. Raises
         ValueError if the model has no chat template, if the template rejects the messages, and if
@@ -188,14 +200,28 @@ class Tokenizer:
             raise ValueError(
                 "this model has no chat template: give it plain text to continue, not messages"
             )
-        variables = {
+        convert = with_parts if self._takes_parts else with_text
+        return self._render([convert(each) for each in messages], add_generation_prompt, variables)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        return takes_parts(self._render)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        assert self.chat_template is not None
+        names = {
             "messages": list(messages),
             "tools": None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **self.special,
         }
-        return self._templates.render(self.chat_template, variables)
+        return self._templates.render(self.chat_template, {**(variables or {}), **names})
 
     @cached_property
     def _templates(self) -> TemplateProcesses:

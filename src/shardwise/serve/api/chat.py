@@ -29,7 +29,8 @@ async def chat_request(service: Service, body: ChatRequest) -> Request:
     service.model_name(body)
     params = body.params(service.settings.default_params)
     tokens = await service.chat_tokens(body)
-    return service.make_request(tokens, params, body, starts_text=True)
+    starts_text = not body.continue_final_message
+    return service.make_request(tokens, params, body, starts_text)
 
 
 async def complete_chat(

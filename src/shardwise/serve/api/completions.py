@@ -88,7 +88,7 @@ def make_choice(
     )
     if body.logprobs is not None:
         prompt = output.prompt_token_ids
-        table = LogprobTable(service, prompt, echo_of(service, body, index))
+        table = LogprobTable(service, body, prompt, echo_of(service, body, index))
         if body.echo:
             offsets = prompt_offsets(service, body, index, prompt)
             table.add_prompt(output.prompt_logprobs or (), offsets)
@@ -115,7 +115,7 @@ async def stream_completion(
             echo = echo_of(service, body, index) if is_first else ""
             prompt = output.prompt_token_ids
             if is_first:
-                tables[choice_index] = LogprobTable(service, prompt, echo)
+                tables[choice_index] = LogprobTable(service, body, prompt, echo)
             table = tables[choice_index]
             if body.logprobs is not None:
                 if is_first and body.echo:
@@ -138,16 +138,19 @@ async def stream_completion(
 
 class LogprobTable:
     """Log-probabilities of one choice in the format of the completions API: parallel lists, with
-    the offset of each token in the text of the choice. Special tokens of a completion have no text,
-    so their length is 0.
+    the offset of each token in the text of the choice. Special tokens of a completion that are not
+    shown have length 0.
     """
 
-    def __init__(self, service: Service, prompt: Sequence[int], echo: str) -> None:
+    def __init__(
+        self, service: Service, body: CompletionRequest, prompt: Sequence[int], echo: str
+    ) -> None:
         self.service = service
         self.prompt = prompt
         self.entries = CompletionLogprobs()
-        special_ids = service.tokenizer.special_ids
-        starts_text = not context_of(service.tokenizer, prompt, special_ids)
+        shows_special = body.skip_special_tokens is False
+        self.skipped = frozenset() if shows_special else service.tokenizer.special_ids
+        starts_text = not context_of(service.tokenizer, prompt, self.skipped)
         self.offset = TextOffset(service, len(echo), starts_text)
 
     def add_prompt(self, logprobs: Sequence[Logprob], offsets: Sequence[int]) -> None:
@@ -162,7 +165,7 @@ class LogprobTable:
 
     def add_completion(self, logprobs: Sequence[Logprob]) -> None:
         for token in logprobs:
-            is_shown = token.id not in self.service.tokenizer.special_ids
+            is_shown = token.id not in self.skipped
             self.entries.text_offset.append(self.offset.next(token.id, is_shown))
             self.add(token)
 

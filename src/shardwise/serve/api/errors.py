@@ -85,9 +85,11 @@ def from_validation_error(error: RequestValidationError) -> ApiError:
     path = [str(part) for part in first["loc"][1:]]  # loc[0] is "body"
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
+    cause = first.get("ctx", {}).get("error")
+    if not path and isinstance(cause, ValueError):
+        return to_api_error(cause)
     if not path:
         return ApiError(400, WRONG_BODY, "invalid_body")
-    cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ValueError):
         reason = str(cause)
     else:

@@ -95,11 +95,17 @@ class RequestMiddleware:
         status: int | None = None
         start_s = time.monotonic()
 
+        method = scope["method"]
+        if method == "HEAD":  # the response of GET without its body
+            scope = {**scope, "method": "GET"}
+
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif method == "HEAD":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -116,7 +122,7 @@ class RequestMiddleware:
             await api_error.response()(scope, receive, send_with_id)
         finally:
             seconds = time.monotonic() - start_s
-            log_request(scope["method"], scope["path"], status, seconds, request_id)
+            log_request(method, scope["path"], status, seconds, request_id)
 
     async def handle(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Authenticate the request, read its body and admit it, then pass it on.

@@ -3,23 +3,25 @@
 https://platform.openai.com/docs/api-reference,
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 
-A field that is null counts as absent. Unknown fields are ignored, because newer clients send some;
-a known field that would change the completion, but is not supported, is refused. Types are strict:
-"1" is not 1.
+A field that is null counts as absent. `known_fields.py` says what happens to fields that are not
+here. Types are strict: "1" is not 1.
 """
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import Field, PlainValidator
 
-from shardwise.serve.request import GrammarKind, SamplingParams
+from shardwise.serve.api.conversation import Messages, TemplateRequest
+from shardwise.serve.api.known_fields import BaseRequest, StrictModel
+from shardwise.serve.request import MAX_LOGPROBS, GrammarKind, SamplingParams
 from shardwise.writing.json_text import json_text
 
 MAX_PROMPTS = 1024  # the length of an engine's queue
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
+MAX_BAD_WORDS = 1024
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API; a chat has no default
 
 
@@ -59,31 +61,6 @@ def read_stop(value: object) -> list[str] | None:
     return texts
 
 
-def read_content(value: object) -> str | None:
-    """Return the text of a message; its parts, if it has several, are joined by newlines."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise ValueError("must be a text or a list of parts")
-    for part in value:
-        if part.get("type") != "text":
-            raise ValueError(
-                f"has a part of type {part.get('type')!s:.40}, but this model takes only text"
-            )
-        if not isinstance(part.get("text"), str):
-            raise ValueError("has a part of type text without a text")
-    return "\n".join(part["text"] for part in value)
-
-
-class StrictModel(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
-
-
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: str
-
-
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(
@@ -93,16 +70,30 @@ Prompts = Annotated[
 Stop = Annotated[
     list[str] | None, PlainValidator(read_stop, json_schema_input_type=str | list[str] | None)
 ]
-Content = Annotated[
-    str | None, PlainValidator(read_content, json_schema_input_type=str | list[TextPart] | None)
-]
 Grammar = tuple[GrammarKind, str]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+    Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+]
 
 
-class BaseRequest(StrictModel):
-    model: str | None = None
+class TruncationRequest(BaseRequest):
+    """Fields that shorten a prompt; -1 keeps as many tokens as fit."""
+
+    truncate_prompt_tokens: Int64 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    def truncated(self, tokens: list[int], num_fitting: int) -> list[int]:
+        """Return the last tokens of a prompt, or the first if `truncation_side` is "right"."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return tokens
+        if limit == 0 or limit < -1:
+            raise ValueError(f"truncate_prompt_tokens is {limit}, but it must be -1 or at least 1")
+        num_kept = max(1, num_fitting) if limit == -1 else limit
+        return tokens[:num_kept] if self.truncation_side == "right" else tokens[-num_kept:]
 
 
 class StreamOptions(StrictModel):
@@ -129,15 +120,37 @@ class ResponseFormat(StrictModel):
         return "json_schema", json_text(schema)
 
 
+def read_grammar(name: str, value: object) -> Grammar:
+    """Return the grammar under a name of vLLM's `structured_outputs`."""
+    match name, value:
+        case "json", str():
+            return "json_schema", value
+        case "json", dict():
+            return "json_schema", json_text(value)
+        case "json_object", True:
+            return "json", ""
+        case "regex", str():
+            return "regex", value
+        case "grammar", str():
+            return "grammar", value
+        case "choice", [_, *_] if all(isinstance(each, str) and each for each in value):
+            return "choice", json_text(value)
+    raise ValueError(
+        f"structured_outputs must not have {name!r:.40} with this value; it takes a schema under "
+        "json, a text under regex or grammar, texts under choice, or true under json_object"
+    )
+
+
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
     "presence_penalty", "seed", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words",
     "prompt_logprobs",
 )  # fmt: skip
 """Fields that have the same name in `SamplingParams`."""
 
 
-class GenerationRequest(BaseRequest):
+class GenerationRequest(TruncationRequest):
     """Fields that completions and chats share."""
 
     temperature: float | None = None
@@ -155,12 +168,18 @@ class GenerationRequest(BaseRequest):
     stop: Stop = None
     stop_token_ids: list[int] | None = Field(default=None, fail_fast=True, max_length=1024)
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords | None = None
     prompt_logprobs: Int64 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
@@ -172,29 +191,30 @@ class GenerationRequest(BaseRequest):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def limit_name(self) -> str | None:
+        """The field that limits the tokens of the completion; None if it was left out."""
+        return None if self.max_tokens is None else "max_tokens"
+
+    @property
     def grammar(self) -> Grammar | None:
         """The grammar of the completion, which at most one of OpenAI's and vLLM's fields sets."""
         grammar = None if self.response_format is None else self.response_format.grammar
         fields = [
             ("json", self.guided_json),
             ("regex", self.guided_regex),
+            ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar),
             *(self.structured_outputs or {}).items(),
         ]
-        given = [(name, value) for name, value in fields if value is not None]
+        given = [
+            (name, value) for name, value in fields if value is not None and value is not False
+        ]
         if len(given) + (grammar is not None) > 1:
             raise ValueError(
-                "response_format, guided_json, guided_regex and structured_outputs must not be "
-                "combined"
+                "response_format, structured_outputs and the fields of guided decoding must not be "
+                "combined: one of them is obeyed"
             )
-        for name, value in given:
-            if name == "regex" and isinstance(value, str):
-                return "regex", value
-            if name == "json" and isinstance(value, str | dict):
-                return "json_schema", value if isinstance(value, str) else json_text(value)
-            raise ValueError(
-                "structured_outputs must be a schema under json, or a text under regex"
-            )
-        return grammar
+        return read_grammar(*given[0]) if given else grammar
 
     def to_params(
         self, defaults: SamplingParams, max_tokens: int | None, logprobs: int | None
@@ -245,6 +265,8 @@ class CompletionRequest(GenerationRequest):
             )
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0, but must be at least 1 unless echo is true")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise ValueError("truncate_prompt_tokens must not be combined with echo")
         if self.echo and self.logprobs is not None and self.stream and (self.n or 1) > 1:
             raise ValueError("n must be 1 in a stream with echo and logprobs")
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens or 1
@@ -254,49 +276,37 @@ class CompletionRequest(GenerationRequest):
         return params
 
 
-class Message(StrictModel):
-    role: str
-    content: Content = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for chat templates, which do not know OpenAI's role `developer`."""
-        message = self.model_dump(exclude_none=True)
-        role = "system" if self.role == "developer" else self.role
-        return {**message, "role": role, "content": self.content or ""}
-
-
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
-
-
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, TemplateRequest):
     """`POST /v1/chat/completions`: answer a conversation."""
 
     messages: Messages
-    max_completion_tokens: Int64 | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**63)
     logprobs: bool | None = None
-    top_logprobs: Int64 | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     tool_choice: Any = None
-    add_generation_prompt: bool | None = None
+
+    @property
+    def limit_name(self) -> str | None:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return super().limit_name
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """Return `defaults` with the fields of the request."""
         if (self.tools or self.functions) and self.tool_choice != "none":
             raise ValueError("tools are not supported: leave them out, or set tool_choice to none")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice must be none or auto: tools are not supported")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs must be combined with logprobs: true")
-        max_tokens = (
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        )
+        max_tokens = None if self.limit_name is None else getattr(self, self.limit_name)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.to_params(defaults, max_tokens, logprobs)
 
 
-class EmbeddingRequest(BaseRequest):
+class EmbeddingRequest(TruncationRequest):
     """`POST /v1/embeddings`: embed texts as vectors."""
 
     input: Prompts
@@ -305,13 +315,12 @@ class EmbeddingRequest(BaseRequest):
     add_special_tokens: bool | None = None
 
 
-class TokenizeRequest(BaseRequest):
+class TokenizeRequest(TemplateRequest):
     """`POST /tokenize`: token ids of a text, or of a conversation in the model's chat template."""
 
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 

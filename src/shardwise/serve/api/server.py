@@ -194,13 +194,7 @@ async def embed(service: Service, body: EmbeddingRequest) -> Embeddings:
     name = service.model_name(body)
     if body.dimensions is not None:
         raise ValueError("dimensions must be left out: vectors have the model's hidden size")
-    special_tokens = body.add_special_tokens is not False
-    inputs = [await service.prompt_tokens(each, special_tokens, "input") for each in body.input]
-    max_len = service.engine.max_len
-    for tokens in inputs:
-        if len(tokens) > max_len:
-            message = f"an input has {len(tokens)} tokens, but the limit is {max_len}; shorten it"
-            raise ApiError(400, message, "context_length_exceeded", "input")
+    inputs = await service.embedding_inputs(body)
     tasks = [asyncio.ensure_future(service.engine.embed(tokens)) for tokens in inputs]
     try:
         vectors = await asyncio.gather(*tasks)

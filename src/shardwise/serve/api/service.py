@@ -10,12 +10,14 @@ from typing import Any
 
 from shardwise.formats.tokenizers.template_process import MAX_PROCESSES
 from shardwise.formats.tokenizers.text_bound import text_bound
+from shardwise.serve.api.conversation import render_prompt
 from shardwise.serve.api.encoder import TextEncoder
 from shardwise.serve.api.errors import ApiError
+from shardwise.serve.api.known_fields import BaseRequest
 from shardwise.serve.api.metrics import Metrics
 from shardwise.serve.api.requests import (
-    BaseRequest,
     ChatRequest,
+    EmbeddingRequest,
     GenerationRequest,
     TokenizeRequest,
 )
@@ -97,14 +99,24 @@ class Service:
 
     async def chat_tokens(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Return the token ids of a conversation in the model's chat template."""
-        messages = [message.for_template() for message in body.messages or ()]
         text = await asyncio.get_running_loop().run_in_executor(
-            self._template_threads,
-            self.tokenizer.chat,
-            messages,
-            body.add_generation_prompt is not False,
+            self._template_threads, render_prompt, self.tokenizer, body, body.messages or ()
         )
         return await self.prompt_tokens(text, bool(body.add_special_tokens), "messages")
+
+    async def embedding_inputs(self, body: EmbeddingRequest) -> list[list[int]]:
+        """Return the token ids of each input. Raises a 400 for one that is too long."""
+        special_tokens = body.add_special_tokens is not False
+        max_len = self.engine.max_len
+        inputs = [
+            body.truncated(await self.prompt_tokens(each, special_tokens, "input"), max_len)
+            for each in body.input
+        ]
+        longest = max(map(len, inputs))
+        if longest > max_len:
+            message = f"an input has {longest} tokens, but the limit is {max_len}; shorten it"
+            raise ApiError(400, message, "context_length_exceeded", "input")
+        return inputs
 
     def make_request(
         self,
@@ -114,10 +126,12 @@ class Service:
         starts_text: bool = False,
     ) -> Request:
         """Return the engine's request. Raises ContextLengthExceeded, with what would work."""
-        if body.max_tokens is None and params.max_tokens is not None:  # the default: what fits
-            num_left = self.engine.max_len - len(tokens)
-            params = replace(params, max_tokens=max(1, min(params.max_tokens, num_left)))
-        check_length(len(tokens), params.max_tokens, self.engine.max_len)
+        tokens = body.truncated(tokens, self.engine.max_len - (params.max_tokens or 1))
+        max_len = self.engine.max_len
+        if body.limit_name is None and params.max_tokens is not None:  # the default: what fits
+            num_left = max(1, max_len - len(tokens))
+            params = replace(params, max_tokens=min(params.max_tokens, num_left))
+        check_length(len(tokens), params, max_len, body.limit_name or "max_tokens")
         return Request(
             tuple(tokens),
             params,

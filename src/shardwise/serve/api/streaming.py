@@ -13,6 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+COMMENT = ": waiting\n\n"
+COMMENT_S = 15.0
+"""Seconds without an event after which a stream sends a comment; proxies close connections that are
+idle for 60 s."""
 
 
 class ClientDisconnected(Exception):
@@ -41,7 +45,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def cancel_and_wait(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def cancel_and_wait(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel the tasks that still run, and wait until they have cleaned up."""
     for task in tasks:
         task.cancel()
@@ -96,27 +100,47 @@ class EventStream(Response):
     """Server-sent events, each a JSON text, and [DONE] at the end.
 
     The next event is generated once the last has been sent: sending waits while the client does not
-    read. An error is sent as the last event.
+    read. While no event comes, a comment is sent every `comment_s`, because proxies close
+    connections on which nothing comes. An error is sent as the last event.
     https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: str, rest: AsyncGenerator[str, None], error_event: Callable[[Exception], str]
+        self,
+        first: asyncio.Future[str | None],
+        rest: AsyncGenerator[str, None],
+        error_event: Callable[[Exception], str],
+        comment_s: float,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.first = first
+        self.next_event = first
         self.rest = rest
         self.error_event = error_event
+        self.comment_s = comment_s
 
     @classmethod
     async def start(
-        cls, events: AsyncGenerator[str, None], error_event: Callable[[Exception], str]
+        cls,
+        events: AsyncGenerator[str, None],
+        error_event: Callable[[Exception], str],
+        comment_s: float = COMMENT_S,
     ) -> "EventStream":
-        """Wait for the first event, so that an error before it still has a status of its own."""
-        return cls(await anext(events), events, error_event)
+        """Wait for the first event, so that an error before it still has a status of its own, but
+        no longer than `comment_s`.
+        """
+        first = asyncio.ensure_future(anext(events, None))
+        try:
+            await asyncio.wait((first,), timeout=comment_s)
+            if first.done():
+                first.result()
+        except BaseException:
+            await cancel_and_wait((first,))
+            await events.aclose()
+            raise
+        return cls(first, events, error_event, comment_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.rest):
@@ -127,15 +151,26 @@ class EventStream(Response):
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
         try:
-            await self.send_event(send, self.first)
-            async for event in self.rest:
-                await self.send_event(send, event)
+            if not self.next_event.done():
+                await self.send_body(send, COMMENT)
+            await self.send_events(send)
         except Exception as error:
-            await self.send_event(send, self.error_event(error))
-        await self.send_event(send, "[DONE]")
+            await self.send_body(send, f"data: {self.error_event(error)}\n\n")
+        finally:
+            await cancel_and_wait((self.next_event,))
+        await self.send_body(send, "data: [DONE]\n\n")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def send_event(self, send: Send, data: str) -> None:
-        await send(
-            {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
-        )
+    async def send_events(self, send: Send) -> None:
+        while True:
+            done, _ = await asyncio.wait((self.next_event,), timeout=self.comment_s)
+            if not done:
+                await self.send_body(send, COMMENT)
+            elif (event := self.next_event.result()) is None:
+                return
+            else:
+                await self.send_body(send, f"data: {event}\n\n")
+                self.next_event = asyncio.ensure_future(anext(self.rest, None))
+
+    async def send_body(self, send: Send, text: str) -> None:
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})

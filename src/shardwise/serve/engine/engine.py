@@ -18,7 +18,8 @@ from shardwise.serve.engine.runner import Logits, PromptLogprobs
 from shardwise.serve.engine.scheduler import QueueFull, Scheduler
 from shardwise.serve.engine.sequence import Batch, Sequence
 from shardwise.serve.engine_client import Stats
-from shardwise.serve.request import Delta, Logprob, Request, check_ids, check_length
+from shardwise.serve.request import Delta, Logprob, Request, SamplingParams, check_ids, check_length
+from shardwise.serve.sampling.constraints import Constraints, bad_word_ids
 from shardwise.serve.sampling.detokenize import Detokenizer
 from shardwise.serve.sampling.grammar import LIMIT_S, GrammarCompiler, GrammarState
 from shardwise.serve.sampling.penalties import SamplerState
@@ -39,7 +40,7 @@ class BatchRunner(Protocol):
     @property
     def kernels(self) -> ServingKernels: ...
     def run(self, batch: Batch) -> tuple[Logits, PromptLogprobs]: ...
-    def embed(self, tokens: list[int]) -> list[float]: ...
+    def embed(self, inputs: list[list[int]]) -> list[list[float]]: ...
     def keep_alive(self) -> None: ...
 
 
@@ -134,13 +135,27 @@ class Engine:
         return refused
 
     def start(self, request: Request, grammar: GrammarState | None = None) -> None:
-        """Make the sequences of a request and queue them."""
-        max_tokens = check_length(len(request.tokens), request.params.max_tokens, self.max_len)
+        """Make the sequences of a request and queue them.
+
+        Raises QueueFull, and ValueError as `check` does or if no token may come first.
+        """
+        params = request.params
+        max_tokens = check_length(len(request.tokens), params, self.max_len)
+        ends = end_tokens(params, self.tokenizer)
+        bad_words = bad_word_ids(self.tokenizer, params.bad_words)
+        constraints = Constraints(params, self.config.vocab_size, ends, bad_words, grammar)
+        allowed = constraints.allowed()
+        if allowed is not None and not allowed.any():
+            raise ValueError(
+                "allowed_token_ids, bad_words and the grammar exclude each other: no token may "
+                "come first"
+            )
+        id = self.scheduler.next_id
         first, *siblings = (
             make_sequence(
-                self.scheduler.next_id + index, request, self.tokenizer, max_tokens, index, grammar
+                id + index, request, self.tokenizer, max_tokens, constraints.fork(), index
             )
-            for index in range(request.params.n)
+            for index in range(params.n)
         )
         first.siblings = tuple(siblings)
         self.scheduler.add(first, self.tokens_per_s)
@@ -234,7 +249,7 @@ class Engine:
                 sequences += sequence.samples
         if not rows:
             return {}, {}
-        masks = [None if each.grammar is None else each.grammar.allowed() for each in sequences]
+        masks = [sequence.constraints.allowed() for sequence in sequences]
         samplers = [sequence.sampler for sequence in sequences]
         tokens, logprobs = sample_tokens(rows, samplers, masks, self.runner.kernels)
         ids = [sequence.id for sequence in sequences]
@@ -266,13 +281,14 @@ class Engine:
 
     # -- embeddings and counters
 
-    def embed(self, tokens: list[int]) -> list[float]:
-        """Return the mean of the last hidden states, scaled to length 1.
+    def embed(self, inputs: list[list[int]]) -> list[list[float]]:
+        """Return the mean of the last hidden states of each input, scaled to length 1.
 
         Raises ValueError as `check_input` does.
         """
-        self.check_input(tokens)
-        return self.runner.embed(tokens)
+        for tokens in inputs:
+            self.check_input(tokens)
+        return self.runner.embed(inputs)
 
     def check_input(self, tokens: list[int]) -> None:
         """Raise ValueError for an input that can never be embedded."""
@@ -305,24 +321,38 @@ def make_sequence(
     request: Request,
     tokenizer: Tokenizer,
     max_tokens: int,
+    constraints: Constraints,
     index: int = 0,
-    grammar: GrammarState | None = None,
-    skip_special: bool = True,
 ) -> Sequence:
-    """Return sample `index` of a request before its first token, with its own copy of `grammar`."""
+    """Return sample `index` of a request before its first token; it owns `constraints`."""
     params = request.params
-    eos_ids = frozenset() if params.ignore_eos else frozenset(tokenizer.eos_ids)
-    end_ids = eos_ids | frozenset(params.stop_token_ids)
     # a grammar counts the space of the first word, so it is shown
     continued = () if request.starts_text and params.structure is None else request.tokens
     return Sequence(
         id,
         request,
         max_tokens,
-        end_ids,
-        eos_ids,
-        SamplerState(params, request.tokens, end_ids, index),
-        Detokenizer(tokenizer, params.stop, skip_special, continued),
-        None if grammar is None else grammar.fork(),
+        end_tokens(params, tokenizer),
+        SamplerState(params, request.tokens, index),
+        constraints,
+        Detokenizer(
+            tokenizer,
+            params.stop,
+            params.skip_special_tokens,
+            params.include_stop_str_in_output,
+            continued,
+        ),
         index,
     )
+
+
+def end_tokens(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str | int | None]:
+    """Return the stop_reason of each token that ends a completion: the stop string that is this
+    special token, its id, or None for an end token of the model.
+    """
+    ends: dict[int, str | int | None] = {id: id for id in params.stop_token_ids}
+    for text in params.stop:
+        id = tokenizer.backend.token_to_id(text)
+        if id is not None and id in tokenizer.special_ids:
+            ends[id] = text
+    return ends if params.ignore_eos else ends | dict.fromkeys(tokenizer.eos_ids)

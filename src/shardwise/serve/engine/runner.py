@@ -224,14 +224,19 @@ class Runner:
         return by_row[:, : self.config.vocab_size]
 
     @torch.inference_mode()
-    def embed(self, tokens: Sequence[int]) -> list[float]:
-        """Return the mean of the last hidden states, scaled to length 1."""
-        ids = torch.tensor(tokens, device=self.mesh.device)
-        positions = torch.arange(len(ids), device=ids.device)
+    def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the mean of the last hidden states of each input, scaled to length 1.
+
+        All inputs run as one sequence, in which each is a document of its own.
+        """
+        device = self.mesh.device
+        sizes = torch.tensor([len(tokens) for tokens in inputs])
+        ids = torch.tensor([token for tokens in inputs for token in tokens], device=device)
+        positions = torch.cat([torch.arange(len(tokens)) for tokens in inputs]).to(device)
+        documents = torch.arange(len(inputs)).repeat_interleave(sizes).to(device)
+        attend = Causal(self.config, causal_attention, documents[None] if len(inputs) > 1 else None)
         model = replace(self.model, applies_rope=True)
-        x = model.hidden(
-            self.weights, ids[None], positions[None], Causal(self.config, causal_attention)
-        )
-        mean = x[0].float().mean(0)
-        vector: list[float] = (mean / mean.norm()).tolist()
-        return vector
+        x = model.hidden(self.weights, ids[None], positions[None], attend)[0].float()
+        means = torch.stack([part.mean(0) for part in x.split(sizes.tolist())])
+        vectors: list[list[float]] = (means / means.norm(dim=-1, keepdim=True)).tolist()
+        return vectors

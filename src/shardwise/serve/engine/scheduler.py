@@ -122,7 +122,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise ValueError, with what would work, for a request that could never finish."""
-        check_length(len(request.tokens), request.params.max_tokens, self.max_len)
+        check_length(len(request.tokens), request.params, self.max_len)
         if request.params.n > self.limits.max_running:
             raise ValueError(
                 f"n is {request.params.n}, but only {self.limits.max_running} sequences run at the "

@@ -5,23 +5,26 @@ after a token:
 
     an end token of the model (unless ignore_eos)   "stop", stop_reason None
     one of stop_token_ids                           "stop", stop_reason is that id
+    a special token that is a stop string           "stop", stop_reason is that text
     a stop string is complete                       "stop", stop_reason is that text
     max_tokens                                      "length"
 
-None of the first three holds before min_tokens tokens: the sampler masks end tokens until then, and
-a stop string counts only if a later token completes it. The returned tokens and log-probabilities
+Before min_tokens tokens, these tokens are masked unless nothing else may follow (constraints.py),
+as after a complete grammar; an end token of the model ends the sequence then too. A stop string
+counts only if a later token completes it. The returned tokens and log-probabilities
 are all that were generated, including the end token and the tokens of a stop string. The text has
-neither: an end token has no text, and a stop string is cut off.
+neither, unless `include_stop_str_in_output` asks for them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardwise.serve.request import Delta, FinishReason, Logprob, Request
 
 if TYPE_CHECKING:
+    from shardwise.serve.sampling.constraints import Constraints
     from shardwise.serve.sampling.detokenize import Detokenizer
-    from shardwise.serve.sampling.grammar import GrammarState
     from shardwise.serve.sampling.penalties import SamplerState
 
 
@@ -37,11 +40,11 @@ class Sequence:
         id: Order of arrival; the n samples of a request have consecutive ids.
         request: What the client asked.
         max_tokens: Tokens to generate at most, resolved against the context length.
-        end_ids: Tokens that end the sequence: end tokens of the model, and stop_token_ids.
-        eos_ids: Those of them that are end tokens of the model.
+        end_tokens: The stop_reason of each token that ends the sequence; None for end tokens of
+            the model.
         sampler: Random numbers and penalties.
+        constraints: Which tokens may come next.
         detokenizer: Text so far, and stop strings.
-        grammar: State of structured output; None if the text is free.
         index: Which of the n samples of the request.
         siblings: The other samples, until the prompt has been computed.
         tokens: The prompt and the generated tokens.
@@ -59,11 +62,10 @@ class Sequence:
     id: int
     request: Request
     max_tokens: int
-    end_ids: frozenset[int]
-    eos_ids: frozenset[int]
+    end_tokens: Mapping[int, str | int | None]
     sampler: "SamplerState"
+    constraints: "Constraints"
     detokenizer: "Detokenizer"
-    grammar: "GrammarState | None" = None
     index: int = 0
     siblings: tuple["Sequence", ...] = ()
     tokens: list[int] = field(init=False)
@@ -117,10 +119,14 @@ class Sequence:
     def append(self, token: int | None, logprob: Logprob | None = None) -> Delta:
         """Append a sampled token and decide whether it ends the sequence.
 
-        None means that no token could be sampled: the sequence ends with "error".
+        None means that no token could be sampled, which ends the sequence: `end_reason` of its
+        constraints says why.
         """
         is_first = self.index == 0 and self.num_generated == 0
-        delta = self.end("error") if token is None else self._extend(token, logprob)
+        if token is None:
+            delta = self.end(self.constraints.end_reason())
+        else:
+            delta = self._extend(token, logprob)
         if not is_first:
             return delta
         prompt_logprobs = None
@@ -134,13 +140,14 @@ class Sequence:
         assert self.finish_reason is None, "the sequence has ended"
         self.tokens.append(token)
         self.sampler.add(token)
-        if self.grammar is not None:
-            self.grammar.add(token)
+        self.constraints.add(token)
         may_stop = self.num_generated > self.request.params.min_tokens
         text = ""
-        if may_stop and token in self.end_ids:
+        if token in self.end_tokens and (may_stop or self.end_tokens[token] is None):
             self.finish_reason = "stop"
-            self.stop_reason = None if token in self.eos_ids else token
+            self.stop_reason = self.end_tokens[token]
+            if self.request.params.include_stop_str_in_output:
+                text = self._end_text(token)
         else:
             text = self.detokenizer.add(token, may_stop)
             if self.num_generated >= self.max_tokens and not self.detokenizer.stopped:
@@ -151,6 +158,12 @@ class Sequence:
             self.finish_reason = "stop"
             self.stop_reason = self.detokenizer.stopped_by
         return self._delta(text, (token,), () if logprob is None else (logprob,))
+
+    def _end_text(self, token: int) -> str:
+        """Return the text of the token that ends the sequence."""
+        if isinstance(self.stop_reason, str):  # also where special tokens are skipped
+            return self.detokenizer.flush(may_stop=False) + self.stop_reason
+        return self.detokenizer.add(token, may_stop=False)
 
     def end(self, reason: FinishReason) -> Delta:
         """End the sequence early; the delta has the text that was held back."""

@@ -25,7 +25,7 @@ WATCH_S = 0.25
 """Interval at which a rank checks that the other ranks' processes exist."""
 
 Command = tuple[str, Any] | None
-"""A step of all ranks: ("run", batch), ("embed", tokens) or ("wait", None); None ends the loop."""
+"""A step of all ranks: ("run", batch), ("embed", inputs) or ("wait", None); None ends the loop."""
 T = TypeVar("T")
 
 
@@ -76,9 +76,9 @@ class DriverRunner:
         broadcast_command(self.runner.mesh.tp, ("run", batch))
         return run_on_all(lambda: self.runner.run(batch), self.agreement)
 
-    def embed(self, tokens: Sequence[int]) -> list[float]:
-        broadcast_command(self.runner.mesh.tp, ("embed", list(tokens)))
-        return run_on_all(lambda: self.runner.embed(tokens), self.agreement)
+    def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
+        broadcast_command(self.runner.mesh.tp, ("embed", inputs))
+        return run_on_all(lambda: self.runner.embed(inputs), self.agreement)
 
     def keep_alive(self) -> None:
         """Let the other ranks' wait for a command start over, before it times out."""

@@ -318,7 +318,8 @@ def serve_until_gone(server: Connection, engine: Engine) -> None:
 def serve_messages(server: Connection, engine: Engine) -> None:
     """Handle messages between steps; wait for one if there is nothing to do.
 
-    At most one input is embedded between two steps, so that embeddings do not delay completions.
+    Between two steps no more inputs are embedded than a step has tokens, so that embeddings do not
+    delay completions.
     """
     inputs: dict[int, list[int]] = {}
     while True:
@@ -363,14 +364,33 @@ def handle_message(
 
 
 def embed_next(server: Connection, engine: Engine, inputs: dict[int, list[int]]) -> None:
-    """Embed the input that has waited longest."""
-    request_id = next(iter(inputs))
+    """Embed the input that has waited longest, and those after it that fit into a step.
+
+    If that fails, each is embedded alone, so that an input that fails inside the model fails alone.
+    """
+    chosen: dict[int, list[int]] = {}
+    num_left = engine.scheduler.limits.max_batch_tokens
+    for request_id, tokens in inputs.items():
+        if not chosen or len(tokens) <= num_left:
+            chosen[request_id] = tokens
+            num_left -= len(tokens)
+        if num_left <= 0:
+            break
+    for request_id in chosen:
+        del inputs[request_id]
     try:
-        server.send(("result", request_id, engine.embed(inputs.pop(request_id))))
+        vectors = engine.embed(list(chosen.values()))
     except CollectiveFailed:
         raise
     except RuntimeError as error:  # of the model
-        server.send(("failed", request_id, str(error)))
+        if len(chosen) > 1:
+            for request_id, tokens in chosen.items():
+                embed_next(server, engine, {request_id: tokens})
+        else:
+            server.send(("failed", *chosen, str(error)))
+        return
+    for request_id, vector in zip(chosen, vectors, strict=True):
+        server.send(("result", request_id, vector))
 
 
 def send_refusal(server: Connection, request_id: int, error: Exception) -> None:

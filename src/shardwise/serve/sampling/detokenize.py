@@ -18,9 +18,10 @@ class Detokenizer:
     """The text of one completion, in increments.
 
     The texts that `add` returns and the last one from `flush` together equal `tokenizer.decode` of
-    all ids, up to the first stop string that is completed; where one token completes several, the
-    first in the text counts. Ids that continue a `prompt` are decoded behind it: the text of the
-    prompt and that of the completion together are the text of all ids.
+    all ids, up to the first stop string that is completed, or with `include_stop` up to its end;
+    where one token completes several, the first in the text counts. Ids that continue a `prompt`
+    are decoded behind it: the text of the prompt and that of the completion together are the text
+    of all ids.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Detokenizer:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         skip_special: bool = True,
+        include_stop: bool = False,
         prompt: Sequence[int] = (),
     ) -> None:
         assert all(stop), "an empty stop string would stop at once"
@@ -39,6 +41,7 @@ class Detokenizer:
             else _PieceText(tokenizer, context_of(tokenizer, prompt, self._skipped))
         )
         self._stop = tuple(stop)
+        self._include_stop = include_stop
         self._waiting = ""
 
     @property
@@ -67,7 +70,7 @@ class Detokenizer:
             start, end = match
             self.stopped_by = text[start:end]
             self._waiting = ""
-            return text[:start]
+            return text[: end if self._include_stop else start]
         num_held = _num_held(text, self._stop) if hold else 0
         self._waiting = text[len(text) - num_held :]
         return text[: len(text) - num_held]

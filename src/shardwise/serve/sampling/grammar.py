@@ -6,6 +6,8 @@ dependencies), which releases Python's lock: grammars are compiled on threads wh
 Its own limits bound the work per byte of a grammar, and `MAX_BYTES` the bytes.
 """
 
+import json
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -54,6 +56,16 @@ class GrammarState:
                 self._bits = torch.zeros(num_words, dtype=torch.int32)
         return self._bits
 
+    @property
+    def is_complete(self) -> bool:
+        """True if the text so far follows the grammar and may end here."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def has_failed(self) -> bool:
+        """True after a token that was not allowed, or where the grammar is too complex."""
+        return bool(self._matcher.is_error())
+
     def add(self, token: int) -> None:
         """Consume the next token of the completion."""
         self._bits = None
@@ -82,8 +94,8 @@ class GrammarCompiler:
     def compile(self, kind: GrammarKind, text: str = "") -> "Future[GrammarState]":
         """Return a future of the grammar's initial state.
 
-        `text` is the schema or the regular expression; "json" is any JSON object. The future holds
-        a ValueError if the text cannot be used. Raises ValueError for a text that is too large.
+        `text` is what `SamplingParams.structure` has; "json" is any JSON object. The future holds a
+        ValueError if the text cannot be used. Raises ValueError for a text that is too large.
         """
         num_bytes = len(text.encode(errors="surrogatepass"))
         if num_bytes > MAX_BYTES:
@@ -97,18 +109,11 @@ class GrammarCompiler:
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _compile(self, kind: GrammarKind, text: str) -> GrammarState:
-        matcher = self._library.LLMatcher
         try:
-            if kind == "regex":
-                grammar = matcher.grammar_from_regex(text)
-            else:
-                schema = '{"type": "object"}' if kind == "json" else text
-                grammar = matcher.grammar_from_json_schema(
-                    schema, overrides={"whitespace_pattern": WHITESPACE}
-                )
+            grammar = self._translate(kind, text)
         except ValueError as error:
             raise ValueError(f"the {kind} cannot be used: {_first_line(error)}") from error
-        compiled = matcher(self._vocabulary, grammar, log_level=0)
+        compiled = self._library.LLMatcher(self._vocabulary, grammar, log_level=0)
         if compiled.is_error():
             raise ValueError(f"the {kind} cannot be used: {_first_line(compiled.get_error())}")
         state = GrammarState(compiled, self._vocab_size)
@@ -116,6 +121,23 @@ class GrammarCompiler:
         if not state.allowed().any():
             raise ValueError(f"the {kind} cannot be used: no text follows it")
         return state
+
+    def _translate(self, kind: GrammarKind, text: str) -> str:
+        """Return the grammar in the format of the library. Raises ValueError for wrong syntax."""
+        matcher = self._library.LLMatcher
+        match kind:
+            case "regex":
+                return str(matcher.grammar_from_regex(text))
+            case "choice":
+                return str(matcher.grammar_from_regex("|".join(map(re.escape, json.loads(text)))))
+            case "grammar":
+                return str(self._library.grammar_from("grammar", text))
+        return str(
+            matcher.grammar_from_json_schema(
+                '{"type": "object"}' if kind == "json" else text,
+                overrides={"whitespace_pattern": WHITESPACE},
+            )
+        )
 
     @cached_property
     def _vocabulary(self) -> "LLTokenizer":

@@ -3,8 +3,7 @@ the next logits before any filter.
 
 In the order of vLLM, on a row z of logits:
 
-    grammar             z = -inf where structured output does not allow the token (sampler.py)
-    min_tokens          z = -inf at end tokens, until the completion has that many tokens
+    constraints         z = -inf where the token may not come next (constraints.py, sampler.py)
     logit_bias          z + bias at its ids
     repetition_penalty  z / r where z > 0, else z * r, at tokens of prompt or completion
                         (Keskar et al. 2019)
@@ -20,7 +19,7 @@ import hashlib
 import secrets
 import struct
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,21 +57,12 @@ class SamplerState:
     """Sampling parameters, random numbers and token counts of one sequence.
 
     It does not depend on pages, so preemption leaves it as it is. Call `add` with each sampled
-    token. `index` is which of the request's n samples this is; `end_ids` are the tokens that end
-    it.
+    token. `index` is which of the request's n samples this is.
     """
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Sequence[int] = (),
-        end_ids: Collection[int] = (),
-        index: int = 0,
-    ) -> None:
+    def __init__(self, params: SamplingParams, prompt: Sequence[int] = (), index: int = 0) -> None:
         self.params = params
         self.draws = Draws.of(params, index)
-        self.num_tokens = 0
-        self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
         self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
         self._slots: dict[int, int] = {}
@@ -86,7 +76,6 @@ class SamplerState:
 
     def add(self, token: int) -> None:
         """Count the next token of the completion."""
-        self.num_tokens += 1
         if self._counts_tokens:
             self._counts[self._slot_of(token)] += 1
 
@@ -108,12 +97,10 @@ class SamplerState:
     @property
     def changes(self) -> bool:
         """True if `change` modifies the next logits."""
-        return bool(self._ids) or len(self._bias_ids) > 0 or self._bans_end
+        return bool(self._ids) or len(self._bias_ids) > 0
 
     def change(self, logits: Tensor) -> None:
         """Modify the next logits [V] (fp32) in place; takes no random number."""
-        if self._bans_end:
-            logits[self._end_ids.to(logits.device)] = -torch.inf
         if len(self._bias_ids):
             logits[self._bias_ids.to(logits.device)] += self._bias.to(logits.device)
         if self._ids:
@@ -130,10 +117,6 @@ class SamplerState:
             logits = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = logits - self.params.frequency_penalty * counts
         return logits - self.params.presence_penalty * (counts > 0)
-
-    @property
-    def _bans_end(self) -> bool:
-        return self.num_tokens < self.params.min_tokens and len(self._end_ids) > 0
 
     def _slot_of(self, token: int) -> int:
         slot = self._slots.setdefault(token, len(self._ids))

@@ -3,7 +3,8 @@
 In the order of vLLM, for each row:
 
     log-probabilities   of the unmodified logits
-    grammar, min_tokens, logit_bias, repetition, frequency and presence penalty   (penalties.py)
+    constraints   (constraints.py)
+    logit_bias, repetition, frequency and presence penalty   (penalties.py)
     greedy              the largest logit, of equal ones the lowest id
     otherwise           temperature, min_p, top_k, top_p, and a draw
                         (kernels/reference/sampling.py on a CPU, filters.py on a GPU)
@@ -35,12 +36,12 @@ def sample_tokens(
     """Sample a token for each row of `logits` [B, V], which are not modified.
 
     samplers: the state of each row's sequence; calling its `add` is left to the caller. n samples
-    of one prompt have n equal rows. masks: the tokens that a grammar allows, as bits
+    of one prompt have n equal rows. masks: the tokens that may come next, as bits
     [ceil(V / 32) or more] (int32, lowest bit first); None: all.
 
     Returns the token of each row, and by row the log-probabilities that were requested. A token is
-    None where nothing can be sampled: a logit is NaN or infinite, or all are minus infinity (a
-    grammar and min_tokens may leave no token). Other rows are not affected.
+    None where nothing can be sampled: a logit is NaN or infinite, or all are minus infinity (the
+    constraints of a request may exclude each other). Other rows are not affected.
     """
     row_masks = [None] * len(samplers) if masks is None else masks
     assert len(logits) == len(samplers) == len(row_masks)
