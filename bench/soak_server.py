@@ -172,15 +172,19 @@ def resident_bytes(pid: int) -> int:
 
 
 def count_open_files(server: RunningServer) -> int:
-    """Count open files of the server's first process, among them one socket per client."""
-    return len(list(Path(f"/proc/{next(iter(server.pids.values()))}/fd").iterdir()))
+    """Count open files of the server's first process, among them one socket per client, without the
+    two pipes to each process that renders chat templates and waits for more."""
+    pid = next(iter(server.pids.values()))
+    renderers = [child for child in child_pids(pid) if b"chat_template" in command_of(child)]
+    return len(list(Path(f"/proc/{pid}/fd").iterdir())) - 2 * len(renderers)
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def child_pids(pid: int) -> list[int]:
-    """Return the processes that one has started, except Python's resource tracker."""
-    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [
-        int(each)
-        for each in pids
-        if b"resource_tracker" not in Path(f"/proc/{each}/cmdline").read_bytes()
-    ]
+    """Return the processes that one has started, in any thread, without the resource tracker."""
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(child) for thread in threads for child in thread.read_text().split()]
+    return [child for child in pids if b"resource_tracker" not in command_of(child)]

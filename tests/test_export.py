@@ -613,3 +613,11 @@ def test_a_window_that_no_folder_describes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sliding_window of a llama model cannot be 8; None works"):
         check_expressible(windowed)
     check_expressible(config)
+
+
+def test_a_folder_is_not_named_like_a_gguf_file(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(source), str(tmp_path / "x.gguf")]) == 2
+    assert "x.gguf would become a folder; a GGUF file needs --quant gguf" in capsys.readouterr().err
+    assert not (tmp_path / "x.gguf").exists()

@@ -238,7 +238,7 @@ def compare(case: Case, reports: Sequence[RankResult], alone: RankResult) -> Par
     """Compare by the measures of `shardwise parity`."""
     config = case.trial.config
     layout = case.trial.layout
-    found = Parity()
+    found = Parity(case.trial.tolerances)
     for step, (loss1, norm1) in enumerate(zip(alone.losses, alone.norms, strict=True)):
         for name, local, one in parts(
             config, [each.gradients[step] for each in reports], alone.gradients[step]

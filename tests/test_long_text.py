@@ -14,8 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from examples import examples
 from sentencepieces import gguf_tokenizer, metaspace_tokenizer, sentencepiece_tokenizer
-from shardwise.formats.tokenizers.bpe import PRE_TOKENIZERS, byte_level_bpe
+from shardwise.formats.tokenizers.bpe import byte_level_bpe
 from shardwise.formats.tokenizers.load_tokenizer import load_tokenizer
+from shardwise.formats.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from shardwise.formats.tokenizers.tokenizer import Tokenizer
 from shardwise.formats.tokenizers.train_bpe import byte_tokenizer, train_bpe
 from shardwise.train.calibration import first_tokens

@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
         told = re.fullmatch(
             r"a request of 4096 tokens needs ([\d.e-]+) GB of KV cache on each rank, which has "
             r"([\d.e-]+) GB for it; "
-            r"--max-len (\d+) fits",
+            r"--kv-bytes 2097152 or --max-len (\d+) fits",
             str(refused.value),
         )
         assert told and float(told[1]) == pytest.approx(256 * 8192 / 1e9 * 1, rel=0.01)

@@ -710,6 +710,7 @@ def test_a_port_in_use_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> Non
         (["--tensor-parallel-size", "2"], "did you mean --tp?"),
         (["--max-model-len=64"], "did you mean --max-len?"),
         (["--gpu-memory-utilization", "0.9"], "did you mean --memory-share?"),
+        (["--block-size", "32"], "serve does not take --block-size; see `shardwise serve --help`"),
     ],
 )
 def test_flags_that_cannot_work(

@@ -106,6 +106,11 @@ def check_quantization_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for flags of quantization that do not go together."""
     has_calibration = args.calibration or args.calibration_tokens is not None
     if args.quant is None:
+        if args.destination.endswith(".gguf"):
+            raise ValueError(
+                f"{args.destination} would become a folder; a GGUF file needs --quant gguf:q8_0, "
+                "gguf:q4_0 or gguf:q4_1"
+            )
         if args.method or has_calibration:
             raise ValueError(
                 "--method and --calibration need a quantization, for example --quant int4-g64"

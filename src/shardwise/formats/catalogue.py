@@ -19,6 +19,10 @@ EXPECTED_MODEL = (
     "a catalogue name (llama-3.1-8b), a parameter count (70B), a Hugging Face folder, a .gguf "
     "file, a run folder, or a hub id (org/name)"
 )
+MIXTURE_OF_EXPERTS = re.compile(
+    r"mixtral|moe\b|-a\d+(\.\d+)?b\b|deepseek-(v[23]|r1$)|gpt-oss|llama-?4|scout|maverick|grok|dbrx"
+)
+"""Names of well-known mixtures of experts."""
 SAME_SHAPE = {"llama-3.3-70b": "llama-3.1-70b", "mistral-7b-v0.1": "mistral-7b"}
 """Models with the parameters of one in CATALOGUE."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -192,6 +196,11 @@ def find_model(
                 ) from error
             raise
         return FoundModel(text, read_folder_config(folder), "hub", folder)
+    if MIXTURE_OF_EXPERTS.search(text.lower()):
+        raise ValueError(
+            f"{text!r} is a mixture of experts, which is not supported yet; a folder or a .gguf "
+            "file of it is planned by the size of its weights"
+        )
     near = nearest(text.lower(), [each for each in CATALOGUE if each[0] == text.lower()[:1]])
     hint = f"the nearest names are {', '.join(near)}; a" if near else "a"
     raise ValueError(f"unknown model {text!r}; {hint} model is {EXPECTED_MODEL}")

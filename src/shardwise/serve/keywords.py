@@ -23,6 +23,7 @@ VLLM_NAMES = {
 VLLM_FLAGS = {
     f"--{theirs.replace('_', '-')}": f"--{ours.replace('_', '-')}"
     for theirs, ours in VLLM_NAMES.items()
+    if ours != "page_tokens"  # which has no flag
 } | {"--tensor-parallel-size": "--tp"}
 """vLLM's flag, and the flag of `shardwise serve`."""
 VLLM_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}

@@ -5,6 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.formats.catalogue import find_model, model_source
@@ -61,7 +62,7 @@ class LLM:
 
         A prompt is a text, token ids, or a dictionary with `prompt` or `prompt_token_ids`; ids may
         also be given as `prompt_token_ids`. `sampling_params` are for all prompts or one per
-        prompt; `use_tqdm` shows progress on a terminal.
+        prompt; `use_tqdm` shows progress on stderr.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts or prompt_token_ids, one of them")
@@ -80,6 +81,7 @@ class LLM:
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
+            console=Console(stderr=True),
             disable=not use_tqdm,
         ) as progress:
             task = progress.add_task("generate", total=len(prompt_list))

@@ -293,13 +293,14 @@ def choose_num_pages(
     kv_bytes = usable_bytes if settings.kv_bytes is None else settings.kv_bytes
     num_pages = kv_bytes // runner.page_bytes
     if num_pages < per_request:
+        needed = per_request * runner.page_bytes
         fitting = num_pages * settings.page_tokens
-        works = f"--max-len {fitting} fits"
-        if fitting < 2:
-            works = "a smaller model, or more memory, works"
+        flags = [f"--kv-bytes {needed}"] if kv_bytes < needed <= usable_bytes else []
+        flags += [f"--max-len {fitting}"] if fitting > 1 else []
+        works = f"{' or '.join(flags)} fits" if flags else "a smaller model, or more memory, works"
         raise ValueError(
-            f"a request of {max_len} tokens needs {per_request * runner.page_bytes / 1e9:,.3g} GB "
-            f"of KV cache on each rank, which has {kv_bytes / 1e9:,.3g} GB for it; {works}"
+            f"a request of {max_len} tokens needs {needed / 1e9:,.3g} GB of KV cache on each rank, "
+            f"which has {kv_bytes / 1e9:,.3g} GB for it; {works}"
         )
     if settings.kv_bytes is not None:
         return num_pages
