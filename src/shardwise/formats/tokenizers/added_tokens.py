@@ -67,7 +67,7 @@ def _old_tokens(folder: Path, tables: list[Mapping[str, Any]]) -> dict[int, Adde
 
 
 def _unnumbered(table: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens that a file lists beside the named ones, without their ids."""
+    """Return the special tokens, besides the named ones, that a file lists without their ids."""
     return _texts(table, "extra_special_tokens") + _texts(table, "additional_special_tokens")
 
 

@@ -1,4 +1,4 @@
-"""`TextEncoder`: text to token ids and back, beside the event loop.
+"""`TextEncoder`: text to token ids and back, outside the event loop.
 
 A call into the tokenizer cannot be stopped, and a long text takes seconds and hundreds of bytes of
 memory per byte. So long texts go through a process of their own, one at a time: it is killed when

@@ -193,7 +193,7 @@ class Service:
 
 
 def isolate(request: Request, tenant: str) -> Request:
-    """Return the request with a salt of its tenant, beside its own: the time of a first token, and
+    """Return the request with a salt of its tenant added to its own: the time of a first token, and
     `cached_tokens`, would tell other tenants which prompts are in the prefix cache.
     """
     return replace(request, salt=f"{tenant}/{request.salt}") if tenant else request
