@@ -304,6 +304,31 @@ def test_messages_are_rendered_with_the_chat_template(field: str, tmp_path: Path
     assert found == ["<user>Hi é<assistant>Ho", "<user>Hi é", "plain"][: len(lines)]
 
 
+@pytest.mark.parametrize("behind", ["", "\n"])
+def test_a_conversation_that_its_template_ends_gets_no_second_end(
+    behind: str, tmp_path: Path
+) -> None:
+    """Templates end the last turn with the end token (Mistral, Llama 3), some with a line break
+    behind it (ChatML). Texts and conversations without it get one."""
+    mark = "."
+
+    class Ending(Bytes):
+        eos_ids = frozenset({ord(mark), END})
+
+        def chat(self, messages: Any, add_generation_prompt: bool = True) -> str:
+            return "".join(each["content"] for each in messages)
+
+    texts = [f"Ho{mark}{behind}", "Ho", f"Ho{mark} a"]
+    lines = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in (*lines, {"text": texts[0]})))
+    build_corpus(source, tmp_path / "data", Ending())
+    found = [list(tokens) for tokens in read_documents(tmp_path / "data", "train")]
+    ended = [[*text.encode(), ord(mark)] for text in texts]
+    ended[0].pop()
+    assert found == [*ended, [*texts[0].encode(), ord(mark)]]
+
+
 def test_messages_in_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -315,7 +340,7 @@ def test_messages_in_parquet(tmp_path: Path) -> None:
 
 def test_a_real_template_makes_its_own_tokens(tmp_path: Path) -> None:
     """The tokens of a conversation are those that the server reads, without the prompt for the next
-    answer; `build_corpus` appends the end of text."""
+    answer; its template ends it, so no end of text follows."""
     tokenizer = load_tokenizer(smollm2_gguf())
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps({"messages": CHAT}) + "\n")
@@ -323,7 +348,7 @@ def test_a_real_template_makes_its_own_tokens(tmp_path: Path) -> None:
     (tokens,) = read_documents(tmp_path / "data", "train")
     text = tokenizer.chat(CHAT, add_generation_prompt=False)
     assert "<|im_start|>assistant\nHo<|im_end|>" in text
-    assert tokens == [*tokenizer.encode(text), min(tokenizer.eos_ids)]
+    assert tokens == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize(

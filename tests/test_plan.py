@@ -671,6 +671,8 @@ def test_a_run_is_planned_as_it_trains(
     assert planned.rows["optimizer"] == 0
     code, answer = run_json(capsys, str(source), "--gpu", "4090", "--layout", "dp4")
     assert (answer["candidates"][0]["layout"], answer["micro_batch"]) == ("dp4", 6)
+    code, answer = run_json(capsys, str(source), "--gpu", "4090", "--precision", "fp32")
+    assert answer["precision"] == "fp32"
 
 
 def test_requests_fill_what_the_weights_leave() -> None:

@@ -359,6 +359,20 @@ def test_ranks_that_were_killed_are_reported(
     )
 
 
+def test_ranks_whose_launcher_is_killed_save_and_stop(data: Path, tmp_path: Path) -> None:
+    """They would train on without it, and beside a run that resumes in the same folder."""
+    path = config_file(tmp_path, data, layout="dp2", steps=10**6, save_every=0, eval_every=0)
+    run = tmp_path / "run"
+    with Training(str(path)) as training:
+        training.wait_for_step(run, 2)
+        ranks = training.ranks()
+        assert len(ranks) == 2
+        training.process.kill()
+        assert all(ended(rank) for rank in ranks)
+    (checkpoint,) = list_checkpoints(run / "checkpoints")
+    assert checkpoint.name == f"step-{rows_of(run)[-1]['step']:08d}"
+
+
 def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path) -> None:
     """Its two ranks have nobody left to tell, and a terminal that fails when they write to it."""
     path = config_file(tmp_path, data, layout="dp2", steps=10**6, save_every=0)

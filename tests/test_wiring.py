@@ -447,6 +447,22 @@ def test_operations_of_a_token_by_hand(config: ModelConfig, seq_len: int, flops:
     assert flops_per_token(config, seq_len) == flops
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "wsd needs optimizer.decay_steps of at least 1"),
+        ({"warmup_steps": 3, "decay_steps": 4}, "are 7 steps together, more than run.steps, 6"),
+    ],
+)
+def test_a_schedule_that_cannot_decay_is_refused(
+    data: Path, tmp_path: Path, changes: dict[str, int], says: str
+) -> None:
+    """The rate would stay at its peak, or jump."""
+    settings = tiny_settings(data, tmp_path, steps=6, schedule="wsd", **changes)
+    with pytest.raises(ValueError, match=says):
+        validated_run(settings)
+
+
 def test_mfu_is_the_share_of_the_peak(data: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     _, rows = run(steps=2, eval_every=0)
     config = validated_run(tiny_settings(data, tmp_path)).config

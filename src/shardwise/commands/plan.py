@@ -68,8 +68,7 @@ def add_plan(subparsers: Any) -> None:
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
-        default="bf16",
-        help="precision of weights and gradients (default: %(default)s)",
+        help="precision of weights and gradients (default: bf16, or that of the run)",
     )
     parser.add_argument(
         "--quant",
@@ -136,7 +135,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.mode != "serve" and (settings := settings_file(args.model)):
         model, of_run = choices_of_run(settings, args.layout)
         choices |= of_run | {name: value for name, value in choices.items() if value}
-        choices |= {"mode": "train", "precision": of_run["precision"]}
+        choices["mode"] = "train"
+    choices["precision"] = choices["precision"] or "bf16"
     from shardwise.formats.families import UnknownArchitecture
 
     try:
@@ -176,7 +176,7 @@ def plan_weights(args: argparse.Namespace, unknown: ValueError) -> int:
         sizes,
         find_device(args.gpu),
         num_gpus,
-        args.precision,
+        args.precision or "bf16",
         args.margin,
         modes,
     )

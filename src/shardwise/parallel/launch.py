@@ -4,7 +4,6 @@
 it joins the ranks that were started. Either way each rank runs `function(place, *args)`.
 """
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -28,8 +27,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shardwise.environment import sets_threads, torchrun_rank
 from shardwise.parallel.cores import usable_cores
 from shardwise.parallel.mesh import CollectiveFailed
-
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, a stop by the scheduler, a closed terminal: on each, a run saves and stops."""
@@ -83,10 +80,17 @@ def is_first_rank() -> bool:
     return joined is None or joined.rank == 0
 
 
-def end_with_parent() -> None:
-    """Have Linux kill this process when the one that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def when_launcher_ends(number: int) -> None:
+    """Send this rank a signal when the process that launched it ends, however it ends."""
+    launcher = multiprocessing.parent_process()
+    if launcher is None:  # torchrun's agent ends its ranks itself
+        return
+
+    def watch() -> None:
+        launcher.join()
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def handles_signal(number: int) -> bool:
@@ -202,12 +206,13 @@ def silent_log() -> Iterator[None]:
 
 def run_spawned(num_local: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run a rank that `run_ranks` started, with an equal share of the usable cores, or as many
-    threads as OMP_NUM_THREADS says."""
+    threads as OMP_NUM_THREADS says. It saves and stops when its launcher is gone."""
+    when_launcher_ends(signal.SIGTERM)
     if not sets_threads():
         torch.set_num_threads(max(1, usable_cores() // num_local))
     result = run_rank(function, *args)
     # A rank waits until its launcher takes the result; without a launcher it must not wait.
-    end_with_parent()
+    when_launcher_ends(signal.SIGKILL)
     launcher = multiprocessing.parent_process()
     if launcher is None or not launcher.is_alive():
         sys.exit(1)

@@ -46,12 +46,28 @@ def validate_run(run: Run) -> None:
         open_weights(run.weights, run.config).close()
         check_same_tokenizer(run.weights, tokenizer, settings.data.folder)
     check_expressible(run.config)
+    check_schedule(settings)
     check_execution(run)
     check_memory(run)
     check_data(run, tokens, tokenizer)
     if settings.run.tensorboard and find_spec("tensorboard") is None:
         raise ValueError(
             "run.tensorboard needs an extra: in the clone, pip install '.[tensorboard]'"
+        )
+
+
+def check_schedule(settings: Settings) -> None:
+    """Raise ValueError for a schedule wsd that never decays, or that has no room for its ramps."""
+    optimizer = settings.optimizer
+    if optimizer.schedule != "wsd":
+        return
+    if not optimizer.decay_steps:
+        raise ValueError("optimizer.schedule wsd needs optimizer.decay_steps of at least 1")
+    ramps = optimizer.warmup_steps + optimizer.decay_steps
+    if ramps > settings.run.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps and optimizer.decay_steps are {ramps} steps together, more "
+            f"than run.steps, {settings.run.steps}"
         )
 
 

@@ -25,7 +25,7 @@ from shardwise.kernels.registry import serving_kernels
 from shardwise.kernels.serving_interface import ServingKernels
 from shardwise.kv_pages import pages_per_sequence
 from shardwise.model.layers import DTYPES
-from shardwise.parallel.launch import STOP_SIGNALS, Place, end_with_parent, run_ranks
+from shardwise.parallel.launch import STOP_SIGNALS, Place, run_ranks, when_launcher_ends
 from shardwise.parallel.memory import available_bytes, peak_memory_bytes, reset_peaks
 from shardwise.parallel.mesh import CollectiveFailed, Mesh, make_mesh
 from shardwise.params import model_specs
@@ -83,7 +83,7 @@ def serve_rank(place: Place, settings: EngineSettings, address: str) -> str | No
     ignore_stop_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if place.world_size > 1:
-        end_with_parent()
+        when_launcher_ends(signal.SIGKILL)
     server = connect(address) if place.rank == 0 else None
 
     @contextmanager

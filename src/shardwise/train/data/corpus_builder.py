@@ -7,7 +7,7 @@ the ids of the whole document (`long_text.py`).
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -177,6 +177,7 @@ class SplitWriter:
         self.num_tokens = 0
         self.num_documents = 0
         self.document_start = 0  # of the current document, or of the next one
+        self.last_tokens: tuple[int, ...] = ()  # at most two, of the current document
 
     def append(self, tokens: Sequence[int]) -> None:
         wide = np.asarray(tokens, dtype=np.int64)
@@ -187,12 +188,19 @@ class SplitWriter:
             )
         self.tokens_file.write(wide.astype(self.dtype).tobytes())
         self.num_tokens += wide.size
+        self.last_tokens = (*self.last_tokens, *tokens[-2:])[-2:]
 
-    def end_document(self, end_of_text: int) -> bool:
-        """End the current document; return False if it was empty and so does not count."""
+    def end_document(self, end_of_text: int, own_ends: Collection[int] = ()) -> bool:
+        """End the current document; return False if it was empty and so does not count.
+
+        A document with one of `own_ends` as its last token or the one before, as chat templates
+        put a line break behind it, gets no other end.
+        """
         if self.num_tokens == self.document_start:
             return False
-        self.append([end_of_text])
+        if not any(token in own_ends for token in self.last_tokens):
+            self.append([end_of_text])
+        self.last_tokens = ()
         self.add_start(self.document_start)
         self.document_start = self.num_tokens
         return True
@@ -248,7 +256,8 @@ def write_splits(
             for chunk, tokens in zip(batch, encoder.encode(batch), strict=True):
                 writer = writers[HELD_OUT if held_out and is_held_out(number, held_out) else TRAIN]
                 writer.append(tokens)
-                if chunk.ends_document and writer.end_document(end_of_text):
+                own_ends = encoder.tokenizer.eos_ids if chunk.is_chat else ()
+                if chunk.ends_document and writer.end_document(end_of_text, own_ends):
                     number += 1
                 done_bytes += chunk.source_bytes
             if progress:
