@@ -143,6 +143,17 @@ def test_buffers_and_a_second_copy_of_a_tied_head_are_ignored(
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_a_tied_model_may_store_its_head_alone(saved, tmp_path: Path, name: str) -> None:
+    """`save_model` of safetensors keeps one of two names; transformers loads either."""
+    shutil.copytree(saved(name), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (embed,) = (each for each in tensors if each.endswith(("embed_tokens.weight", "wte.weight")))
+    tensors["lm_head.weight"] = tensors.pop(embed)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same(load_whole(tmp_path), our_weights(tiny_model(name)))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
 def test_a_tied_head_with_other_values_is_refused(saved, tmp_path: Path, name: str) -> None:
     """One number of the last row is enough; in another dtype equal values are equal."""
     shutil.copytree(saved(name), tmp_path, dirs_exist_ok=True)

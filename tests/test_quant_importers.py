@@ -274,6 +274,21 @@ def test_tensors_that_are_refused(
     assert sentence in said and "\n" not in said
 
 
+def test_biases_of_zero_are_ignored(folder: Path) -> None:
+    """AutoGPTQ stores one for each matrix of a model without biases."""
+    config = read_config(folder)
+    layout = Layout()
+
+    def loaded() -> dict[str, torch.Tensor]:
+        specs = model_specs(config)
+        return load_weights(folder, config, specs, layout, layout.coord(0), torch.float32)
+
+    plain = loaded()
+    edit_tensors(folder, lambda t: t.update({f"{STEM}.bias": torch.zeros(64)}))
+    again = loaded()
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+
 def test_a_quantized_head_of_a_tied_model_is_refused(folder: Path) -> None:
     """It has values of its own, which tying would drop."""
     tensors = load_file(folder / "model.safetensors")

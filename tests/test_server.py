@@ -211,6 +211,25 @@ def test_a_streamed_completion_adds_up_to_the_whole(
             ][name]
 
 
+def test_events_have_no_line_ends_of_their_own(client: TestClient) -> None:
+    """U+0085, U+2028 and U+2029 are characters of JSON, at which some clients end a line."""
+    text = "a\u2028b\u0085c\u2029d"
+    body = {"prompt": text, "echo": True, "stream": True, **GREEDY}
+    raw = client.post("/v1/completions", json=body).content.decode()
+    assert raw.splitlines() == raw.split("\n")[:-1]
+    events = stream(client, "/v1/completions", {"prompt": text, "echo": True, **GREEDY})
+    assert "".join(each["text"] for event in events for each in event["choices"]).startswith(text)
+
+
+def test_an_empty_model_name_is_none_and_usage_in_each_chunk_is_refused(client: TestClient) -> None:
+    assert (
+        post(client, "/v1/completions", {"prompt": "a", "model": "", **GREEDY})["model"] == "tiny"
+    )
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "a", "stream": True, "stream_options": options, **GREEDY}
+    assert "continuous_usage_stats" in str(post(client, "/v1/completions", body, 400))
+
+
 def test_choices_are_in_the_order_of_the_prompts(client: TestClient) -> None:
     prompts = ["abc", "x", "Hello, world"]
     alone = [
@@ -1150,7 +1169,7 @@ def test_a_line_is_logged_for_each_request(
 ) -> None:
     """But for probes that succeed; and with the status that the client got."""
     with caplog.at_level("INFO", logger="shardwise.serve"):
-        for path in ("/health", "/v1/models", "/none", "/metrics"):
+        for path in ("/health", "/v1/models", "/none", "/metrics", "/%0A%1B[31ma"):
             client.get(path)
         client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
         client.post("/v1/completions", json={"prompt": "a", "max_tokens": -2})
@@ -1158,6 +1177,7 @@ def test_a_line_is_logged_for_each_request(
     assert [re.sub(r" in \d+\.\d\d s, request [0-9a-f]{32}$", "", line) for line in lines] == [
         "GET /v1/models 200",
         "GET /none 404",
+        "GET /%0A%1B%5B31ma 404",
         "POST /v1/completions 200",
         "POST /v1/completions 400",
     ]

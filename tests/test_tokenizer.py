@@ -462,6 +462,18 @@ def test_bos_is_added_where_the_kind_or_the_file_says_so() -> None:
     assert byte_level_from("llama-bpe").encode("hi") == plain
 
 
+@pytest.mark.parametrize("kind", [TokenType.NORMAL, TokenType.CONTROL, TokenType.USER_DEFINED])
+def test_an_end_of_turn_ends_whatever_its_type(kind: TokenType) -> None:
+    """Published files type `<|im_end|>` as a word or user-defined; llama.cpp goes by its text."""
+    tokens = [*BYTE_TO_CHAR, "<s>", "<|endoftext|>", "<|im_end|>"]
+    types = [TokenType.NORMAL] * 256 + [TokenType.CONTROL] * 2 + [kind]
+    changes = {"tokens": tokens, "token_type": types, "merges": []}
+    tokenizer = byte_level_from("gpt-2", bos_token_id=256, eos_token_id=257, **changes)
+    assert tokenizer.eos_ids == {257, 258} and tokenizer.special_ids >= {257, 258}
+    assert tokenizer.encode("a<|im_end|>") == [ord("a"), 258]
+    assert tokenizer.decode([ord("a"), 258]) == "a"
+
+
 def test_end_tokens_of_a_gguf_file() -> None:
     assert byte_level_from("gpt-2").eos_ids == {260}
     assert byte_level_from("gpt-2", eos_token_id=259).eos_ids == {

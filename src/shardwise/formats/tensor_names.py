@@ -95,6 +95,15 @@ def fit_prefix(names: TensorNames, stored: Collection[str]) -> TensorNames:
     return replace(names, stems=stems)
 
 
+def fit_tied(names: TensorNames, stored: Collection[str]) -> TensorNames:
+    """Return `names` of a tied model whose file stores only the head, as `save_model` of
+    safetensors does, with the head's name for the embedding."""
+    embed, head = (f"{names.stems[name]}.weight" for name in ("embed", "head"))
+    if embed in stored or head not in stored:
+        return names
+    return replace(names, stems={**names.stems, "embed": names.stems["head"]})
+
+
 def check_stored(
     stored: Mapping[str, tuple[int, ...]],
     specs: Collection[ParamSpec],

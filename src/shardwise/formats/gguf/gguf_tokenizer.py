@@ -47,6 +47,8 @@ END_OF_TURN_TOKENS = frozenset(
     )
 )
 """GGUF files name one end token, but a chat model may end its turn with another."""
+UNMISTAKABLE = END_OF_TURN_TOKENS - {"</s>"}
+"""Those that are control tokens whatever type a file gives them, as in llama.cpp."""
 
 
 class TokenType(IntEnum):
@@ -76,7 +78,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     types = metadata.get("tokenizer.ggml.token_type", ())
     control = {text for text, kind in zip(tokens, types, strict=False) if kind == TokenType.CONTROL}
     named = {_special_token(metadata, name) for name in ("eos", "eot", "eom")} - {None}
-    ends = (control & END_OF_TURN_TOKENS) | named
+    ends = (control & END_OF_TURN_TOKENS) | UNMISTAKABLE.intersection(tokens) | named
     eos_ids = frozenset(index for index, text in enumerate(tokens) if text in ends)
     return Tokenizer(backend, special, eos_ids, metadata.get("tokenizer.chat_template") or None)
 
@@ -101,7 +103,10 @@ def _build_backend(metadata: Mapping[str, Any]) -> Backend:
     types = metadata.get("tokenizer.ggml.token_type", ())
     for added in (TokenType.CONTROL, TokenType.USER_DEFINED):
         special = added == TokenType.CONTROL
-        texts = [text for text, kind in zip(tokens, types, strict=False) if kind == added and text]
+        kinds = zip(tokens, types, strict=False)
+        texts = [text for text, kind in kinds if kind == added and text not in UNMISTAKABLE | {""}]
+        if special:
+            texts += [text for text in tokens if text in UNMISTAKABLE]
         backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
     bos = _special_token(metadata, "bos") if _adds_bos(metadata) else None
     adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from shardwise.formats.tensor_names import (
     check_stored,
     distinct_parts,
     fit_prefix,
+    fit_tied,
     stored_parts,
     stored_shapes,
 )
@@ -40,14 +41,30 @@ class FolderReader:
         with ExitStack() as opened:
             self._slices = opened.enter_context(open_slices(folder, "pt"))
             self._names = fit_prefix(family_of(config).folder, self._slices)
+            if config.tied:
+                self._names = fit_tied(self._names, self._slices)
             shapes = stored_shapes(specs, self._names)
             headers = headers_of(self._slices)
             self._quantized = QuantizedFolder.open(folder, headers, shapes, self._tensor)
-            check_stored(self._quantized.shapes, specs, self._names, folder)
+            check_stored(self._without_zero_biases(shapes), specs, self._names, folder)
             self._check_ties(specs, folder)
             self.dtype = self._common_dtype(specs, folder)
             self._opened = opened.pop_all()
         self.formats = matrix_formats(self._quantized.matrices, specs, self._names)
+
+    def _without_zero_biases(self, known: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """Return the stored shapes without biases of quantized matrices that the model does not
+        have and that are zero: AutoGPTQ stores one for each matrix."""
+
+        def is_unused(name: str) -> bool:
+            weight = name.removesuffix("bias") + "weight"
+            is_extra = name.endswith(".bias") and name not in known
+            return (
+                is_extra and weight in self._quantized.matrices and not self._slices[name][:].any()
+            )
+
+        shapes = self._quantized.shapes
+        return {name: shape for name, shape in shapes.items() if not is_unused(name)}
 
     def _check_ties(self, specs: Iterable[ParamSpec], folder: Path) -> None:
         """Raise ValueError if a tied parameter is stored with values of its own."""
@@ -57,6 +74,8 @@ class FolderReader:
                 continue
             (copy,) = distinct_parts(spec, self._names)
             (original,) = distinct_parts(by_name[spec.tied_to], self._names)
+            if copy.name == original.name:
+                continue
             stored = copy.name in self._slices and original.name in self._slices
             is_quantized = copy.name in self._quantized.matrices  # its codes are not the original's
             if is_quantized or (stored and not self._are_equal(copy.name, original.name)):

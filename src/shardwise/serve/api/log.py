@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from urllib.parse import quote
 
 from shardwise.serve.engine_client import EngineClient, EngineDied, Stats
 
@@ -28,7 +29,8 @@ def log_request(method: str, path: str, status: int | None, seconds: float, name
     if path in QUIET_PATHS and status == 200:
         return
     result = "client left" if status is None else str(status)
-    ACCESS.info("%s %s %s in %.2f s, request %s", method, path, result, seconds, name)
+    quoted = quote(path, safe="/~")  # no client writes lines or colors of its own
+    ACCESS.info("%s %s %s in %.2f s, request %s", method, quoted, result, seconds, name)
 
 
 async def log_throughput(engine: EngineClient, interval_s: float = INTERVAL_S) -> None:

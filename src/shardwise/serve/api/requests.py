@@ -98,6 +98,7 @@ class TruncationRequest(BaseRequest):
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None  # usage comes with the last chunk
 
 
 class ResponseFormat(StrictModel):

@@ -55,7 +55,7 @@ class Service:
 
     def model_name(self, body: BaseRequest) -> str:
         """Return the model's name in the request, by default the server's first. Raises a 404."""
-        if body.model is None:
+        if not body.model:
             return self.settings.model_names[0]
         return self.check_model_name(body.model)
 

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""JSON's spelling of characters that some clients take for the end of a line."""
 COMMENT = ": waiting\n\n"
 COMMENT_S = 15.0
 """Seconds without an event after which a stream sends a comment; proxies close connections that are
@@ -169,7 +171,7 @@ class EventStream(Response):
             elif (event := self.next_event.result()) is None:
                 return
             else:
-                await self.send_body(send, f"data: {event}\n\n")
+                await self.send_body(send, f"data: {event.translate(LINE_ENDS)}\n\n")
                 self.next_event = asyncio.ensure_future(anext(self.rest, None))
 
     async def send_body(self, send: Send, text: str) -> None:
