@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from examples import examples
 from shardwise.cli import main
 from shardwise.config import ModelConfig
-from shardwise.formats.catalogue import CATALOGUE
+from shardwise.formats.catalogue import CATALOGUE, FoundModel
 from shardwise.hardware import DEVICES, Device
 from shardwise.layout import Layout, Recompute, Shard
 from shardwise.params import model_specs, num_params
 from shardwise.plan import plan
 from shardwise.plan.activations import MicroBatchShape
 from shardwise.plan.ledger import Mode, Precision, serving_ledgers, training_ledgers, unit_sizes
+from shardwise.plan.planner import ModePlan
 from shardwise.plan.proposal import LEAST_TOKENS, Price, propose, training_option
 from shardwise.plan.search import Job
 from shardwise.plan.why import count, gb
@@ -673,6 +674,30 @@ def test_a_run_is_planned_as_it_trains(
     assert (answer["candidates"][0]["layout"], answer["micro_batch"]) == ("dp4", 6)
     code, answer = run_json(capsys, str(source), "--gpu", "4090", "--precision", "fp32")
     assert answer["precision"] == "fp32"
+
+
+def test_a_run_is_proposed_what_its_global_batch_allows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """9 sequences divide among 1, 3 or 9 data ranks x micro-batches, so `train` takes the proposal;
+    the run itself is refused as `train` refuses it."""
+    settings = tiny_settings(build_data(tmp_path), tmp_path / "run", global_batch=9)
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(settings))
+    config = resolve_run(settings).config
+    model = FoundModel("tiny", config, "run")
+
+    def planned(memory_bytes: int) -> ModePlan:
+        small = Device("small", memory_bytes, 1e12, 1e11)
+        (mode,) = plan(model, small, 1, "train", "dp1", 16, "fp32", 9, global_batch=9).modes
+        return mode
+
+    mode = planned(planned(10**9).candidates[0].peak_bytes * 2 // 3)
+    assert not mode.fits and mode.proposal is not None
+    found = mode.proposal.candidate.layout
+    assert 9 % (found.dp * found.microbatches) == 0
+    assert main(["plan", str(file), "--gpu", "4090", "--layout", "dp2"]) == 2
+    assert "9 sequences does not divide among 2 data ranks x 1" in capsys.readouterr().err
 
 
 def test_requests_fill_what_the_weights_leave() -> None:

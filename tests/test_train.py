@@ -869,6 +869,7 @@ def files_under(folder: Path) -> dict[Path, bytes]:
             "A global batch of 4 sequences does not divide among 3 data ranks x 1",
         ),
         (["--layout", "dp2.m4"], "does not divide among 2 data ranks x 4 micro-batches; 8 would"),
+        (["--layout", "dp1.m8"], "does not divide among 1 data ranks x 8 micro-batches; 8 would"),
         (["--layout", "dp2.pp8"], "8 stages are more than 2 layers; pp2 works"),
         (["--layout", "tp4"], "layout tp4: tp4 does not divide 2 heads"),
         (["--layout", "fsdp.dp2.pp2"], "fsdp with pp is not supported; z3 in its place works"),

@@ -200,6 +200,7 @@ def choices_of_run(path: Path, layout: str | None) -> tuple["FoundModel", dict[s
     """Return the model of a run, and the arguments of `plan` that describe what `shardwise train`
     would run."""
     from shardwise.formats.catalogue import FoundModel
+    from shardwise.train.global_batch import check_divides
     from shardwise.train.resolve import resolve_run, resume_run
     from shardwise.train.settings import read_settings
 
@@ -207,10 +208,12 @@ def choices_of_run(path: Path, layout: str | None) -> tuple["FoundModel", dict[s
     run = resume_run(planned) or resolve_run(planned)
     chosen = run.layout if layout is None else Layout.parse(layout)
     settings = run.settings
+    check_divides(settings.data.global_batch, chosen.dp, chosen.microbatches)
     choices = {
         "layout": chosen,
         "seq": settings.data.seq_len,
-        "micro_batch": max(1, settings.microbatch_sequences(chosen)),
+        "micro_batch": settings.microbatch_sequences(chosen),
+        "global_batch": settings.data.global_batch,
         "precision": settings.run.precision,
         "gradients": settings.run.gradients,
         "offload": settings.run.offload != "none",

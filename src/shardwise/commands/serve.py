@@ -109,7 +109,7 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
 def default_model_name(model: str) -> str:
     """Return the name of a file or folder without its path and .gguf, or a hub id as it is."""
     path = Path(model)
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
+    return path.absolute().name.removesuffix(".gguf") if path.exists() else model
 
 
 def describe_engine(args: argparse.Namespace) -> "tuple[OpenModel, EngineSettings]":

@@ -160,6 +160,7 @@ def plan(
     offload: bool = False,
     margin: float = MARGIN,
     gpus_per_node: int = GPUS_PER_NODE,
+    global_batch: int | None = None,
 ) -> Plan:
     """Return what a model needs on GPUs, without one.
 
@@ -179,6 +180,8 @@ def plan(
         margin: share of a GPU's memory that proposals leave to the CUDA context, NCCL and
             fragmentation
         gpus_per_node: GPUs that fast links join; proposals use whole nodes
+        global_batch: sequences of a training step; a layout whose data ranks and micro-batches do
+            not divide it is not proposed
 
     Raises ValueError for an unknown model, GPU or choice, and for a layout that cannot work.
     """
@@ -221,6 +224,7 @@ def plan(
         recompute=recomputed,
         gradients=gradients,
         offload=offload,
+        global_batch=global_batch,
         quant=None,
         formats=NOT_QUANTIZED,
     )

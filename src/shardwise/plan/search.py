@@ -84,6 +84,7 @@ class Job:
         gradients: dtype of the gradients in training
         offload: whether training keeps optimizer states in host memory
         margin: share of the GPU's memory that proposals leave free
+        global_batch: sequences of a training step, if they are given
     """
 
     mode: Mode
@@ -102,10 +103,14 @@ class Job:
     offload: bool = False
     margin: float = MARGIN
     gpus_per_node: int = GPUS_PER_NODE
+    global_batch: int | None = None
 
     def allows(self, layout: Layout) -> bool:
-        """Return whether a layout can shard the model, including its quantization groups."""
+        """Return whether a layout can shard the model, including its quantization groups, and the
+        global batch."""
         if layout.problems(self.config):
+            return False
+        if self.global_batch and self.global_batch % (layout.dp * layout.microbatches):
             return False
         try:
             check_formats(self.config, self.formats, layout)

@@ -24,6 +24,7 @@ from shardwise.parallel.pipeline.validate import validate_for
 from shardwise.params import stage_units
 from shardwise.plan.ledger import shard_sizes
 from shardwise.train.data.batches import Batches, TokenFile
+from shardwise.train.global_batch import check_divides
 from shardwise.train.planned_memory import gigabytes, largest_rows, planned_memory
 from shardwise.train.resolve import resolve_run, resume_run
 from shardwise.train.settings import Run, Settings
@@ -48,6 +49,7 @@ def validate_run(run: Run) -> None:
     check_expressible(run.config)
     check_schedule(settings)
     check_execution(run)
+    check_divides(settings.data.global_batch, run.layout.dp, run.layout.microbatches)
     check_memory(run)
     check_data(run, tokens, tokenizer)
     if settings.run.tensorboard and find_spec("tensorboard") is None:

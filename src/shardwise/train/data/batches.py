@@ -19,6 +19,7 @@ import torch
 from shardwise.model.batch import MicroBatch
 from shardwise.model.loss import IGNORE_INDEX
 from shardwise.train.data.corpus import START_DTYPE, read_corpus
+from shardwise.train.global_batch import check_divides
 
 NUM_ROUNDS = 8  # 4 suffice for many samples; 8 also shuffle a handful evenly
 
@@ -193,14 +194,7 @@ class Batches:
     def __post_init__(self) -> None:
         assert self.microbatches >= 1 and 0 <= self.data_rank < self.data_size
         self.token_file.num_samples(self.seq_len)
-        multiple = self.microbatches * self.data_size
-        if self.global_batch < 1 or self.global_batch % multiple:
-            below = self.global_batch // multiple * multiple
-            nearest = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
-            raise ValueError(
-                f"A global batch of {self.global_batch} sequences does not divide among "
-                f"{self.data_size} data ranks x {self.microbatches} micro-batches; {nearest} would."
-            )
+        check_divides(self.global_batch, self.data_size, self.microbatches)
 
     def batch(self, step: int) -> Batch:
         """Return the batch of `step`, counting from 0."""
