@@ -262,6 +262,15 @@ def test_questions_of_newcomers(choices: dict[str, Any], num_gpus: int, settings
     assert f" on {gpus}" in str(mode.smallest_change) and settings in str(mode.smallest_change)
 
 
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_the_reasons_know_what_is_offloaded(gpus: int) -> None:
+    """70,553,706,496 parameters: 4 bytes each stay on the GPUs, 12 are in host memory."""
+    (train,) = plan("llama-3.1-70b", "4090", gpus, mode="train", offload=True).modes
+    assert "847 GB in host memory" in str(train.why_not) or "besides AdamW's" in str(train.why_not)
+    assert "282 GB" in str(train.why_not) and "1,129 GB" not in str(train.why_not)
+    assert "with --offload (52.9 GB of host memory per GPU) on 16" in str(train.smallest_change)
+
+
 def test_16_gpus_train_70b_with_recompute() -> None:
     (train,) = plan("llama-3.1-70b", "h100", 16, mode="train", recompute="full").modes
     assert train.fits and train.smallest_change is None

@@ -16,7 +16,7 @@ from shardwise.plan.ledger import BYTES_PER_PARAMETER, Ledger, Mode
 from shardwise.plan.planner import ModePlan, Plan
 from shardwise.plan.search import Candidate, Job
 from shardwise.plan.traffic import MODEL_AXES, stage_elements
-from shardwise.plan.why import count, gb, quantized_to, sequences
+from shardwise.plan.why import count, gb, held_bytes, quantized_to, sequences
 
 BAR_CELLS = 8
 MIN_COLUMN = 8
@@ -113,10 +113,10 @@ def model_traffic(candidate: Candidate) -> str:
 
 def title(plan: Plan, mode: ModePlan) -> str:
     if mode.job.mode == "train":
-        total = BYTES_PER_PARAMETER[plan.precision].total
+        where = ", the optimizer in host memory" if mode.job.offload else ""
         return (
-            f"{TITLES['train']} in {plan.precision}, {total} bytes per parameter before sharding, "
-            f"micro-batches of {sequences(mode.job)}"
+            f"{TITLES['train']} in {plan.precision}, {held_bytes(mode.job)} bytes per parameter "
+            f"before sharding{where}, micro-batches of {sequences(mode.job)}"
         )
     weights = f", block matrices {quantized_to(plan.quant)}" if plan.quant else ""
     cache = f", KV cache in {plan.kv_dtype}" if plan.kv_dtype != "auto" else ""

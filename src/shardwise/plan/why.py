@@ -55,14 +55,23 @@ def why_not(job: Job, num_gpus: int, nearest: Candidate) -> tuple[str, ...]:
 def shared_states(job: Job, num_gpus: int) -> Iterator[str]:
     each = BYTES_PER_PARAMETER[job.precision]
     params = num_params(model_specs(job.config))
-    states = params * each.total
+    held = held_bytes(job)
+    states = params * held
+    terms = [f"{each.parameters} for the weight", f"{each.gradients} for the gradient"]
+    terms += [] if job.offload else [f"{each.optimizer} for AdamW"]
+    host = " besides AdamW's in host memory" if job.offload else ""
     fit = "more than it can hold" if states / num_gpus > job.device.memory_bytes else "which fits"
     yield (
-        f"Its {count(params)} parameters need {each.total} bytes each: {each.parameters} for the "
-        f"weight, {each.gradients} for the gradient and {each.optimizer} for AdamW, {gb(states)} "
-        f"in all. Sharded over all {num_gpus:,} GPUs that is {gb(states / num_gpus)} per GPU, "
-        f"{fit}."
+        f"Its {count(params)} parameters need {held} bytes each{host}: {listed(terms)}, "
+        f"{gb(states)} in all. Sharded over all {num_gpus:,} GPUs that is "
+        f"{gb(states / num_gpus)} per GPU, {fit}."
     )
+
+
+def held_bytes(job: Job) -> int:
+    """Return the bytes of states per parameter that GPUs hold, before sharding."""
+    each = BYTES_PER_PARAMETER[job.precision]
+    return each.total - (each.optimizer if job.offload else 0)
 
 
 def shared_weights(job: Job, nearest: Candidate) -> Iterator[str]:
@@ -142,6 +151,9 @@ def training_rows(job: Job) -> list[str]:
     rows = ledger.rows
     master = "an fp32 master copy of each weight and " if job.precision == "bf16" else ""
     terms = " + ".join(["4"] * (each.optimizer // 4))
+    optimizer = num_params(model_specs(job.config)) * each.optimizer
+    on_host = " in host memory" if job.offload else ""
+    states = "On the GPU, the states" if job.offload else "These states"
     saved = {
         "none": "what it computes",
         "selective": "most of what it computes",
@@ -150,8 +162,8 @@ def training_rows(job: Job) -> list[str]:
     return [
         f"The backward pass adds a gradient for each: {gb(rows['gradients'])} "
         f"({each.gradients} bytes).",
-        f"Adam needs {master}two moments: {gb(rows['optimizer'])} ({terms} bytes). "
-        f"These states are {each.total} bytes per parameter, {gb(ledger.state_bytes)}.",
+        f"Adam needs {master}two moments: {gb(optimizer)}{on_host} ({terms} bytes). "
+        f"{states} are {held_bytes(job)} bytes per parameter, {gb(ledger.state_bytes)}.",
         f"A forward pass of {sequences(job)} saves {saved} for the backward: "
         f"{gb(rows['activations'])} of activations, and {gb(rows['logits'])} for the logits, "
         "one chunk at a time, with the gradient of the head.",
@@ -213,8 +225,8 @@ def settings(job: Job, found: Proposal) -> str:
         words.append(f"--quant {changed.quant}")
     if changed.kv_dtype != job.kv_dtype:
         words.append(f"--kv-dtype {changed.kv_dtype}")
-    if changed.offload != job.offload:
-        rows = job.candidate(found.option.layout).ledger
+    if changed.offload:
+        rows = replace(job, offload=False).candidate(found.option.layout).ledger
         host = max(stage.rows["optimizer"] for stage in rows)
         words.append(f"--offload ({gb(host)} of host memory per GPU)")
     return f" with {listed(words)}" if words else ""
