@@ -23,6 +23,8 @@ AGREE_S = 10.0
 """Seconds that a rank whose step has failed waits for the other ranks to report theirs."""
 WATCH_S = 0.25
 """Interval at which a rank checks that the other ranks' processes exist."""
+BLAME_S = 1.0
+"""Seconds between the end of one rank and that of the others; the launcher looks every 0.05 s."""
 
 Command = tuple[str, Any] | None
 """A step of all ranks: ("run", batch), ("embed", inputs) or ("wait", None); None ends the loop."""
@@ -107,14 +109,15 @@ def execute_command(runner: Runner, command: str, argument: Any) -> None:
 def end_with(pids: Collection[int]) -> threading.Event:
     """End this process soon after one of `pids` has ended, until the returned event is set.
 
-    A rank that waits in a collective, or for a request, may not notice by itself. A process that
-    has ended exists until its parent has waited for it.
+    A rank that waits in a collective, or for a request, may not notice by itself. It waits for
+    BLAME_S, in which the launcher finds the rank that ended first, and names it.
     """
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(WATCH_S):
             if not all(map(process_exists, pids)):
+                is_over.wait(BLAME_S)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if pids:
