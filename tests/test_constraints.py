@@ -42,7 +42,8 @@ def test_tokens_that_may_come_next_match_the_definition(
     tokens: list[int],
 ) -> None:
     """Also of a fork, which does not see the tokens of the other."""
-    params = SamplingParams(min_tokens=min_tokens, allowed_token_ids=allowed_ids)  # type: ignore[arg-type]
+    allowed = None if allowed_ids is None else tuple(allowed_ids)
+    params = SamplingParams(min_tokens=min_tokens, allowed_token_ids=allowed)
     constraints = Constraints(params, VOCAB, end_ids, words)
     fresh = constraints.fork()
     for token in tokens:

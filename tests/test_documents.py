@@ -1,4 +1,4 @@
-"""What of a corpus becomes which tokens: control tokens spelled out in it, bad rows, links."""
+"""Documents of a corpus become tokens: control tokens spelled out in it, bad rows, links."""
 
 import json
 from argparse import Namespace

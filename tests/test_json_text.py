@@ -28,7 +28,7 @@ def strict(text: str) -> Any:
 
 
 def with_nulls(value: Any) -> Any:
-    """What Python's own JSON gives, with null for the three constants that are not JSON."""
+    """Return what Python's own JSON gives, with null for the three constants that are not JSON."""
     return json.loads(json.dumps(value), parse_constant=lambda constant: None)
 
 

@@ -61,8 +61,8 @@ OF_VLLM = {
         "tools"
     ),
 }
-"""Of `protocol.py` in vLLM's folders chat_completion, completion and tokenize of November 2026, and
-of the older file of 2025."""
+"""Fields of `protocol.py` in vLLM's folders chat_completion, completion and tokenize of November
+2026, and of the older file of 2025."""
 
 
 def unknown(request: type[BaseRequest], names: set[str]) -> set[str]:

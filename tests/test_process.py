@@ -520,7 +520,8 @@ def test_inputs_to_embed_hold_up_nobody_and_can_be_taken_back(folder: Path) -> N
     ours.send(("embed", 9, [9]))
     talk = threading.Thread(target=worker.serve_until_gone, args=(its, engine))
     talk.start()
-    refused, *heard = (ours.recv() for _ in range(1 + 7 + SHORT.max_tokens))  # type: ignore[operator]
+    assert SHORT.max_tokens is not None
+    refused, *heard = (ours.recv() for _ in range(1 + 7 + SHORT.max_tokens))
     assert refused[:2] == ("refused", 8) and "from 0 to 263" in refused[2]
     assert runs.sizes == [[2, 30, 1], [40], [2, 5, 1], [2], [5], [1]]
     names = [message[1] if message[0] != "deltas" else "step" for message in heard]

@@ -145,7 +145,7 @@ def test_two_spellings_that_contradict_each_other_are_refused() -> None:
 
 
 def test_an_original_context_outside_of_rope_scaling_wins() -> None:
-    """As in transformers, where some configs state it there."""
+    """Some configs state it there, and transformers reads it."""
     raw = LLAMA | {"rope_scaling": YARN, "original_max_position_embeddings": 16}
     theirs = LlamaConfig.from_dict({**raw, "rope_scaling": dict(YARN)})
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")

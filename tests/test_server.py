@@ -396,7 +396,7 @@ def test_variables_of_the_request_reach_the_template(writer: TestClient) -> None
 def test_the_last_message_is_continued(
     model: TinyModel, template: str, content: Any, end: str
 ) -> None:
-    """As transformers does; the completion is that of the text."""
+    """The prompt is that of transformers, and the completion is that of the text."""
     engine = TinyEngine(model)
     engine.tokenizer = replace(model.tokenizer, chat_template=template)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]

@@ -157,11 +157,15 @@ class LLM:
             if self.seed is not None and prompt_params.seed is None:
                 prompt_params = replace(prompt_params, seed=self.seed + self.next_id)
             text = prompt if isinstance(prompt, str) else None
-            tokens = prompt
-            if isinstance(prompt, str):
-                tokens = self.engine.tokenizer.encode(prompt, special_tokens=True)
-            request = Request(tuple(tokens), prompt_params, starts_text=starts_text)  # type: ignore[arg-type]
-            requests.append((replace(request, request_id=self.next_id), text))
+            ids: Sequence[int] = (
+                self.engine.tokenizer.encode(prompt, special_tokens=True)
+                if isinstance(prompt, str)
+                else prompt
+            )
+            request = Request(
+                tuple(ids), prompt_params, request_id=self.next_id, starts_text=starts_text
+            )
+            requests.append((request, text))
             self.next_id += 1
         return requests
 

@@ -48,7 +48,7 @@ END_OF_TURN_TOKENS = frozenset(
 )
 """GGUF files name one end token, but a chat model may end its turn with another."""
 UNMISTAKABLE = END_OF_TURN_TOKENS - {"</s>"}
-"""Those that are control tokens whatever type a file gives them, as in llama.cpp."""
+"""End-of-turn tokens that are control tokens whatever type a file gives them, as in llama.cpp."""
 
 
 class TokenType(IntEnum):

@@ -66,8 +66,8 @@ DESCRIPTION = frozenset(
         "unsloth_fixed", "unsloth_version",
     )
 )  # fmt: skip
-"""Where a model comes from. Files state the dtype of each tensor and the length of the context is
-`max_position_embeddings`."""
+"""Origin and nominal properties of a model. Files state the dtype of each tensor, and the length of
+the context is `max_position_embeddings`."""
 
 EXECUTION = frozenset(
     (
@@ -80,7 +80,7 @@ EXECUTION = frozenset(
         "use_return_dict",
     )
 )  # fmt: skip
-"""How transformers computes and returns the same function."""
+"""Ways in which transformers computes and returns the same function."""
 
 OF_OTHER_FAMILIES = frozenset(
     (

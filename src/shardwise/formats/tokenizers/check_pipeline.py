@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_GROWTH = 64
-"""How many characters a normalizer or decoder may make of one; Unicode's NFKC makes 18."""
+"""The most characters that a normalizer or decoder may make of one; Unicode's NFKC makes 18."""
 MAX_COMPONENTS = 256
 MAX_WORD_CHARS = 10_000
 """WordPiece needs time in the square of this; BERT has 100."""

@@ -20,7 +20,7 @@ from typing import Any
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 256 << 20
 MAX_PROCESSES = 16
-"""How many render at once; further renders wait."""
+"""Renders at the same time; further ones wait."""
 MAX_IDLE = 2
 PROGRAM = Path(__file__).with_name("chat_template.py")
 

@@ -17,7 +17,7 @@ from shardwise.serve.request import ContextLengthExceeded
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 WRONG_BODY = "the body must be a JSON object, sent with the header content-type: application/json"
 RETRY_LATER = {"retry-after": "5"}
-"""What passes by itself: a restart of the engine, or of the server."""
+"""Headers of errors that pass by themselves, such as a restart of the engine."""
 
 
 class ApiError(Exception):

@@ -11,6 +11,7 @@ Sets of tokens are bits [ceil(V / 32)] (int32, lowest bit first) over the vocabu
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -43,10 +44,13 @@ class Constraints:
         self._base: Tensor | None = None
         if params.allowed_token_ids is not None:
             self._base = token_bits(params.allowed_token_ids, vocab_size)
-        self._all = token_bits(slice(vocab_size), vocab_size)
         self._num_tokens = 0
         longest = max((len(word) for word in bad_words), default=1)
         self._recent = deque[int](maxlen=longest - 1)
+
+    @cached_property
+    def _all(self) -> Tensor:
+        return token_bits(slice(self._vocab_size), self._vocab_size)
 
     def allowed(self) -> Tensor | None:
         """Return the tokens that may come next, as bits; None: all.
